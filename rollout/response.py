@@ -1,0 +1,148 @@
+"""Response: what director and workers wrote, with exact token ids and the log-probs they were sampled with.
+
+    S1 (W1 … WK) S2 (W1 … WK) … S_final
+
+A segment is one call to the engine: `inserted` ids that we put in front (the worker's opening tag, or `</spawn_workers>` when the
+director goes on), then the `sampled` ids, exactly as the policy wrote them. Sampled ids are never re-tokenised.
+
+    longest path = Σ |director segments| + Σ over rounds of the longest worker        (prompt excluded, inserted tags included)
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Finish(StrEnum):
+    """Why a response ended."""
+
+    ANSWERED = "answered"  # the director wrote EOS
+    BUDGET = "budget"  # the longest path reached L_max
+    CONTEXT = "context"  # the model's context is full
+    MAX_ROUNDS = "max_rounds"  # the director spawned once more than it may
+
+
+@dataclass
+class Segment:
+    inserted: list[int] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # one per sampled id, at the sampling temperature
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.inserted + self.sampled
+
+    def __len__(self) -> int:
+        return len(self.inserted) + len(self.sampled)
+
+
+@dataclass
+class Round:
+    """Director text that ends by spawning, and the workers it spawned."""
+
+    director: Segment
+    workers: list[Segment]
+
+
+@dataclass
+class Response:
+    prompt: list[int]
+    rounds: list[Round] = field(default_factory=list)
+    final: Segment | None = None  # None: the budget ran out among the workers of the last round
+    finish: Finish = Finish.ANSWERED
+
+    def segments(self) -> Iterator[Segment]:
+        """Every segment in reading order."""
+        for round_ in self.rounds:
+            yield round_.director
+            yield from round_.workers
+        if self.final is not None:
+            yield self.final
+
+    @property
+    def longest_path(self) -> int:
+        rounds = sum(len(r.director) + max(map(len, r.workers), default=0) for r in self.rounds)
+        return rounds + (len(self.final) if self.final is not None else 0)
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(map(len, self.segments()))
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(s.sampled) for s in self.segments())
+
+    @property
+    def parallelism(self) -> float:
+        """Degree of parallelism: total tokens over longest path; 1 for a sequential response."""
+        return self.total_tokens / max(1, self.longest_path)
+
+    @property
+    def worker_lengths(self) -> list[list[int]]:
+        return [[len(w) for w in r.workers] for r in self.rounds]
+
+    @property
+    def as_read(self) -> list[int]:
+        """The response's ids as the director reads them in the end; prompt excluded."""
+        return [token for segment in self.segments() for token in segment.tokens]
+
+    def text(self, tokenizer) -> str:
+        """The response as text, tags included, EOS left out."""
+        return tokenizer.decode([t for t in self.as_read if t != tokenizer.eos_token_id], skip_special_tokens=False)
+
+    def to_json(self) -> dict:
+        def plain(segment: Segment) -> dict:
+            return {"inserted": segment.inserted, "sampled": segment.sampled, "logprobs": segment.logprobs}
+
+        return {
+            "prompt": self.prompt,
+            "rounds": [{"director": plain(r.director), "workers": [plain(w) for w in r.workers]} for r in self.rounds],
+            "final": plain(self.final) if self.final is not None else None,
+            "finish": self.finish.value,
+        }
+
+    @classmethod
+    def from_json(cls, row: dict) -> Response:
+        rounds = [Round(Segment(**r["director"]), [Segment(**w) for w in r["workers"]]) for r in row["rounds"]]
+        final = Segment(**row["final"]) if row["final"] is not None else None
+        return cls(row["prompt"], rounds, final, Finish(row["finish"]))
+
+
+@dataclass
+class Rollout:
+    """One response to one problem with everything known about it: a line of every rollout JSONL, whoever writes it."""
+
+    problem: str  # id
+    sample: int
+    question: str
+    gold: str | list[str]
+    text: str  # includes <think> when the prompt opened it
+    response: Response
+    flaw: str | None = None  # None: well-formed
+    verdict: str | None = None  # eval.grading.Verdict; None: not graded
+    reward: float | None = None
+    advantage: float | None = None
+    step: int | None = None
+
+    @property
+    def correct(self) -> bool:
+        return self.verdict == "correct"
+
+    @property
+    def well_formed(self) -> bool:
+        return self.flaw is None
+
+    def to_json(self) -> dict:
+        response = self.response
+        lengths = {
+            "longest_path": response.longest_path,
+            "total_tokens": response.total_tokens,
+            "workers": response.worker_lengths,
+        }
+        return {**self.__dict__, "response": response.to_json(), "lengths": lengths}
+
+    @classmethod
+    def from_json(cls, row: dict) -> Rollout:
+        fields = {name: row[name] for name in cls.__dataclass_fields__ if name in row}
+        return cls(**{**fields, "response": Response.from_json(row["response"])})
