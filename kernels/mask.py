@@ -1,0 +1,112 @@
+"""One integer per token describes the whole attention mask of a depth-first forest.
+
+    query q sees key k   ⇔   k ≤ q < visible_until[k]
+
+Tokens are the nodes of a forest written down in preorder, and `visible_until[k]` is the index just behind the last descendant of k:
+
+    index           0  1  2  3  4  5  6  7          0─1─2─3        branch (2, 3)
+    visible_until   8  8  4  4  8  8  8  8            └─4─5─6─7    trunk goes on
+    position        0  1  2  3  2  3  4  5
+    parent         -1  0  1  2  1  4  5  6
+
+Two facts make everything here vectorised. The keys that q sees are its ancestors, so `position` (how many it sees before itself) is
+its depth. And in preorder the parent of q is the last token before q that is one level up.
+`TreeMask` is built once per forest; all layers and the backward share it and what the backends derive from it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def positions(visible_until: Tensor) -> Tensor:
+    """int64 [N]: how many keys each query sees before itself, q − #{k : visible_until[k] ≤ q}."""
+    ends = torch.as_tensor(visible_until).long()
+    closed = torch.bincount(ends, minlength=len(ends) + 1).cumsum(0)
+    return torch.arange(len(ends), device=ends.device) - closed[: len(ends)]
+
+
+def parents(visible_until: Tensor) -> Tensor:
+    """int64 [N]: the nearest key each query sees before itself, −1 at roots."""
+    ends = torch.as_tensor(visible_until)
+    depth, index = positions(ends), torch.arange(len(ends), device=ends.device)
+    by_depth, order = torch.sort(depth * len(ends) + index)  # tokens of one depth stand together, in sequence order
+    above = torch.searchsorted(by_depth, (depth - 1) * len(ends) + index) - 1
+    return torch.where(depth > 0, order[above.clamp(min=0)], -1)
+
+
+def validate(visible_until: Tensor) -> None:
+    """Raises ValueError unless `visible_until` is a depth-first forest: k < visible_until[k] ≤ N, intervals nested or disjoint."""
+    ends = torch.as_tensor(visible_until)
+    if ends.ndim != 1 or ends.is_floating_point() or ends.dtype == torch.bool:
+        raise ValueError(f"visible_until must be a one-dimensional integer tensor, got {ends.dtype} of shape {tuple(ends.shape)}")
+    ends, tokens = ends.long(), len(ends)
+    index = torch.arange(tokens, device=ends.device)
+    _require((index < ends) & (ends <= tokens), ends, f"must lie behind the token itself and at most at N = {tokens}")
+    above, depth = parents(ends), positions(ends)
+    _require((above < 0) | (ends <= ends[above]), ends, "outlives the token's parent: subtrees must be nested")
+    by_depth = torch.argsort(depth * tokens + index)
+    left, right = by_depth[:-1], by_depth[1:]
+    disjoint = torch.ones(tokens, dtype=torch.bool, device=ends.device)
+    disjoint[left] = (depth[left] != depth[right]) | (ends[left] <= right)
+    _require(disjoint, ends, "overlaps the next token at the same depth: subtrees must be disjoint")
+
+
+def _require(holds: Tensor, ends: Tensor, what: str) -> None:
+    if not bool(holds.all()):
+        first = int((~holds).nonzero()[0])
+        raise ValueError(f"not a depth-first forest: visible_until[{first}] = {int(ends[first])} {what}")
+
+
+class TreeMask:
+    """The mask of one packed forest, with everything derived from it computed at most once.
+
+    Custom operators take tensors, not objects, so the mask also travels as `handle`, a zero-dimensional CPU tensor that `from_handle`
+    turns back into this object (or into an equal one, should this one be gone by the time the backward runs).
+    """
+
+    _numbers = itertools.count()
+    _alive: ClassVar[weakref.WeakValueDictionary[int, TreeMask]] = weakref.WeakValueDictionary()
+
+    def __init__(self, visible_until: Tensor):
+        validate(visible_until)
+        self.visible_until = torch.as_tensor(visible_until).to(torch.int32).contiguous()
+        self.handle = torch.tensor(next(self._numbers))
+        self._derived: dict[object, object] = {}
+        self._alive[int(self.handle)] = self
+
+    @classmethod
+    def causal(cls, lengths: Sequence[int], device: torch.device | str | None = None) -> TreeMask:
+        """Plain causal sequences of the given lengths, packed one behind the other."""
+        lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        return cls(lengths.cumsum(0).repeat_interleave(lengths).to(device))
+
+    @classmethod
+    def from_handle(cls, handle: Tensor, visible_until: Tensor) -> TreeMask:
+        alive = cls._alive.get(int(handle))
+        return cls(visible_until) if alive is None else alive
+
+    def __len__(self) -> int:
+        return len(self.visible_until)
+
+    @property
+    def position(self) -> Tensor:
+        return self.derive("position", lambda: positions(self.visible_until))
+
+    @property
+    def parent(self) -> Tensor:
+        return self.derive("parent", lambda: parents(self.visible_until))
+
+    def derive(self, name: object, build: Callable[[], T]) -> T:
+        """What `build` returned the first time it was asked for under `name`."""
+        if name not in self._derived:
+            self._derived[name] = build()
+        return self._derived[name]
