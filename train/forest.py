@@ -1,0 +1,199 @@
+"""Responses → packed forests: the depth-first layout that makes a parallel response one integer per token.
+
+    prompt S1 | W2 as written | W3 as written | W1 W2' W3' S2 …          query q sees key k  ⇔  k ≤ q < visible_until[k]
+
+A branch (workers 2..K as written) is visible to itself only; the trunk is visible to the end of its response; a prompt shared by
+several responses is visible to the end of the last of them. Worker 1 as written and as read are the same tokens at the same
+positions in the same context, so they are one. The as-read copies W2', W3' carry no loss; where the director never goes on
+(the budget ran out among the workers) nobody reads them, and they are left out.
+
+`pack` fills forests up to a token budget, balances them over ranks by estimated cost, and gives every rank equally many.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dccot.kernels.mask import TreeMask
+from dccot.rollout.response import Response, Segment
+
+
+@dataclass(frozen=True)
+class Forest:
+    """One micro-batch. N tokens, M of them sampled by the policy."""
+
+    tokens: Tensor  # int64 [N]
+    visible_until: Tensor  # int32 [N]
+    sampled: Tensor  # bool [N]: the policy wrote it, it carries loss
+    response: Tensor  # int32 [N]: index of the response; a shared prompt counts for its first one
+    logprob: Tensor  # float32 [N]: what the engine sampled with; 0 where not sampled
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def mask(self) -> TreeMask:
+        return TreeMask(self.visible_until)
+
+    @cached_property
+    def targets(self) -> Tensor:
+        """int64 [M]: indices of the sampled tokens; target t is predicted from row `mask.parent[t]`."""
+        return self.sampled.nonzero().squeeze(1)
+
+    def to(self, device: torch.device | str) -> Forest:
+        return Forest(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+
+    def without_loss(self) -> Forest:
+        """The same tokens carrying no loss: keeps a rank with nothing to do in step with the others."""
+        return replace(self, sampled=torch.zeros_like(self.sampled))
+
+
+def _layout(response: Response) -> Iterator[tuple[Segment, bool, bool]]:
+    """The response behind its prompt in depth-first order: (segment, as written or as read, branch or trunk)."""
+    for number, round_ in enumerate(response.rounds):
+        yield round_.director, True, False
+        yield from ((worker, True, True) for worker in round_.workers[1:])
+        yield from ((worker, True, False) for worker in round_.workers[:1])
+        if number + 1 < len(response.rounds) or response.final is not None:
+            yield from ((worker, False, False) for worker in round_.workers[1:])
+    if response.final is not None:
+        yield response.final, True, False
+
+
+def _ids(tokens: Sequence[int]) -> np.ndarray:
+    return np.asarray(tokens, np.int64)
+
+
+def build_forest(groups: Sequence[Sequence[tuple[int, Response]]]) -> Forest:
+    """Lay out groups of (response index, response) one after another; a group shares the prompt of its first response."""
+    tokens: list[np.ndarray] = []
+    ends: list[np.ndarray] = []
+    sampled: list[np.ndarray] = []
+    owner: list[np.ndarray] = []
+    logprob: list[np.ndarray] = []
+    at = 0
+
+    def lay(ids: np.ndarray, index: int) -> np.ndarray:
+        nonlocal at
+        at += len(ids)
+        tokens.append(ids)
+        owner.append(np.full(len(ids), index, np.int32))
+        ends.append(np.empty(len(ids), np.int32))
+        sampled.append(np.zeros(len(ids), bool))
+        logprob.append(np.zeros(len(ids), np.float32))
+        return ends[-1]
+
+    for group in groups:
+        group_trunk = [lay(_ids(group[0][1].prompt), group[0][0])]
+        for index, response in group:
+            trunk = []
+            for segment, as_written, branch in _layout(response):
+                visible = lay(_ids(segment.tokens), index)
+                if branch:
+                    visible[:] = at
+                else:
+                    trunk.append(visible)
+                if as_written:
+                    sampled[-1][len(segment.inserted) :] = True
+                    if segment.logprobs:
+                        logprob[-1][len(segment.inserted) :] = segment.logprobs
+            for visible in trunk:
+                visible[:] = at
+        for visible in group_trunk:
+            visible[:] = at
+    return Forest(*(torch.from_numpy(np.concatenate(arrays)) for arrays in (tokens, ends, sampled, owner, logprob)))
+
+
+@dataclass(frozen=True)
+class _Item:
+    """Responses that stay together because they share a prompt; or one response alone."""
+
+    members: list[int]
+    tokens: int
+    pairs: int  # query–key pairs that attention computes
+
+
+def _size(response: Response) -> tuple[int, int, int]:
+    """(tokens behind the prompt, pairs behind the prompt, longest position) of a response's forest, by arithmetic on lengths."""
+    depth, tokens, pairs = len(response.prompt), 0, 0
+    for segment, _, branch in _layout(response):
+        length = len(segment)
+        tokens += length
+        pairs += length * depth + length * (length + 1) // 2
+        if not branch:
+            depth += length
+    return tokens, pairs, depth
+
+
+def _items(responses: Sequence[Response], token_budget: int, share_prompts: bool, max_positions: int | None) -> list[_Item]:
+    """What is packed as a whole: neighbours with the same prompt, as many as the budget takes, or single responses."""
+    items: list[_Item] = []
+    for index, response in enumerate(responses):
+        tokens, pairs, positions = _size(response)
+        prompt = len(response.prompt)
+        if max_positions is not None and positions > max_positions:
+            raise ValueError(
+                f"response {index} reaches position {positions:,}; the model takes {max_positions:,} "
+                "(max_position_embeddings): lower the rollout budget or drop the response"
+            )
+        last = items[-1] if items and share_prompts else None
+        if last and last.tokens + tokens <= token_budget and responses[last.members[0]].prompt == response.prompt:
+            items[-1] = _Item([*last.members, index], last.tokens + tokens, last.pairs + pairs)
+        else:
+            items.append(_Item([index], prompt + tokens, pairs + prompt * (prompt + 1) // 2))
+    return items
+
+
+def pack(
+    responses: Sequence[Response],
+    token_budget: int,
+    ranks: int = 1,
+    *,
+    share_prompts: bool = True,
+    pair_cost: float = 1e-4,
+    max_positions: int | None = None,
+) -> list[list[list[list[int]]]]:
+    """Plan micro-batches: `plan[rank][micro_batch]` is a list of groups of response indices for `build_forest`.
+
+    The cost of a forest is tokens + pair_cost · pairs. Items go, largest first, to the cheapest forest that has room for them; a
+    response larger than the budget gets a forest of its own. The forests are then dealt out in order of cost, so that ranks working
+    at the same time work on forests of about the same cost, and every rank has equally many. A rank may get an empty list where there
+    are fewer items than ranks.
+    """
+    if token_budget < 1:
+        raise ValueError(f"token_budget is {token_budget}; it must be at least 1")
+    items = _items(responses, token_budget, share_prompts, max_positions)
+    cost = np.array([item.tokens + pair_cost * item.pairs for item in items])
+    bins = -(-sum(item.tokens for item in items) // token_budget)
+    bins = max(1, -(-bins // ranks)) * ranks
+    room, load = np.full(bins, token_budget, np.int64), np.zeros(bins)
+    content: list[list[_Item]] = [[] for _ in range(bins)]
+    for number in np.argsort(-cost, kind="stable"):
+        item = items[number]
+        fits = (room >= item.tokens) | (room == token_budget)
+        if not fits.any():
+            room, load = np.append(room, [token_budget] * ranks), np.append(load, [0.0] * ranks)
+            content += [[] for _ in range(ranks)]
+            fits = room == token_budget
+        chosen = int(np.where(fits, load, np.inf).argmin())
+        content[chosen].append(item)
+        room[chosen] -= item.tokens
+        load[chosen] += cost[number]
+    by_cost = np.argsort(-load, kind="stable")
+    return [[[item.members for item in content[b]] for b in by_cost[rank::ranks]] for rank in range(ranks)]
+
+
+def forests_of_rank(responses: Sequence[Response], plan: list[list[list[list[int]]]], rank: int) -> list[Forest]:
+    """Build the micro-batches of one rank; an empty one becomes the first response's tokens with no loss."""
+    built = []
+    for groups in plan[rank]:
+        if groups:
+            built.append(build_forest([[(i, responses[i]) for i in members] for members in groups]))
+        else:
+            built.append(build_forest([[(0, responses[0])]]).without_loss())
+    return built
