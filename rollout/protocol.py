@@ -118,6 +118,19 @@ def flaw_of(text: str, workers: int = 3) -> Flaw | None:
     return None
 
 
+def sequential_flaw_of(text: str) -> Flaw | None:
+    """The rule for sequential responses: `<think>…</think>` once, and something after it."""
+    before, _, rest = text.partition(THINK_OPEN)
+    thought, closed, answer = rest.partition(THINK_CLOSE)
+    if before.strip() or THINK_OPEN not in text:
+        return Flaw.NO_THINK
+    if not closed:
+        return Flaw.OPEN_THINK
+    if THINK_OPEN in thought or THINK_OPEN in answer or THINK_CLOSE in answer:
+        return Flaw.STRAY_TAG
+    return None if answer.strip() else Flaw.NO_ANSWER
+
+
 def answer_block(text: str) -> str | None:
     """What stands inside the last `<answer>` block, closed or not; None if there is none."""
     _, found, rest = text.rpartition(ANSWER_OPEN)

@@ -1,0 +1,29 @@
+"""Which prompts are trained on. A filter sees all responses to one prompt.
+
+    include_easy   at least one response is both correct and well-formed
+    remove_easy    neither all correct nor all wrong; form does not matter
+    none           every prompt
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from dccot.rollout.response import Rollout
+
+Group = Sequence[Rollout]
+
+
+def include_easy(group: Group) -> bool:
+    return any(rollout.correct and rollout.well_formed for rollout in group)
+
+
+def remove_easy(group: Group) -> bool:
+    correct = sum(rollout.correct for rollout in group)
+    return 0 < correct < len(group)
+
+
+def keep_all(group: Group) -> bool:
+    return len(group) > 0
+
+
+FILTERS: dict[str, Callable[[Group], bool]] = {"include_easy": include_easy, "remove_easy": remove_easy, "none": keep_all}
