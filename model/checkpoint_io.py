@@ -1,0 +1,216 @@
+"""Weights in and out, in safetensors only, as transformers and vLLM write and read them.
+
+    load_weights(model, folder)                  each rank reads its own rows of each tensor, straight into its shard
+    full_parameters(model)                       every parameter as a whole, one at a time: for the engine and for saving
+    save_checkpoint(model, folder, source=...)   config, weights, tokenizer, generation config; opens anywhere as it is
+    create_checkpoint(config, folder, ...)       a new model with random weights
+
+A checkpoint is written beside its final name and renamed when it is whole: whoever finds the name finds all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from .config import parse_config
+from .transformer import Transformer
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+FLOATING = ("F64", "F32", "F16", "BF16")
+COMPANIONS = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "generation_config.json",
+)  # fmt: skip
+
+
+def load_weights(model: Transformer, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Fills `model`, sharded or not, from `folder`; values are cast to `dtype`, or to what the parameters are.
+
+    A missing, unexpected or mis-shaped tensor is one ValueError that lists them all, raised before anything is overwritten.
+    """
+    if dtype is not None:
+        model.to(dtype)
+    reshard(model)
+    parameters = dict(model.named_parameters())
+    with open_tensors(folder) as tensors:
+        _compare(parameters, tensors, tied=model.config.tied_embeddings, where=folder)
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                local, rows = _local_rows(parameter)
+                if local.numel():
+                    local.copy_(tensors[name][rows])
+
+
+@contextlib.contextmanager
+def open_tensors(folder: str | Path) -> Iterator[dict]:
+    """Name → safetensors slice (shape and dtype known, data read when indexed) of a checkpoint in one file or in several."""
+    folder = Path(folder)
+    if (folder / INDEX_FILE).is_file():
+        files = sorted(set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values()))
+    else:
+        files = [SINGLE_FILE]
+    absent = [name for name in files if not (folder / name).is_file()]
+    if absent:
+        raise FileNotFoundError(f"{folder} holds no {', '.join(absent)}: weights are read from safetensors only")
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(folder / name, framework="pt", device="cpu")) for name in files]
+        yield {name: file.get_slice(name) for file in opened for name in file.offset_keys()}
+
+
+def _compare(parameters: Mapping[str, Tensor], tensors: Mapping, *, tied: bool, where: str | Path) -> None:
+    def redundant(name: str) -> bool:  # tensors that some checkpoints carry although they follow from the rest
+        if name.endswith("rotary_emb.inv_freq"):
+            return True
+        return tied and name == "lm_head.weight" and torch.equal(tensors[name][:], tensors["model.embed_tokens.weight"][:])
+
+    missing = sorted(parameters.keys() - tensors.keys())
+    unexpected = [name for name in sorted(tensors.keys() - parameters.keys()) if missing or not redundant(name)]
+    wrong = []
+    for name in sorted(parameters.keys() & tensors.keys()):
+        has, needs = tuple(tensors[name].get_shape()), tuple(parameters[name].shape)
+        if has != needs:
+            wrong.append(f"{name} has shape {has}, the model needs {needs}")
+        elif tensors[name].get_dtype() not in FLOATING:
+            wrong.append(f"{name} is {tensors[name].get_dtype()}, the model needs one of {', '.join(FLOATING)}")
+    problems = [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in unexpected] + wrong
+    if problems:
+        raise ValueError(f"the weights in {where} do not fit the model of its config.json:\n  " + "\n  ".join(problems))
+
+
+def _local_rows(parameter: Tensor) -> tuple[Tensor, slice]:
+    """This rank's part of a parameter, and which rows of the whole it is (FSDP shards the first dimension)."""
+    if not isinstance(parameter, DTensor):
+        return parameter, slice(0, parameter.shape[0])
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return parameter.to_local(), slice(offset[0], offset[0] + shape[0])
+
+
+def reshard(model: nn.Module) -> None:
+    """FSDP may leave gathered compute-precision copies in place of the parameters after a forward; this puts the shards back."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@torch.no_grad()
+def full_parameters(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of every parameter, gathered one at a time. Collective: every rank must walk it to the end."""
+    reshard(model)
+    for name, parameter in model.named_parameters():
+        yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def save_checkpoint(
+    model: Transformer,
+    folder: str | Path,
+    *,
+    source: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes `model` to `folder`, with tokenizer and generation config copied from `source`. Collective; rank 0 writes.
+
+    No more than `max_shard_bytes` of weights are held in memory at a time, and files are no larger.
+    """
+    if _rank() == 0:
+        with written_whole(folder) as partial:
+            _write(model, partial, dtype, max_shard_bytes)
+            _copy_companions(source, partial)
+    else:
+        for _ in full_parameters(model):
+            pass
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def create_checkpoint(config: Mapping, folder: str | Path, *, tokenizer, seed: int, dtype: torch.dtype = torch.float32) -> None:
+    """A new checkpoint with random weights from the contents of a config.json; `tokenizer` is transformers' (it has save_pretrained)."""
+    model = Transformer(parse_config(config)).to(dtype)
+    model.init_weights(seed)
+    with written_whole(folder) as partial:
+        _write(model, partial, dtype, max_shard_bytes=5 * 10**9)
+        tokenizer.save_pretrained(partial)
+        token_ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
+        _write_json(partial / "generation_config.json", token_ids)
+
+
+@contextlib.contextmanager
+def written_whole(folder: str | Path) -> Iterator[Path]:
+    """A folder to fill beside `folder`, which takes its name when the block ends; after an exception or a kill the old one still stands."""
+    folder = Path(folder)
+    partial, old = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a writer that was killed
+    partial.mkdir(parents=True)
+    yield partial
+    for path in partial.iterdir():
+        _flush(path)
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    partial.rename(folder)
+    _flush(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _write(model: Transformer, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+    sizes = {name: p.numel() * (dtype or p.dtype).itemsize for name, p in model.named_parameters()}
+    file_of = _plan_files(sizes, max_shard_bytes)
+    last_of = {file: name for name, file in file_of.items()}
+    held: dict[str, Tensor] = {}
+    for name, tensor in full_parameters(model):
+        held[name] = tensor.to(device="cpu", dtype=dtype).contiguous()
+        if name == last_of[file_of[name]]:
+            save_file(held, folder / file_of[name], metadata={"format": "pt"})
+            held = {}
+    if len(last_of) > 1:
+        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of})
+    saved = dtype or next(model.parameters()).dtype
+    raw = {key: value for key, value in model.config.raw.items() if key != "torch_dtype"}  # the older name of `dtype`
+    _write_json(folder / "config.json", raw | {"dtype": str(saved).removeprefix("torch.")})
+
+
+def _plan_files(sizes: Mapping[str, int], max_shard_bytes: int) -> dict[str, str]:
+    """Tensor name → file name: consecutive tensors share a file as long as it stays below the limit."""
+    shard, room, shard_of = 0, max_shard_bytes, {}
+    for name, size in sizes.items():
+        if size > room and shard_of:
+            shard, room = shard + 1, max_shard_bytes
+        shard_of[name] = shard
+        room -= size
+    if shard == 0:
+        return dict.fromkeys(sizes, SINGLE_FILE)
+    return {name: f"model-{index + 1:05d}-of-{shard + 1:05d}.safetensors" for name, index in shard_of.items()}
+
+
+def _copy_companions(source: str | Path | None, folder: Path) -> None:
+    for pattern in COMPANIONS if source is not None else ():
+        for path in Path(source).glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+
+
+def _write_json(path: Path, content: Mapping) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,172 @@
+"""Reads a Hugging Face config.json (qwen2, qwen3, llama) into the few numbers the decoder needs.
+
+    config = read_config("DeepScaleR-1.5B-Preview")
+
+Where a checkpoint asks for something the decoder does not compute (another architecture or activation, a sliding window, quantised
+weights, an unknown rope scaling), reading fails and says so: it never trains a model that differs from the one that was published.
+Both spellings of the rotary embedding are understood:
+
+    "rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0, ...}            transformers 4 and before
+    "rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0, ...}    transformers 5
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MODEL_TYPES = ("qwen2", "qwen3", "llama")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+ROPE_KEYS = {
+    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+    "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate", "partial_rotary_factor",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """The rotary embedding; `rotary.py` says what each scaling does with these numbers."""
+
+    type: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn
+    attention_factor: float = 1.0  # yarn: multiplies cos and sin
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    tied_embeddings: bool
+    initializer_range: float = 0.02
+    raw: Mapping = field(default_factory=dict, repr=False, compare=False)  # config.json as it was read, to be written back
+
+
+def read_config(folder: str | Path) -> ModelConfig:
+    """The configuration of the checkpoint in `folder`; ValueError where the decoder cannot compute that model."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} does not exist: a checkpoint is a folder in Hugging Face format (fetch one: `hf download <name> --local-dir <folder>`)"
+        )
+    return parse_config(json.loads(path.read_text()), where=str(path))
+
+
+def parse_config(raw: Mapping, where: str = "config") -> ModelConfig:
+    """The same from the contents of a config.json."""
+    _reject_unsupported(raw, where)
+    model_type, heads, hidden = raw["model_type"], raw["num_attention_heads"], raw["hidden_size"]
+    head_dim = raw.get("head_dim") or (128 if model_type == "qwen3" else hidden // heads)  # transformers' own default for qwen3
+    kv_heads = raw.get("num_key_value_heads") or heads
+    if heads % kv_heads or head_dim % 2:
+        raise ValueError(f"{where}: {heads} heads cannot share {kv_heads} key-value heads evenly, or head_dim {head_dim} is odd")
+    attention_bias = bool(raw.get("attention_bias", False))
+    max_position = raw.get("max_position_embeddings") or (2048 if model_type == "llama" else 32768)
+    return ModelConfig(
+        model_type=model_type,
+        vocab_size=raw["vocab_size"],
+        hidden_size=hidden,
+        intermediate_size=raw["intermediate_size"],
+        layers=raw["num_hidden_layers"],
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_position=max_position,
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope=_parse_rope(raw, max_position, where),
+        qkv_bias=model_type == "qwen2" or attention_bias,
+        output_bias=model_type != "qwen2" and attention_bias,
+        qk_norm=model_type == "qwen3",
+        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        initializer_range=raw.get("initializer_range", 0.02),
+        raw=dict(raw),
+    )
+
+
+def _reject_unsupported(raw: Mapping, where: str) -> None:
+    def require(holds: bool, problem: str) -> None:
+        if not holds:
+            raise ValueError(f"{where}: {problem}")
+
+    model_type = raw.get("model_type")
+    require(model_type in MODEL_TYPES, f"model_type is {model_type!r}; the decoder computes {', '.join(MODEL_TYPES)}")
+    missing = [key for key in REQUIRED if raw.get(key) is None]
+    require(not missing, f"{', '.join(missing)} missing")
+    activation = raw.get("hidden_act", "silu")
+    require(activation == "silu", f"hidden_act is {activation!r}; the decoder computes silu")
+    require(not raw.get("mlp_bias"), "mlp_bias is true; the decoder's MLP has no bias")
+    require(not raw.get("quantization_config"), "the weights are quantised; training needs the unquantised checkpoint")
+    slides = "layer_types" in raw and any(kind != "full_attention" for kind in raw["layer_types"] or ())
+    if raw.get("use_sliding_window") and raw.get("sliding_window", 4096) and not raw.get("layer_types"):
+        slides = raw.get("max_window_layers", 28) < raw["num_hidden_layers"]
+    require(not slides, "some layers use a sliding window; the decoder computes full attention (use_sliding_window must be false)")
+
+
+def _parse_rope(raw: Mapping, max_position: int, where: str) -> RopeConfig:
+    rope = {"rope_theta": raw.get("rope_theta")} | dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    unknown = sorted(set(rope) - ROPE_KEYS)
+    if unknown:
+        raise ValueError(f"{where}: the rotary embedding has settings the decoder does not know: {', '.join(unknown)}")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"{where}: rope type is {kind!r}; the decoder computes {', '.join(ROPE_TYPES)}")
+    partial = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise ValueError(f"{where}: partial_rotary_factor is {partial}; the decoder rotates the whole head (1.0)")
+    theta = float(rope.get("rope_theta") or 10_000.0)
+    if kind == "default":
+        return RopeConfig(theta=theta)
+
+    original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or max_position
+    factor = rope.get("factor") or (max_position / original if kind == "yarn" else None)
+    needed = {"factor": factor} | ({key: rope.get(key) for key in ("low_freq_factor", "high_freq_factor")} if kind == "llama3" else {})
+    missing = [key for key, value in needed.items() if value is None]
+    if missing:
+        raise ValueError(f"{where}: rope type {kind!r} needs {', '.join(missing)}")
+    if kind != "yarn":
+        return RopeConfig(type=kind, theta=theta, original_max_position=original, **needed)
+    return RopeConfig(
+        type=kind,
+        theta=theta,
+        factor=factor,
+        original_max_position=original,
+        beta_fast=rope.get("beta_fast") or 32.0,
+        beta_slow=rope.get("beta_slow") or 1.0,
+        truncate=rope.get("truncate", True),
+        attention_factor=_yarn_attention_factor(rope, factor),
+    )
+
+
+def _yarn_attention_factor(rope: Mapping, factor: float) -> float:
+    """YaRN warms the softmax as 0.1·ln(factor) + 1; `mscale` and `mscale_all_dim` are DeepSeek's variant of it."""
+
+    def warmth(mscale: float = 1.0) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if rope.get("attention_factor") is not None:
+        return rope["attention_factor"]
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return warmth(rope["mscale"]) / warmth(rope["mscale_all_dim"])
+    return warmth()

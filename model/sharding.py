@@ -1,0 +1,94 @@
+"""Builds a model that is spread over the ranks: FSDP2 or HSDP, mixed precision, recomputation, torch.compile.
+
+    model = build_model(folder, ShardingConfig())        # under torchrun, after init_process_group
+
+The model is built on the meta device, sharded per block and at the root, and only then given memory and weights, so no rank ever holds
+all of it. Master weights and gradients are `master_dtype`, gathered weights and activations `compute_dtype`, reductions fp32.
+
+Gradients are SUMMED over the ranks, not averaged: the loss divides by a token count over all ranks, so that ranks with more tokens count
+for more and one process gives the same gradient as many.
+
+With `replicate` = R of W ranks, each group of W/R shards one copy of the model and the R copies reduce their gradients (HSDP): set R to
+the number of machines to keep the gathering of weights inside each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from .checkpoint_io import load_weights
+from .config import read_config
+from .transformer import Transformer
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass
+class ShardingConfig:
+    replicate: int = 1  # copies of the model; 1 shards it over all ranks
+    compute_dtype: str = "bfloat16"
+    master_dtype: str = "float32"  # a frozen model needs no more than compute_dtype
+    activation_checkpointing: bool = True
+    reshard_after_forward: bool = True  # false trades memory for one gathering of weights per micro-batch
+    compile: bool = False
+
+
+def build_model(
+    folder: str | Path, sharding: ShardingConfig, *, device: torch.device | str | None = None, seed: int | None = None
+) -> Transformer:
+    """The checkpoint in `folder`, sharded over the process group if there is one; with `seed`, random weights instead of stored ones."""
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    master, compute = _dtype("master_dtype", sharding.master_dtype), _dtype("compute_dtype", sharding.compute_dtype)
+    with torch.device("meta"):
+        model = Transformer(read_config(folder)).to(master)
+    for block in model.model.layers:
+        block.recompute = sharding.activation_checkpointing
+        if sharding.compile:
+            block.compile()
+    if dist.is_initialized():
+        _shard(model, _mesh(device, sharding.replicate), sharding.reshard_after_forward, compute)
+    elif master != compute:
+        raise ValueError(
+            f"compute_dtype {sharding.compute_dtype} over master_dtype {sharding.master_dtype} is the work of FSDP, which needs a process "
+            "group: launch with torchrun (one process will do), or set both to the same"
+        )
+    model.to_empty(device=device)
+    if seed is None:
+        load_weights(model, folder)
+    else:
+        model.init_weights(seed)
+    return model
+
+
+def _shard(model: Transformer, mesh: DeviceMesh, reshard_after_forward: bool, compute: torch.dtype) -> None:
+    # Inputs are not cast: the blocks' are in compute precision already, but for the rotation's angles, which stay fp32.
+    reduce = torch.promote_types(compute, torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+    modules: list[nn.Module] = [*model.model.layers, model]
+    for module in modules:
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _mesh(device: torch.device, replicate: int) -> DeviceMesh:
+    ranks = dist.get_world_size()
+    if replicate < 1 or ranks % replicate:
+        raise ValueError(f"replicate is {replicate}, which does not divide the {ranks} ranks evenly")
+    if replicate == 1:
+        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (replicate, ranks // replicate), mesh_dim_names=("replicate", "shard"))
+
+
+def _dtype(name: str, value: str) -> torch.dtype:
+    if value not in DTYPES:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(DTYPES)}")
+    return DTYPES[value]
