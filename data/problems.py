@@ -1,0 +1,184 @@
+"""Problems: an id, a question, a gold answer, from JSONL or parquet, whatever their fields are called.
+
+    load_problems("train.jsonl")                                           fields id, question, gold
+    load_problems("rows.parquet", fields=Fields(question="problem", gold="answer"))
+    load_problems("runs/data/aime24.jsonl")                                as `dccot data fetch aime24` wrote it
+
+A row without an id gets its index in the file, counted from 0 over good and bad rows alike, so skipping a row renames no other.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dccot.data.jsonl import BadData, read_jsonl, write_jsonl_atomic
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Problem:
+    id: str
+    question: str
+    gold: str | list[str]  # several golds: any of them is right
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What a file calls the three things we need; a missing id is made up."""
+
+    id: str = "id"
+    question: str = "question"
+    gold: str = "gold"
+
+
+@dataclass(frozen=True)
+class HubSet:
+    """A problem set on the Hugging Face hub, read from the parquet that the hub makes of every public set."""
+
+    repo: str
+    split: str
+    fields: Fields
+    config: str = "default"
+    about: str = ""
+
+    @property
+    def file(self) -> str:
+        return f"{self.config}/{self.split}/0000.parquet"
+
+
+PRESETS = {
+    "deepscaler": HubSet("agentica-org/DeepScaleR-Preview-Dataset", "train", Fields(question="problem", gold="answer"), about="training"),
+    "aime24": HubSet("HuggingFaceH4/aime_2024", "train", Fields(question="problem", gold="answer"), about="AIME 2024, 30"),
+    "amc23": HubSet("math-ai/amc23", "test", Fields(gold="answer"), about="AMC 23, 40"),
+    "hmmt25": HubSet("MathArena/hmmt_feb_2025", "train", Fields("problem_idx", "problem", "answer"), about="HMMT Feb 2025, 30"),
+    "math500": HubSet("HuggingFaceH4/MATH-500", "test", Fields("unique_id", "problem", "answer"), about="MATH-500, 500"),
+    "minerva": HubSet("math-ai/minervamath", "test", Fields(gold="answer"), about="Minerva Math, 272"),
+    "olympiadbench": HubSet(
+        "Hothan/OlympiadBench", "train", Fields(gold="final_answer"), "OE_TO_maths_en_COMP", about="English, text only, open-ended, 674"
+    ),
+}
+
+
+def load_problems(
+    path: str | Path, *, fields: Fields | None = None, preset: str | None = None, strict: bool = False, report: Report = print
+) -> list[Problem]:
+    """Problems of a JSONL or parquet file in file order. Bad rows and repeated ids are reported and skipped; `strict` raises.
+
+    `preset` names the fields of a raw file of that set. A file with no usable row at all is always an error.
+    """
+    path = Path(path)
+    fields = fields or (hub_set(preset).fields if preset else Fields())
+    problems: dict[str, Problem] = {}
+    skipped = 0
+    rows = _rows(path, strict, report)
+    for place, index, row in rows:
+        problem, fault = _problem(row, fields, index)
+        if problem is not None and problem.id in problems:
+            problem, fault = None, f"id {problem.id!r} occurs twice"
+        if problem is not None:
+            problems[problem.id] = problem
+        elif strict:
+            raise BadData(f"{place}: {fault}")
+        else:
+            skipped += 1
+            if skipped <= 20:
+                report(f"{place}: {fault}; row skipped")
+    if skipped:
+        report(f"{path}: {len(problems):,} problems, {skipped:,} rows skipped")
+    if not problems:
+        wanted = ", ".join(asdict(fields).values())
+        raise BadData(f"{path}: no usable row; it needs the fields {wanted} (another name: fields.question=…, fields.gold=…)")
+    return list(problems.values())
+
+
+def _rows(path: Path, strict: bool, report: Report) -> Iterator[tuple[str, int, dict]]:
+    """(place for messages, index, row) of every row of the file."""
+    if not path.is_file():
+        hint = f"; `dccot data fetch {path.stem}` downloads it" if path.stem in PRESETS else ""
+        raise BadData(f"no problem file {str(path)!r}{hint}")
+    if path.suffix != ".parquet":
+        for line, row in read_jsonl(path, strict=strict, report=report):
+            yield f"{path}:{line}", line - 1, row
+        return
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            rows = (row for batch in table.iter_batches(1024) for row in batch.to_pylist())
+            for index, row in enumerate(rows):
+                yield f"{path} row {index}", index, row
+    except pyarrow.ArrowException as error:
+        raise BadData(f"{path}: not a parquet file that can be read ({str(error).splitlines()[0]})") from None
+
+
+def _problem(row: dict, fields: Fields, index: int) -> tuple[Problem | None, str | None]:
+    """The problem in a row, or what is wrong with the row."""
+    for name in (fields.question, fields.gold):
+        if row.get(name) is None:
+            return None, f"no field {name!r} (the row has {', '.join(map(repr, row)) or 'none'})"
+    question, gold, id_ = row[fields.question], row[fields.gold], row.get(fields.id)
+    if not isinstance(question, str) or not question.strip():
+        return None, f"field {fields.question!r} must be a text that is not empty, found {_short(question)}"
+    golds = [_gold(one) for one in (gold if isinstance(gold, list) else [gold])]
+    if not golds or None in golds:
+        return None, f"field {fields.gold!r} must be a number, a text or a list of them, found {_short(gold)}"
+    if id_ is not None and not isinstance(id_, str | int):
+        return None, f"field {fields.id!r} must be a text or an integer, found {_short(id_)}"
+    return Problem(str(index if id_ is None else id_), question, golds if isinstance(gold, list) else golds[0]), None
+
+
+def _gold(value) -> str | None:
+    """A gold answer as text; None if it is none. Whole floats lose their `.0`: parquet stores integers so when a row is missing."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
+        value = int(value) if value.is_integer() else value
+    return str(value).strip() or None
+
+
+def _short(value) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "…"
+
+
+def hub_set(name: str) -> HubSet:
+    if name not in PRESETS:
+        raise BadData(f"unknown problem set {name!r}; known are {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def fetch(name: str, folder: str | Path = "runs/data", *, report: Report = print) -> Path:
+    """Download a preset and write it as `folder/name.jsonl` with the fields id, question, gold."""
+    wanted = hub_set(name)
+    target = Path(folder) / f"{name}.jsonl"
+    problems = load_problems(_download(wanted, target), fields=wanted.fields, report=report)
+    write_jsonl_atomic(target, map(asdict, problems))
+    return target
+
+
+def _download(wanted: HubSet, target: Path) -> Path:
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.utils import get_session
+
+    online = not constants.HF_HUB_OFFLINE
+    if online:  # asked once and briefly: the hub's own client retries for half a minute
+        try:
+            get_session().head(constants.ENDPOINT, timeout=10)
+        except Exception:  # whatever HTTP client the hub library uses
+            online = False
+    place = {"repo_type": "dataset", "revision": "refs/convert/parquet", "local_files_only": not online}
+    try:
+        return Path(hf_hub_download(wanted.repo, wanted.file, **place))
+    except Exception as error:
+        if not online:
+            raise BadData(
+                f"cannot reach {constants.ENDPOINT} to download {wanted.repo}; "
+                f"run this where there is a network and copy the file it writes to {target}"
+            ) from None
+        raise BadData(f"cannot download {wanted.file} of {wanted.repo}: {str(error).splitlines()[0]}") from None

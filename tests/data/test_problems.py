@@ -1,0 +1,107 @@
+"""Problems come out of every supported file alike, and what cannot be used is named by file and row."""
+import json
+import subprocess
+import sys
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from dccot.data import problems as module
+from dccot.data.jsonl import BadData
+from dccot.data.problems import PRESETS, Fields, Problem, fetch, load_problems
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_jsonl_and_parquet_give_the_same_problems(tmp_path):
+    rows = [{"id": "a", "question": "1+1?", "gold": "2"}, {"id": "b", "question": "x²=4?", "gold": "-2"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+    expected = [Problem("a", "1+1?", "2"), Problem("b", "x²=4?", "-2")]
+    assert load_problems(jsonl(tmp_path / "p.jsonl", rows)) == load_problems(tmp_path / "p.parquet") == expected
+
+
+def test_golds_may_be_numbers_lists_and_whole_floats(tmp_path):
+    golds = [204, 27.0, 0.5, ["1", 2], "\\frac{1}{2} "]
+    path = jsonl(tmp_path / "p.jsonl", [{"question": "?", "gold": gold} for gold in golds])
+    assert [p.gold for p in load_problems(path)] == ["204", "27", "0.5", ["1", "2"], "\\frac{1}{2}"]
+
+
+def test_made_up_ids_do_not_move_when_a_row_is_bad(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"question": "a", "gold": 1}\nbroken\n{"question": "c", "gold": 3}\n')
+    assert [p.id for p in load_problems(path, report=lambda _: None)] == ["0", "2"]
+
+
+BAD_ROWS = {
+    "no field 'question' (the row has 'gold')": {"gold": 1},
+    "no field 'gold'": {"question": "?"},
+    "field 'question' must be a text": {"question": ["?"], "gold": 1},
+    "field 'question' must be a text that is not empty": {"question": "  ", "gold": 1},
+    "field 'gold' must be a number, a text or a list of them, found True": {"question": "?", "gold": True},
+    "field 'gold' must be a number, a text or a list of them, found []": {"question": "?", "gold": []},
+    "field 'gold' must be a number, a text or a list of them, found {": {"question": "?", "gold": {"a": 1}},
+    "field 'gold' must be a number, a text or a list of them, found nan": {"question": "?", "gold": float("nan")},
+    "field 'id' must be a text or an integer": {"id": 1.5, "question": "?", "gold": 1},
+    "id 'one' occurs twice": {"id": "one", "question": "again", "gold": 2},
+}
+
+
+@pytest.mark.parametrize("fault", BAD_ROWS)
+def test_bad_row_is_reported_with_file_and_line(tmp_path, fault):
+    path = jsonl(tmp_path / "p.jsonl", [{"id": "one", "question": "?", "gold": 1}, BAD_ROWS[fault], {"id": 3, "question": "!", "gold": 1}])
+    said = []
+    assert [p.id for p in load_problems(path, report=said.append)] == ["one", "3"]
+    assert said[0].startswith(f"{path}:2: {fault}") and said[1] == f"{path}: 2 problems, 1 rows skipped"
+    with pytest.raises(BadData, match=r"p\.jsonl:2: "):
+        load_problems(path, strict=True)
+
+
+def test_wrong_field_names_are_an_error_that_says_how_to_name_them(tmp_path):
+    path = jsonl(tmp_path / "p.jsonl", [{"problem": "?", "answer": 1}])
+    with pytest.raises(BadData, match=r"fields\.question="):
+        load_problems(path, report=lambda _: None)
+    assert load_problems(path, fields=Fields(question="problem", gold="answer")) == [Problem("0", "?", "1")]
+
+
+def test_unusable_files_are_one_clear_sentence(tmp_path):
+    (tmp_path / "p.parquet").write_bytes(b"PAR1 this is no parquet")
+    (tmp_path / "empty.jsonl").touch()
+    for name, words in (("p.parquet", "not a parquet file"), ("empty.jsonl", "no usable row"), ("aime24.jsonl", "dccot data fetch aime24")):
+        with pytest.raises(BadData, match=words):
+            load_problems(tmp_path / name, report=lambda _: None)
+
+
+# A row of each set as its card on the hub shows it (texts shortened).
+HUB_ROWS = {
+    "deepscaler": ({"problem": "q", "answer": "-\\frac{2}{3}", "solution": "s"}, Problem("0", "q", "-\\frac{2}{3}")),
+    "aime24": ({"id": 60, "problem": "q", "solution": "s", "answer": "204", "url": "u", "year": "2024"}, Problem("60", "q", "204")),
+    "amc23": ({"id": 0, "question": "q", "answer": "27.0", "url": "u"}, Problem("0", "q", "27.0")),
+    "hmmt25": ({"problem_idx": 1, "problem": "q", "answer": "103", "problem_type": ["NT"]}, Problem("1", "q", "103")),
+    "math500": (
+        {"problem": "q", "solution": "s", "answer": "\\pi", "subject": "A", "level": 2, "unique_id": "test/a/1.json"},
+        Problem("test/a/1.json", "q", "\\pi"),
+    ),
+    "minerva": ({"question": "q", "answer": "4.5e33"}, Problem("0", "q", "4.5e33")),
+    "olympiadbench": ({"id": 1606, "question": "q", "final_answer": ["2"], "unit": None}, Problem("1606", "q", ["2"])),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_fetch_normalises_the_hubs_rows(tmp_path, monkeypatch, name):
+    row, expected = HUB_ROWS[name]
+    raw = tmp_path / "0000.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), raw)
+    monkeypatch.setattr(module, "_download", lambda *_: raw)
+    assert load_problems(fetch(name, tmp_path)) == [expected]
+
+
+def test_fetch_without_a_network_fails_with_one_sentence():
+    code = "from dccot.data.problems import fetch\ntry: fetch('aime24')\nexcept ValueError as e: print(e)"
+    offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": "/nonexistent"}
+    done = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, timeout=60)
+    assert "cannot reach http://127.0.0.1:9 to download HuggingFaceH4/aime_2024" in done.stdout
+    assert done.stdout.count("\n") == 1 and not done.stderr
