@@ -1,0 +1,154 @@
+"""The miniature world: its questions, golds, solutions, rewriting and tokenizer, checked by Python's own arithmetic."""
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from dccot.data.arithmetic import FAMILIES, LARGER, SENTENCES, make_splits, make_tokenizer, rewrite_parallel, sequential_solution
+from dccot.data.problems import Problem
+from dccot.data.prompting import PromptConfig
+from dccot.rollout.protocol import TagIds, all_tags, flaw_of, parse
+
+SIZES = {"base": 400, "train": 400, "validation": 100, "test": 100, LARGER: 200}
+SPLITS = make_splits(0, SIZES)
+PROBLEMS = [problem for split in SPLITS.values() for problem in split]
+any_problem = st.sampled_from(PROBLEMS)
+
+
+def gold_by_python(question: str) -> str:
+    """The answer from the question's text alone."""
+    terms = re.findall(r"[a-z]: ([^,]+?)(?:,|\.$)", question)
+    if not question.startswith("Start with"):
+        return str(sum(eval(term) for term in terms))
+    state = question[len("Start with ")]
+    for step in terms:
+        state = str(eval(state + step))[-1]
+    return state
+
+
+def test_splits_share_no_question_even_across_seeds():
+    other = make_splits(1, {"train": 400, "base": 400})
+    test = {p.question for p in SPLITS["test"] + SPLITS["validation"]}
+    for name in ("base", "train", LARGER):
+        assert test.isdisjoint(p.question for p in SPLITS[name] + other.get(name, []))
+    assert len({p.question for p in PROBLEMS}) == len({p.id for p in PROBLEMS}) == sum(SIZES.values())
+
+
+def test_a_seed_gives_the_same_problems_again_and_more_of_them_when_asked_for_more():
+    again = make_splits(0, {"train": 500})["train"]
+    assert again[:400] == SPLITS["train"]
+    assert make_splits(1, {"train": 50})["train"] != again[:50]
+
+
+def test_every_held_out_larger_problem_is_larger_than_any_of_its_family_in_training():
+    for family in FAMILIES:
+        sizes = {name: [len(p.labels) for p in split if p.family == family] for name, split in SPLITS.items()}
+        assert max(sizes["base"] + sizes["train"]) < min(sizes[LARGER])
+
+
+def test_an_unknown_split_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"dev.*validation"):
+        make_splits(0, {"dev": 1})
+
+
+@given(any_problem)
+def test_gold_is_what_python_makes_of_the_question(problem):
+    assert problem.gold == gold_by_python(problem.question)
+
+
+@given(any_problem, st.integers(0, 5), st.sampled_from([0.0, 0.5, 1.0]))
+def test_every_equation_of_a_sequential_solution_is_true_and_it_ends_in_the_gold(problem, seed, written_out):
+    text = sequential_solution(problem, seed=seed, written_out=written_out)
+    for equation in re.findall(r"[\d()+*-]+=\d+", text):
+        left, right = equation.split("=")
+        assert eval(left) == int(right)
+    assert text.startswith("<think>\n") and text.endswith(f"</think><answer>\\boxed{{{problem.gold}}}</answer>")
+
+
+@given(any_problem, st.integers(0, 5))
+def test_a_rewritten_solution_is_well_formed_and_still_correct(problem, attempt):
+    text = rewrite_parallel(problem, sequential_solution(problem, seed=attempt), attempt=attempt)
+    assert flaw_of(text) is None
+    assert parse(text).answer == f"\\boxed{{{problem.gold}}}"
+
+
+@given(any_problem)
+def test_workers_write_steps_of_the_sequential_text_word_for_word(problem):
+    sequential = sequential_solution(problem, seed=3)
+    workers = parse(rewrite_parallel(problem, sequential)).rounds[0].workers
+    own = [equation for text in workers for line in re.findall(r"^[a-z]: (.+)$", text, re.M) for equation in line.split(", ")]
+    totals = {"sum": len(problem.labels), "chain": 0}.get(problem.family, len(problem.labels) - 3)  # the only lines that are new
+    assert sum(equation not in sequential for equation in own) <= totals
+
+
+@given(any_problem.filter(lambda p: p.family != "chain"))
+def test_each_term_goes_to_exactly_one_worker_in_order(problem):
+    workers = parse(rewrite_parallel(problem, sequential_solution(problem))).rounds[0].workers
+    labels = [re.findall(r"^([a-z]): ", text, re.M) for text in workers]
+    assert all(labels) and "".join(map("".join, labels)) == problem.labels
+
+
+@given(any_problem.filter(lambda p: p.family == "chain"))
+def test_the_director_walks_a_chain_alone(problem):
+    sequential = sequential_solution(problem)
+    director = parse(rewrite_parallel(problem, sequential)).rounds[0].director
+    assert director.startswith(sequential.split("</think>")[0])
+
+
+def test_a_mistake_of_the_sequential_text_survives_rewriting():
+    problem = next(p for p in SPLITS["train"] if p.family == "sum")
+    right = sequential_solution(problem)
+    last = problem.labels[-1]
+    wrong = re.sub(rf"{last}: (\d+)\+(\d)=", lambda m: f"{last}: {m[1]}+{int(m[2]) + 1}=", right)
+    answer = int(parse(rewrite_parallel(problem, wrong)).answer[len("\\boxed{") : -1])
+    assert wrong != right and answer == int(problem.gold) + 1
+
+
+@given(any_problem)
+def test_rewriting_needs_no_more_than_a_plain_problem(problem):
+    text = sequential_solution(problem)
+    assert rewrite_parallel(Problem(problem.id, problem.question, problem.gold), text) == rewrite_parallel(problem, text)
+
+
+def test_a_text_without_all_steps_comes_back_unchanged():
+    problem = next(p for p in SPLITS["train"] if p.family == "products")
+    text = sequential_solution(problem)
+    for broken in (text.replace(f"{problem.labels[1]}: ", "?: "), re.sub(r"\+(\d+)=(\d+)\n", r"=\n", text), "", "<think>\n"):
+        assert rewrite_parallel(problem, broken) == broken
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_any_text_survives_the_tokenizer(single, tmp_path):
+    tokenizer = make_tokenizer(single)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+
+    @settings(max_examples=200, deadline=None)
+    @given(st.one_of(st.text(), st.lists(st.sampled_from([*all_tags(3), *SENTENCES, "a: ", ", ", "<", "\n", " ", "é", "12"])).map("".join)))
+    def survives(text):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text and loaded.encode(text) == ids and loaded.decode(ids) == text
+
+    survives()
+    for problem in PROBLEMS[:50]:
+        survives.hypothesis.inner_test(rewrite_parallel(problem, sequential_solution(problem)))
+
+
+def test_a_prompt_costs_few_tokens_more_than_its_question():
+    tokenizer = make_tokenizer()
+    for kind in ("parallel", "sequential", "raw_sequential"):
+        question = PROBLEMS[0].question
+        assert len(PromptConfig(kind).ids(tokenizer, question)) - len(tokenizer.encode(question)) <= 7
+
+
+def test_tags_are_one_token_each_or_several_as_asked():
+    one, several = make_tokenizer(True), make_tokenizer(False)
+    assert all(len(one.encode(tag)) == 1 for tag in all_tags(3)) and all(len(several.encode(tag)) > 2 for tag in all_tags(3))
+    assert TagIds.of(one).eos == one.eos_token_id and TagIds.of(several).workers == 3
+
+
+def test_a_tag_of_several_tokens_can_be_overshot_by_a_newline():
+    tokenizer = make_tokenizer(False)
+    assert tokenizer.decode(tokenizer.encode("</worker_1>\n")[-1:]) == ">\n"
