@@ -18,8 +18,7 @@ def include_easy(group: Group) -> bool:
 
 
 def remove_easy(group: Group) -> bool:
-    correct = sum(rollout.correct for rollout in group)
-    return 0 < correct < len(group)
+    return 0 < sum(rollout.correct for rollout in group) < sum(rollout.judged for rollout in group)
 
 
 def keep_all(group: Group) -> bool:

@@ -39,7 +39,7 @@ def reward_of(rollout: Rollout, config: RewardConfig, budget: int) -> float | No
     """The reward of a graded rollout; None where the grader could not judge it."""
     if rollout.verdict is None:
         raise ValueError(f"rollout {rollout.sample} of problem {rollout.problem} has not been graded")
-    if rollout.verdict in ("timed_out", "crashed"):
+    if not rollout.judged:
         return None
     if not rollout.correct:
         return 0.0

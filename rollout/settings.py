@@ -1,0 +1,24 @@
+"""How the engine is set up. Apart from engine.py, so that reading a configuration does not import vLLM."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dccot.config import require
+
+
+@dataclass
+class EngineConfig:
+    dtype: str = "auto"  # "float32" gives the trainer's numbers to 1e-4 on a CPU
+    context: int | None = None  # tokens per sequence; None: what the model was made for
+    max_sequences: int = 256  # run side by side
+    tensor_parallel: int = 1
+    gpu_memory: float = 0.85  # share of a GPU's memory while the engine is awake
+    kv_cache_gb: float | None = None  # fixed size of the KV cache; None: gpu_memory decides on a GPU, 1 GiB on a CPU
+    block_size: int | None = None  # tokens per prefix-cache block; None: vLLM decides on a GPU, 32 on a CPU
+    compile: bool | None = None  # CUDA graphs and torch.compile inside the engine; None: on a GPU
+    stall_seconds: float = 1800.0  # nothing finished for so long: an error names the pending calls
+
+    def check(self) -> None:
+        require(self.max_sequences > 0, f"engine.max_sequences is {self.max_sequences}; it must be at least 1")
+        require(self.tensor_parallel > 0, f"engine.tensor_parallel is {self.tensor_parallel}; it must be at least 1")
+        require(0 < self.gpu_memory <= 1, f"engine.gpu_memory is {self.gpu_memory}; it must be in (0, 1]")

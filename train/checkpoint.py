@@ -1,0 +1,177 @@
+"""Checkpoints of a run: written beside their final name, renamed when whole, verified when read.
+
+    checkpoints/step_000010/dcp/…           sharded model and optimizer (torch.distributed.checkpoint); any number of ranks can resume
+    checkpoints/step_000010/hf/…            the same weights for transformers, vLLM and the next stage
+    checkpoints/step_000010/state.json      step, position in the data, counters
+    checkpoints/step_000010/manifest.json   size and checksum of every file above; written last
+    latest                                  name of the newest whole checkpoint; moves last
+
+A checkpoint that does not match its manifest is reported and the one before it is used. The newest good one is never deleted.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+from dccot.config import require
+from dccot.model.checkpoint_io import save_checkpoint
+from dccot.train.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 10  # steps; the last step is always saved
+    keep: int = 2  # newest whole checkpoints that stay with their optimizer state
+    keep_hf_every: int | None = None  # steps whose hf/ folder stays for good (for choosing among them afterwards)
+    resume: str = "auto"  # auto: go on from the newest whole checkpoint; never: refuse a folder that has one
+
+    def check(self) -> None:
+        require(self.every > 0, f"checkpoint.every is {self.every}; it must be at least 1")
+        require(self.keep > 0, f"checkpoint.keep is {self.keep}; it must be at least 1")
+        require(self.resume in ("auto", "never"), f"checkpoint.resume is {self.resume!r}; it must be auto or never")
+
+
+class Checkpointer:
+    """Saves and restores one run. Every method is collective: all ranks call it."""
+
+    def __init__(self, run: Path, config: CheckpointConfig, runtime: Runtime, source: str | Path):
+        self.folder, self.latest = run / "checkpoints", run / "latest"
+        self.config, self.runtime, self.source = config, runtime, source  # source: where tokenizer and config.json come from
+        if runtime.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for leftover in self.folder.glob(".*.partial"):
+                shutil.rmtree(leftover)
+        runtime.barrier()
+
+    def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> bool:
+        """Write the checkpoint of `step`; False (and a message) if the disk would not take it, with everything older intact."""
+        partial, final = self.folder / f".step_{step:06d}.partial", self.folder / f"step_{step:06d}"
+        problem = None
+        try:
+            model_state, optimizer_state = get_state_dict(model, optimizer)
+            dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial / "dcp")
+            save_checkpoint(model, partial / "hf", source=self.source)
+        except (OSError, RuntimeError) as error:  # a full disk surfaces as either
+            problem = f"rank {self.runtime.rank}: {error}"
+        problems = [text for [text] in self.runtime.gather([problem]) if text]
+        if self.runtime.is_main and not problems:
+            try:
+                (partial / "state.json").write_text(json.dumps({"step": step, **state}, indent=1))
+                _write_manifest(partial)
+                if final.exists():
+                    shutil.rmtree(final)
+                os.replace(partial, final)
+                _point(self.latest, final.name)
+                self._retire(step)
+            except OSError as error:
+                problems = [f"rank 0: {error}"]
+        problems = self.runtime.share(problems)
+        if problems:
+            log.error("checkpoint of step %d was not written (%s); training goes on, the one before it stays", step, problems[0])
+            if self.runtime.is_main:
+                shutil.rmtree(partial, ignore_errors=True)
+        return not problems
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint that matches its manifest; damaged ones are reported and passed over."""
+        found = None
+        if self.runtime.is_main:
+            for folder in sorted(self.folder.glob("step_*"), reverse=True):
+                damage = verify_manifest(folder)
+                if damage is None:
+                    found = folder
+                    break
+                log.error("checkpoint %s is damaged (%s); trying the one before", folder, damage)
+        return self.runtime.share(found)
+
+    def resume(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
+        """Restore the newest good checkpoint; returns its state, or None when the run is new."""
+        folder = self.newest()
+        if folder is None:
+            return None
+        if self.config.resume == "never":
+            raise FileExistsError(f"{folder} exists and checkpoint.resume is never; choose another name or set checkpoint.resume=auto")
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / "dcp")
+        set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        return json.loads((folder / "state.json").read_text())
+
+    def _retire(self, newest_step: int) -> None:
+        """Delete what is older than the newest `keep`; where an hf/ folder is to stay, only the rest of its checkpoint goes."""
+        for folder in sorted(self.folder.glob("step_*"))[: -self.config.keep]:
+            step = int(folder.name.removeprefix("step_"))
+            if self.config.keep_hf_every and step % self.config.keep_hf_every == 0:
+                shutil.rmtree(folder / "dcp", ignore_errors=True)
+                (folder / "manifest.json").unlink(missing_ok=True)
+            else:
+                shutil.rmtree(folder)
+
+
+def resolve_model(path: str | Path) -> Path:
+    """The Hugging Face folder meant by `path`: itself, or that of the newest checkpoint if `path` is a run."""
+    path = Path(path)
+    if (path / "config.json").is_file():
+        return path
+    if (path / "latest").is_file():
+        return path / "checkpoints" / (path / "latest").read_text().strip() / "hf"
+    raise FileNotFoundError(f"{str(path)!r} is neither a Hugging Face folder (no config.json) nor a run with a checkpoint (no latest)")
+
+
+def verify_manifest(folder: Path) -> str | None:
+    """What is wrong with a checkpoint folder, or None."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+    except (OSError, ValueError) as error:
+        return f"manifest.json: {error}"
+    for name, expected in manifest.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["size"]:
+            return f"{name} has {path.stat().st_size:,} bytes instead of {expected['size']:,}"
+        if _checksum(path) != expected["sha256"]:
+            return f"{name} has another checksum than when it was written"
+    return None
+
+
+def _write_manifest(folder: Path) -> None:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    manifest = {str(path.relative_to(folder)): {"size": path.stat().st_size, "sha256": _checksum(path)} for path in files}
+    for path in files:
+        _flush(path)
+    with open(folder / "manifest.json", "w") as out:
+        json.dump(manifest, out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _checksum(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _point(latest: Path, name: str) -> None:
+    beside = latest.with_name(".latest.partial")
+    beside.write_text(name + "\n")
+    os.replace(beside, latest)

@@ -1,0 +1,196 @@
+"""What a run says about itself: numbers from rollouts and updates, to TensorBoard, to metrics.jsonl and to the console.
+
+Names are `section/what`; SECTIONS orders TensorBoard's custom layout so that what matters comes first. metrics.jsonl holds one row per
+step and is what reports read; a resumed run cuts both back to the step it goes on from, so no step appears twice.
+"""
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+
+from dccot.data.jsonl import JsonlWriter, read_jsonl, write_jsonl_atomic
+from dccot.rollout.protocol import Flaw
+from dccot.rollout.response import Finish, Rollout
+
+PERCENTILES = (60, 70, 80, 90, 100)
+
+LAYOUT = {
+    "1 · Is it learning?": {
+        "Accuracy and form (training rollouts)": ["reward/correct", "reward/well_formed", "reward/mean"],
+        "Longest path (tokens)": ["length/longest_path", "length/longest_path_correct", "length/longest_path_incorrect"],
+        "Validation accuracy": ["validation/accuracy"],
+        "Validation longest path (tokens)": ["validation/longest_path"],
+        "Parallelism: total tokens / longest path": ["parallel/degree"],
+        "Share of responses that spawn": ["parallel/spawn_rate"],
+    },
+    "2 · Is it healthy?": {
+        "Entropy: mean and percentiles over tokens": ["policy/entropy", *(f"policy/entropy_p{p}" for p in PERCENTILES)],
+        "KL to the reference": ["policy/kl"],
+        "Gradient norm": ["policy/grad_norm"],
+        "Share of tokens at the clip": ["policy/clip_fraction"],
+        "Rollout against trainer: KL": ["gap/kl"],
+        "Cut off by the budget": ["length/truncated"],
+    },
+    "3 · Where does the time go?": {
+        "Seconds per phase": ["time/rollout", "time/grade", "time/old_logprob", "time/reference", "time/update", "time/sync"],
+        "Tokens per second": ["speed/rollout_tokens", "speed/trained_tokens"],
+        "Model FLOP utilisation": ["speed/mfu"],
+    },
+}
+
+
+def mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
+
+
+def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Reward, form, length and parallelism over all responses of a step."""
+    responses = [r.response for r in rollouts]
+    spawning = [r for r in responses if r.rounds]
+    workers = [length for r in spawning for lengths in r.worker_lengths for length in lengths]
+    flaws = {f"format/{flaw.value}": mean([r.flaw == flaw for r in rollouts]) for flaw in Flaw}
+    return {
+        "reward/mean": mean([r.reward for r in rollouts if r.reward is not None]),
+        "reward/correct": mean([r.correct for r in rollouts]),
+        "reward/well_formed": mean([r.well_formed for r in rollouts]),
+        "reward/unjudged": mean([not r.judged for r in rollouts]),
+        "reward/unparsable": mean([r.verdict == "unparsable" for r in rollouts]),
+        **flaws,
+        "length/longest_path": mean([r.longest_path for r in responses]),
+        "length/longest_path_correct": mean([r.response.longest_path for r in rollouts if r.correct]),
+        "length/longest_path_incorrect": mean([r.response.longest_path for r in rollouts if not r.correct]),
+        "length/total_tokens": mean([r.total_tokens for r in responses]),
+        "length/truncated": mean([r.finish != Finish.ANSWERED for r in responses]),
+        "parallel/degree": mean([r.parallelism for r in responses]),
+        "parallel/rounds": mean([len(r.rounds) for r in responses]),
+        "parallel/spawn_rate": len(spawning) / max(1, len(responses)),
+        "parallel/worker_length": mean(workers),
+        "parallel/worker_length_max": float(max(workers, default=0)),
+    }
+
+
+def clustered_error(values: Sequence[Sequence[float]]) -> float:
+    """Standard error of the mean over problems, when every problem has several samples: problems are the independent unit."""
+    means = [statistics.fmean(samples) for samples in values if samples]
+    return statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan
+
+
+def validation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    by_problem: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        by_problem.setdefault(rollout.problem, []).append(rollout)
+    correct = [[float(r.correct) for r in group] for group in by_problem.values()]
+    length = [[float(r.response.longest_path) for r in group] for group in by_problem.values()]
+    return {
+        "validation/accuracy": mean([statistics.fmean(c) for c in correct]),
+        "validation/accuracy_stderr": clustered_error(correct),
+        "validation/longest_path": mean([statistics.fmean(n) for n in length]),
+        "validation/longest_path_stderr": clustered_error(length),
+        "validation/well_formed": mean([r.well_formed for r in rollouts]),
+        "validation/parallelism": mean([r.response.parallelism for r in rollouts]),
+        "validation/spawn_rate": mean([bool(r.response.rounds) for r in rollouts]),
+        "validation/truncated": mean([r.response.finish != Finish.ANSWERED for r in rollouts]),
+    }
+
+
+def entropy_metrics(entropy: Tensor) -> dict[str, float]:
+    """Mean and percentiles over all sampled tokens [M]."""
+    if not len(entropy):
+        return {}
+    ordered = entropy.double().sort().values
+    at = {p: ordered[min(len(ordered) - 1, math.ceil(p / 100 * len(ordered)) - 1)] for p in PERCENTILES}
+    return {"policy/entropy": float(ordered.mean()), **{f"policy/entropy_p{p}": float(value) for p, value in at.items()}}
+
+
+def gap_metrics(trainer_logprob: Tensor, rollout_logprob: Tensor) -> dict[str, float]:
+    """How far the trainer's log-probs are from those the engine sampled with [M]."""
+    if not len(trainer_logprob):
+        return {}
+    log_ratio = (trainer_logprob - rollout_logprob).double()
+    ratio = log_ratio.clamp(-20, 20).exp()
+    return {
+        "gap/kl": float((ratio - 1 - log_ratio).mean()),
+        "gap/max_abs_logprob": float(log_ratio.abs().max()),
+        "gap/max_ratio": float(ratio.max()),
+        "gap/fraction_over_2": float(((ratio > 2) | (ratio < 0.5)).double().mean()),
+    }
+
+
+class Recorder:
+    """Writes metrics on rank 0; a no-op elsewhere."""
+
+    def __init__(self, run: Path, first_step: int, active: bool):
+        self.writer = None
+        if not active:
+            return
+        self.path = run / "metrics.jsonl"
+        if self.path.exists():
+            kept = [row for _, row in read_jsonl(self.path) if row["step"] < first_step]
+            write_jsonl_atomic(self.path, kept)
+        self.lines = JsonlWriter(self.path)
+        self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=first_step)
+        self.writer.add_custom_scalars(
+            {section: {chart: ["Multiline", names] for chart, names in charts.items()} for section, charts in LAYOUT.items()}
+        )
+
+    def write(self, step: int, metrics: dict[str, float], texts: dict[str, str] | None = None) -> None:
+        if self.writer is None:
+            return
+        finite = {name: value for name, value in metrics.items() if not math.isnan(value)}
+        for name, value in finite.items():
+            self.writer.add_scalar(name, value, step)
+        for name, text in (texts or {}).items():
+            self.writer.add_text(name, text, step)
+        self.writer.flush()
+        self.lines.write({"step": step, **finite})
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+            self.lines.close()
+
+
+def memory_metrics() -> dict[str, float]:
+    if torch.cuda.is_available():
+        return {"memory/peak_gb": torch.cuda.max_memory_allocated() / 1e9}
+    with open(f"/proc/{os.getpid()}/statm") as statm:
+        return {"memory/resident_gb": int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9}
+
+
+def sample_text(rollout: Rollout) -> str:
+    """A rollout as TensorBoard text: the facts, the question, the response to the letter."""
+    facts = f"verdict **{rollout.verdict}**, form **{rollout.flaw or 'well-formed'}**, reward **{rollout.reward}**, "
+    facts += f"longest path **{rollout.response.longest_path}** of {rollout.response.total_tokens} tokens"
+    body = f"QUESTION\n{rollout.question}\n\nRESPONSE\n{rollout.text}"
+    return facts + "\n\n" + "\n".join("    " + line for line in body.splitlines())
+
+
+def console_line(step: int, steps: int, metrics: dict[str, Any]) -> str:
+    """One line per step that a person can read."""
+
+    def show(name: str, label: str, form: str) -> str:
+        value = metrics.get(name, math.nan)
+        return "" if math.isnan(value) else f"{label} {value:{form}}  "
+
+    parts = [
+        show("reward/mean", "reward", ".3f"),
+        show("reward/correct", "correct", ".1%"),
+        show("reward/well_formed", "well-formed", ".1%"),
+        show("length/longest_path", "longest path", ".0f"),
+        show("parallel/degree", "parallelism", ".2f"),
+        show("policy/loss", "loss", ".4f"),
+        show("policy/entropy", "entropy", ".3f"),
+        show("policy/grad_norm", "grad", ".3f"),
+        show("validation/accuracy", "| validation", ".1%"),
+        show("validation/longest_path", "at", ".0f tokens".replace(" tokens", "")),
+        show("time/step", "|", ".1f"),
+    ]
+    return f"step {step:>4}/{steps}  " + "".join(parts).rstrip() + (" s" if "time/step" in metrics else "")

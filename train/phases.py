@@ -1,0 +1,86 @@
+"""The phases of a training step: timed, named in profiler traces, watched.
+
+    with phases("rollout"): …
+
+A phase that takes far longer than it ever did says so while it is still running. An error leaves a phase with rank, step and phase
+in its notes, so that a collective that timed out on one rank of many can be placed.
+"""
+from __future__ import annotations
+
+import logging
+import statistics
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from dccot.train.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class ProfileConfig:
+    steps: list[int] = field(default_factory=list)  # which steps leave a trace, on every rank
+    shapes: bool = False
+    memory: bool = False
+
+
+class Phases:
+    PATIENCE = 5.0  # times the median of the last runs
+    LEAST_SECONDS = 60.0
+
+    def __init__(self, runtime: Runtime):
+        self.rank, self.step = runtime.rank, 0
+        self.seconds: dict[str, float] = {}
+        self._history: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=20))
+
+    def begin_step(self, step: int) -> None:
+        self.step, self.seconds = step, {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        usual = statistics.median(self._history[name]) if self._history[name] else None
+        watchdog = None
+        if usual is not None:
+            watchdog = threading.Timer(max(self.LEAST_SECONDS, self.PATIENCE * usual), self._complain, (name, usual, time.monotonic()))
+            watchdog.daemon = True
+            watchdog.start()
+        start = time.perf_counter()
+        try:
+            with record_function(name):
+                yield
+        except BaseException as error:
+            error.add_note(f"rank {self.rank}, step {self.step}, phase {name}, after {time.perf_counter() - start:.1f} s")
+            raise
+        finally:
+            if watchdog:
+                watchdog.cancel()
+        took = time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + took
+        self._history[name].append(took)
+
+    def _complain(self, name: str, usual: float, since: float) -> None:
+        running = time.monotonic() - since
+        log.warning("rank %d, step %d: %s has been running for %.0f s, usually %.1f s", self.rank, self.step, name, running, usual)
+
+
+def profiled(config: ProfileConfig, step: int, folder: Path, runtime: Runtime):
+    """A context that writes this rank's trace of `step` if it is one of the chosen; opens in Perfetto and in TensorBoard."""
+    if step not in config.steps:
+        return nullcontext()
+    folder = folder / f"step_{step:06d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+    return profile(
+        activities=activities,
+        record_shapes=config.shapes,
+        profile_memory=config.memory,
+        on_trace_ready=lambda done: done.export_chrome_trace(str(folder / f"rank{runtime.rank}.pt.trace.json")),
+    )

@@ -1,0 +1,124 @@
+"""Configuration of an RL stage, and what is refused before a single weight is loaded."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from dccot.config import ConfigError, one_of, require
+from dccot.data.prompting import PromptConfig
+from dccot.eval.grading import GradingConfig
+from dccot.model.config import read_config
+from dccot.model.sharding import ShardingConfig
+from dccot.rollout.director import RolloutConfig
+from dccot.rollout.protocol import TagIds
+from dccot.rollout.settings import EngineConfig
+from dccot.train.checkpoint import CheckpointConfig, resolve_model
+from dccot.train.filters import FILTERS
+from dccot.train.objectives import ObjectiveConfig
+from dccot.train.phases import ProfileConfig
+from dccot.train.rewards import RewardConfig
+from dccot.train.sft import ModelPath
+from dccot.train.update import OptimizerConfig
+
+
+@dataclass
+class RLData:
+    train: str = ""  # JSONL or parquet of problems
+    validation: str | None = None
+    preset: str | None = None  # field names of a known set, e.g. deepscaler
+
+    def check(self) -> None:
+        require(bool(self.train), "data.train is not set; name a JSONL or parquet file of problems")
+
+
+@dataclass
+class BatchConfig:
+    prompts_rolled_out: int = 288  # per rollout batch
+    prompts: int = 96  # trained on per step, after filtering
+    samples: int = 7  # responses per prompt
+    optimizer_steps: int = 2  # mini-batches per step
+    max_rollout_batches: int = 20  # how many batches may be rolled out in search of enough prompts
+    token_budget: int = 32_768  # of one micro-batch on one rank
+    share_prompts: bool = True
+
+    def check(self) -> None:
+        require(self.samples > 1, f"batch.samples is {self.samples}; an advantage within a group needs at least 2")
+        require(
+            self.optimizer_steps > 0 and self.prompts % self.optimizer_steps == 0,
+            f"batch.prompts is {self.prompts}, which batch.optimizer_steps {self.optimizer_steps} does not divide; change one of them",
+        )
+        require(self.prompts_rolled_out > 0, f"batch.prompts_rolled_out is {self.prompts_rolled_out}; it must be at least 1")
+        require(self.max_rollout_batches > 0, f"batch.max_rollout_batches is {self.max_rollout_batches}; it must be at least 1")
+        require(
+            self.prompts <= self.prompts_rolled_out * self.max_rollout_batches,
+            f"batch.prompts is {self.prompts}; {self.max_rollout_batches} batches of {self.prompts_rolled_out} can never give as many",
+        )
+
+
+@dataclass
+class ValidationConfig:
+    every: int = 20  # steps, and once before the first
+    samples: int = 50
+    top_p: float = 0.95
+    problems: int | None = None  # the first so many of data.validation; None: all
+
+
+@dataclass
+class RLConfig:
+    name: str = "rl"
+    output: str = "runs"
+    seed: int = 0
+    steps: int = 200
+    filter: str = "include_easy"
+    replay: str | None = None  # train from this saved rollout JSONL, without an engine
+    keep_rollouts: int = 100  # newest steps whose rollouts stay on disk
+    max_bad_steps: int = 5  # steps in a row that may be skipped for bad numbers
+    timeout_seconds: float = 1800.0  # of a collective
+    model: ModelPath = field(default_factory=ModelPath)
+    data: RLData = field(default_factory=RLData)
+    prompt: PromptConfig = field(default_factory=PromptConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    grading: GradingConfig = field(default_factory=GradingConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    def check(self) -> None:
+        one_of(self.filter, FILTERS, "filter")
+        require(self.steps > 0, f"steps is {self.steps}; it must be at least 1")
+        cutoff, budget = self.reward.cutoff, self.rollout.budget
+        require(cutoff < budget, f"reward.cutoff is {cutoff}, which is not below rollout.budget {budget}; lower the cutoff")
+        parallel = self.prompt.kind == "parallel"
+        mode = self.rollout.parallel
+        require(parallel == mode, f"prompt.kind={self.prompt.kind} does not go with rollout.parallel={mode}; change one of them")
+
+
+def check_model(config: RLConfig) -> Path:
+    """Refuse, before any weight is loaded, a model that cannot do what the configuration asks for."""
+    path = resolve_model(config.model.path)
+    model, tokenizer = read_config(path), AutoTokenizer.from_pretrained(path)
+    context = config.engine.context or model.max_position
+    longest = config.prompt.max_prompt_tokens + config.rollout.budget
+    if longest > context:
+        raise ConfigError(
+            f"prompt.max_prompt_tokens + rollout.budget is {longest:,}; the model's context is {context:,}: lower one of them"
+            + (" or raise engine.context" if config.engine.context else "")
+        )
+    if len(tokenizer) > model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer of {path} has {len(tokenizer):,} tokens, the model embeds {model.vocab_size:,}; "
+            "use the tokenizer that belongs to the model"
+        )
+    try:
+        TagIds.of(tokenizer, config.rollout.workers)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return path

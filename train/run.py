@@ -1,0 +1,105 @@
+"""What SFT and RL runs have in common: the command line, the run folder, the progress bar.
+
+    runs/<name>/config.yaml  metrics.jsonl  tensorboard/  rollouts/  checkpoints/  latest  profile/
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from dccot.config import ConfigError, load_config, to_yaml
+from dccot.data.jsonl import BadData
+from dccot.train.runtime import Runtime
+
+log = logging.getLogger("dccot")
+
+
+def launch(kind: type, train: Callable[[Any], None], argv: Sequence[str] | None, description: str, example: str) -> int:
+    """Read the configuration named on the command line and train with it. A configuration that cannot run costs one line, not a trace."""
+    parser = argparse.ArgumentParser(description=description, epilog=f"example: {example}")
+    parser.add_argument("config", help="YAML file, e.g. one of configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+    parser.add_argument("--print-config", action="store_true", help="show the resolved configuration and stop")
+    arguments = parser.parse_args(argv)
+    main = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(level=logging.INFO if main else logging.WARNING, format="%(message)s")
+    try:
+        config = load_config(kind, arguments.config, arguments.overrides)
+        if arguments.print_config:
+            print(to_yaml(config), end="")
+            return 0
+        train(config)
+    except (ConfigError, BadData, FileNotFoundError, FileExistsError) as error:
+        print(f"dccot: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        if main:
+            print("\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+def open_run(config: Any, runtime: Runtime) -> Path:
+    """Make the run folder and write the resolved configuration; a run that was configured otherwise says what changed."""
+    run = Path(config.output) / config.name
+    if runtime.is_main:
+        run.mkdir(parents=True, exist_ok=True)
+        path, text = run / "config.yaml", to_yaml(config)
+        if path.exists() and path.read_text() != text:
+            changed = list(difflib.unified_diff(path.read_text().splitlines(), text.splitlines(), n=0, lineterm=""))
+            log.warning("%s continues with another configuration than before:\n%s", run, "\n".join(changed[2:]))
+        beside = path.with_suffix(".partial")
+        beside.write_text(text)
+        os.replace(beside, path)
+    runtime.barrier()
+    return run
+
+
+class StepProgress:
+    """A bar with the time left on a terminal; on anything else every line carries it."""
+
+    def __init__(self, title: str, first: int, steps: int, active: bool):
+        self.console = Console(stderr=False, highlight=False, soft_wrap=True)
+        self.active, self.first, self.steps, self.began = active, first, steps, time.monotonic()
+        columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        self.bar = Progress(*columns, console=self.console, disable=not (active and self.console.is_terminal), transient=True)
+        self.task = self.bar.add_task(title, total=steps, completed=first)
+
+    def __enter__(self) -> StepProgress:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def step(self, done: int, line: str) -> None:
+        if not self.active:
+            return
+        if not self.console.is_terminal:
+            seconds = (time.monotonic() - self.began) / max(1, done - self.first) * (self.steps - done)
+            line += f"  (left {int(seconds // 60)}:{int(seconds % 60):02d})"
+        self.console.print(line)
+        self.bar.update(self.task, completed=done)
+
+
+def flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """The configuration as dotted keys, for logs and tests."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= flat(value, f"{prefix}{field.name}.")
+        else:
+            found[prefix + field.name] = value
+    return found

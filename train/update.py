@@ -1,0 +1,109 @@
+"""One optimizer step over a mini-batch of forests, the same for SFT and RL.
+
+The loss is the sum of per-token losses divided by the number of sampled tokens of the whole mini-batch, over all micro-batches and
+ranks; so packing, micro-batching and the number of ranks never matter. Gradients are reduced once, with the last micro-batch.
+A step whose gradient is not finite is skipped and counted, never applied.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from dccot.config import require
+from dccot.train.forest import Forest
+from dccot.train.runtime import Runtime
+
+
+@dataclass
+class OptimizerConfig:
+    learning_rate: float = 2e-6
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    weight_decay: float = 0.01
+    clip: float = 1.0  # of the gradient's norm over all shards
+    warmup_steps: int = 0  # linear, then constant
+
+    def check(self) -> None:
+        require(self.learning_rate > 0, f"optimizer.learning_rate is {self.learning_rate}; it must be positive")
+        require(self.clip > 0, f"optimizer.clip is {self.clip}; it must be positive")
+        require(len(self.betas) == 2, f"optimizer.betas is {self.betas}; it must be two numbers")
+
+    def rate(self, step: int) -> float:
+        """Learning rate of step `step`, counted from 0."""
+        return self.learning_rate * min(1.0, (step + 1) / max(1, self.warmup_steps))
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        model.parameters(), lr=config.learning_rate, betas=tuple(config.betas), weight_decay=config.weight_decay, fused=True
+    )
+
+
+def score(model: nn.Module, forest: Forest, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy [M] of the forest's sampled tokens under the model."""
+    targets, mask = forest.targets, forest.mask
+    return model(forest.tokens, mask.position, mask, mask.parent[targets], forest.tokens[targets], temperature)
+
+
+@dataclass
+class StepReport:
+    """What one optimizer step did."""
+
+    loss: float
+    grad_norm: float
+    applied: bool
+    tokens: int  # sampled tokens over all ranks
+
+
+TokenLoss = Callable[[int, Forest, Tensor, Tensor], Tensor]  # (micro-batch, forest, logprob [M], entropy [M]) → loss [M]
+
+
+def accumulate(
+    model: nn.Module, forests: Sequence[Forest], token_loss: TokenLoss, temperature: float, runtime: Runtime
+) -> tuple[float, int]:
+    """Gradients of the mini-batch's token mean; returns it and the number of tokens, over all ranks."""
+    tokens = int(runtime.sum(torch.tensor([sum(len(f.targets) for f in forests)])))
+    total = torch.zeros((), dtype=torch.float64)
+    for number, forest in enumerate(forests):
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(number == len(forests) - 1)
+        forest = forest.to(runtime.device)
+        logprob, entropy = score(model, forest, temperature)
+        losses = token_loss(number, forest, logprob, entropy)
+        (losses.sum() / max(1, tokens)).backward()  # gradients are summed over ranks (model/sharding.py)
+        total += losses.detach().double().sum().cpu()
+    return float(runtime.sum(total)) / max(1, tokens), tokens
+
+
+def apply_gradients(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: float, learning_rate: float, clip: float
+) -> tuple[float, bool]:
+    """Clip and step unless loss or gradient is not finite; returns the gradient's norm and whether the step was taken."""
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    finite = math.isfinite(float(norm)) and math.isfinite(loss)
+    if finite:
+        nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(norm), finite
+
+
+def update(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    forests: Sequence[Forest],
+    token_loss: TokenLoss,
+    config: OptimizerConfig,
+    step: int,
+    temperature: float,
+    runtime: Runtime,
+) -> StepReport:
+    loss, tokens = accumulate(model, forests, token_loss, temperature, runtime)
+    norm, applied = apply_gradients(model, optimizer, loss, config.rate(step), config.clip)
+    return StepReport(loss, norm, applied, tokens)
