@@ -1,30 +1,34 @@
-"""Tree attention on a CPU at speed: the forest is cut into strips, and each strip is ordinary attention.
+"""Tree attention on a CPU at speed: the forest is cut into pieces of ordinary attention, none of which needs a mask.
 
-Tokens with equal `visible_until` form one strip: a chain of last children, i.e. a branch with everything the trunk goes on with.
+Everything below a token is one contiguous range behind it. So a run of tokens without a branch is seen by two ranges of queries, itself
+(causally) and everything below it (fully), and all of that is plain slices:
 
-    prompt S1 | W2 | W3 | W1 W2' W3' S2      strips:  prompt S1 W1 W2' W3' S2  (prefix: nothing)
-                                                      W2                       (prefix: prompt S1)
-                                                      W3                       (prefix: prompt S1)
+    prompt S1 | W2 | W3 | W1 W2' W3' S2       prompt S1:  causal on itself, full for all that follows
+                                              W2, W3, W1…S2:  causal on themselves
 
-Every strip needs one causal call over itself and, if it has a prefix, one full call of its rows against the prefix; the two halves are
-put together by their log-sum-exps. Strips with the same prefix share the second call. No pair of tokens is computed in vain.
-Where the prefix is short, calls cost more than arithmetic: there the strip's causal call simply starts at the root, and the rows of the
-prefix are thrown away. Causal calls of similar length are batched, padded on the right, where causality hides the padding.
+Long causal pieces are halved again and again into two causal ones and a full one, since the CPU kernel saves nothing inside small
+causal blocks. Pieces of one row are put together by their log-sum-exps. In the backward each piece gets the row's final output and
+log-sum-exp, so that gradients of pieces simply add up. No query-key pair outside the mask is computed but in the smallest blocks.
 
-In the backward each call gets the final output and log-sum-exp of its rows, so that the pieces' gradients simply add up.
+In subtrees that are too small for calls of their own (a forest of hundreds of short responses) call overhead rules instead. These are
+cut into chains: a branch with everything it sees inside the small subtree, gathered. Chains of similar length run as one batched
+causal call, padded on the right, where causality hides the padding; rows that belong to another chain are dropped.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-# A prefix whose recomputation adds fewer query-key pairs than this is cheaper to recompute than to give a call of its own.
-SHORT_PREFIX_PAIRS = 32_768
-# Causal calls are batched when their lengths differ by less than this factor.
+# A run joins the slices once it and what is below it make this many query-key pairs: about what two calls cost.
+LONG_RUN_PAIRS = 32_768
+# Causal blocks up to this size are one call.
+CAUSAL_BLOCK = 384
+# Chains whose lengths differ by at most this factor share a call.
 PADDING_FACTOR = 1.25
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -32,131 +36,142 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 @dataclass(frozen=True)
-class CausalCall:
-    """A batch of B chains of L tokens; the entries `slots` of the flattened batch are the rows `rows` of the result."""
+class Chains:
+    """B chains of L tokens; the entries `slots` of the flattened batch are the results of `rows`."""
 
-    tokens: Tensor  # [B, L], padded with the chain's last token
+    tokens: Tensor  # [B·L], each chain padded with its own last token
+    shape: tuple[int, int]
     slots: Tensor
     rows: Tensor
 
 
 @dataclass(frozen=True)
-class PrefixCall:
-    """Every row of `rows` sees every token of `prefix`."""
-
-    rows: Tensor
-    prefix: Tensor
-
-
-@dataclass(frozen=True)
 class Paths:
-    causal: list[CausalCall]
-    prefixed: list[PrefixCall]
+    chains: list[Chains]
+    causal: list[slice]
+    full: list[tuple[slice, slice]]  # queries, keys
 
 
 def cut(visible_until: Tensor) -> Paths:
-    """The calls that together compute attention over the forest; every token is a row of exactly one causal call."""
-    ends = visible_until.cpu().numpy()
-    index = np.arange(len(ends))
-    order = np.argsort(ends, kind="stable")
-    strips = np.split(order, np.flatnonzero(np.diff(ends[order])) + 1) if len(ends) else []
-    roots = np.maximum.accumulate(np.where(_is_root(ends), index, 0))
-    siblings: dict[int, list[np.ndarray]] = {}
-    chains: list[tuple[np.ndarray, int]] = []  # tokens, how many of the first are there only to be seen
-    for strip in strips:
-        first, root = strip[0], roots[strip[0]]
-        if first == root:
-            chains.append((strip, 0))
-        else:
-            seen = np.flatnonzero(ends[root:first] > first)
-            siblings.setdefault(int(root + seen[-1]), []).append(strip)
-    prefixed = []
-    for parent, branches in siblings.items():
-        root = roots[parent]
-        prefix = root + np.flatnonzero(ends[root : parent + 1] > parent)
-        if len(branches) * len(prefix) ** 2 < 2 * SHORT_PREFIX_PAIRS:
-            chains += [(np.concatenate([prefix, strip]), len(prefix)) for strip in branches]
-        else:
-            chains += [(strip, 0) for strip in branches]
-            prefixed.append(PrefixCall(_tensor(np.concatenate(branches)), _tensor(prefix)))
-    return Paths(_batch(chains), prefixed)
+    """Pieces that cover every visible pair once; every token is a row of exactly one chain or causal slice."""
+    ends = visible_until.cpu().numpy().astype(np.int64)
+    starts = np.flatnonzero(np.diff(ends, prepend=-1))
+    stops = np.append(starts[1:], len(ends))
+    long = _above_any((stops - starts) * (ends[starts] - starts) >= LONG_RUN_PAIRS, starts, ends[starts])
+    causal, full = [], []
+    for start, stop in zip(starts[long].tolist(), stops[long].tolist(), strict=True):
+        for queries, keys in _halve(start, stop):
+            full.append((queries, keys)) if queries != keys else causal.append(queries)
+        if ends[start] > stop:
+            full.append((slice(stop, int(ends[start])), slice(start, stop)))
+    return Paths(_chains(ends, np.repeat(~long, stops - starts)), causal, full)
 
 
-def _is_root(ends: np.ndarray) -> np.ndarray:
-    """A root begins where everything before has ended."""
-    reach = np.maximum.accumulate(ends)
-    return np.concatenate([[True], reach[:-1] <= np.arange(1, len(ends))])[: len(ends)]
+def _above_any(marked: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Runs that are marked or have a marked run below them."""
+    so_far = np.concatenate([[0], np.cumsum(marked)])
+    return so_far[np.searchsorted(starts, ends)] > so_far[:-1]
 
 
-def _batch(chains: list[tuple[np.ndarray, int]]) -> list[CausalCall]:
-    calls, batch = [], []
-    for tokens, hidden in sorted(chains, key=lambda chain: -len(chain[0])):
-        if batch and len(batch[0][0]) > PADDING_FACTOR * len(tokens):
-            calls.append(_causal_call(batch))
-            batch = []
-        batch.append((tokens, hidden))
-    return calls + [_causal_call(batch)] if batch else calls
+def _halve(start: int, stop: int) -> Iterator[tuple[slice, slice]]:
+    """(queries, keys) pieces of a causal range; where both are the same slice, the piece is causal."""
+    if stop - start <= CAUSAL_BLOCK:
+        yield slice(start, stop), slice(start, stop)
+        return
+    middle = (start + stop + 1) // 2
+    yield from _halve(start, middle)
+    yield from _halve(middle, stop)
+    yield slice(middle, stop), slice(start, middle)
 
 
-def _causal_call(batch: list[tuple[np.ndarray, int]]) -> CausalCall:
-    longest = len(batch[0][0])
-    padded = np.stack([np.pad(tokens, (0, longest - len(tokens)), mode="edge") for tokens, _ in batch])
-    slots = [b * longest + np.arange(hidden, len(tokens)) for b, (tokens, hidden) in enumerate(batch)]
-    rows = [tokens[hidden:] for tokens, hidden in batch]
-    return CausalCall(_tensor(padded), _tensor(np.concatenate(slots)), _tensor(np.concatenate(rows)))
+def _chains(ends: np.ndarray, small: np.ndarray) -> list[Chains]:
+    """One chain per set of small tokens with equal `ends`: a branch with everything its trunk goes on with."""
+    tokens = np.flatnonzero(small)
+    if not len(tokens):
+        return []
+    order = tokens[np.argsort(ends[tokens], kind="stable")]
+    chains = []
+    roots = np.maximum.accumulate(np.where(_is_root(ends, small), np.arange(len(ends)), 0))
+    for rows in np.split(order, np.flatnonzero(np.diff(ends[order])) + 1):
+        first, root = rows[0], roots[rows[0]]
+        seen = root + np.flatnonzero(ends[root:first] > first)
+        chains.append((np.concatenate([seen, rows]), len(seen)))
+    chains.sort(key=lambda chain: -len(chain[0]))
+    return [_pad(batch) for batch in _similar(chains)]
 
 
-def _tensor(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
+def _is_root(ends: np.ndarray, small: np.ndarray) -> np.ndarray:
+    """Small tokens that see no other small one."""
+    reach = np.maximum.accumulate(np.where(small, ends, 0))
+    return small & (np.concatenate([[0], reach[:-1]]) <= np.arange(len(ends)))
 
 
-def _gather(x: Tensor, tokens: Tensor) -> Tensor:
-    """x [N, H, D] → [B, H, L, D] for tokens [B, L]."""
-    return x.index_select(0, tokens.reshape(-1)).unflatten(0, (-1, tokens.shape[-1])).transpose(1, 2)
+def _similar(chains: list[tuple[np.ndarray, int]]) -> Iterator[list[tuple[np.ndarray, int]]]:
+    first = 0
+    for i in range(1, len(chains) + 1):
+        if i == len(chains) or len(chains[first][0]) > PADDING_FACTOR * len(chains[i][0]):
+            yield chains[first:i]
+            first = i
 
 
-def _rows(x: Tensor) -> Tensor:
-    """[B, H, L, …] → [B·L, H, …], the inverse of _gather."""
+def _pad(batch: list[tuple[np.ndarray, int]]) -> Chains:
+    lengths = np.array([len(chain) for chain, _ in batch])[:, None]
+    seen = np.array([seen for _, seen in batch])[:, None]
+    column = np.arange(lengths.max())
+    first = np.cumsum(lengths, axis=0) - lengths
+    tokens = np.concatenate([chain for chain, _ in batch])[first + np.minimum(column, lengths - 1)]
+    slots = np.flatnonzero((seen <= column) & (column < lengths))
+    return Chains(torch.from_numpy(tokens.ravel()), tokens.shape, torch.from_numpy(slots), torch.from_numpy(tokens.ravel()[slots]))
+
+
+def _gather(x: Tensor, chains: Chains) -> Tensor:
+    return x.index_select(0, chains.tokens).unflatten(0, chains.shape).transpose(1, 2)
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[L, H, …] → [1, H, L, …], what the CPU kernel takes; a view."""
+    return x.transpose(0, 1)[None]
+
+
+def _rows_first(x: Tensor) -> Tensor:
+    """[B, H, L, …] → [B·L, H, …]."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, paths: Paths, scale: float) -> tuple[Tensor, Tensor]:
     """q [N, Hq, D], k and v [N, Hk, D] → output [N, Hq, D] and log-sum-exp [N, Hq]."""
-    out = torch.empty_like(q)
-    lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-    for call in paths.causal:
-        part, part_lse = _flash(*(_gather(x, call.tokens) for x in (q, k, v)), 0.0, True, scale=scale)
-        out.index_copy_(0, call.rows, _rows(part).index_select(0, call.slots))
-        lse.index_copy_(0, call.rows, _rows(part_lse).index_select(0, call.slots))
-    for call in paths.prefixed:
-        queries, prefix = call.rows[None], call.prefix[None]
-        part, part_lse = _flash(_gather(q, queries), _gather(k, prefix), _gather(v, prefix), 0.0, False, scale=scale)
-        own, own_lse, part, part_lse = out[call.rows], lse[call.rows], _rows(part), _rows(part_lse)
-        both = torch.logaddexp(own_lse, part_lse)
-        merged = own * (own_lse - both).exp()[..., None] + part * (part_lse - both).exp()[..., None]
-        out.index_copy_(0, call.rows, merged.to(out.dtype))
-        lse.index_copy_(0, call.rows, both)
-    return out, lse
+    precise = torch.promote_types(q.dtype, torch.float32)
+    out, lse = torch.empty_like(q, dtype=precise), q.new_empty(q.shape[:2], dtype=precise)
+    for chains in paths.chains:
+        part, part_lse = _flash(*(_gather(x, chains) for x in (q, k, v)), 0.0, True, scale=scale)
+        out.index_copy_(0, chains.rows, _rows_first(part).index_select(0, chains.slots).to(precise))
+        lse.index_copy_(0, chains.rows, _rows_first(part_lse).index_select(0, chains.slots))
+    for rows in paths.causal:
+        part, part_lse = _flash(*(_heads_first(x[rows]) for x in (q, k, v)), 0.0, True, scale=scale)
+        out[rows], lse[rows] = _rows_first(part), _rows_first(part_lse)
+    for rows, keys in paths.full:
+        part, part_lse = _flash(*(_heads_first(x) for x in (q[rows], k[keys], v[keys])), 0.0, False, scale=scale)
+        part_lse = _rows_first(part_lse)
+        out[rows].lerp_(_rows_first(part).to(precise), torch.sigmoid(part_lse - lse[rows])[..., None])
+        torch.logaddexp(lse[rows], part_lse, out=lse[rows])
+    return out.to(q.dtype), lse
 
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, paths: Paths, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, summed over the calls in fp32 or better."""
+    """Gradients of q, k and v, summed over the pieces in fp32 or better."""
     dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in (q, k, v))
-
-    def add(queries: Tensor, keys: Tensor, upstream: Tensor, causal: bool) -> None:
-        parts = _flash_backward(
-            upstream, _gather(q, queries), _gather(k, keys), _gather(v, keys), _gather(out, queries), _gather(lse, queries),
-            0.0, causal, scale=scale,
-        )  # fmt: skip
-        for total, part, tokens in zip((dq, dk, dv), parts, (queries, keys, keys), strict=True):
-            total.index_add_(0, tokens.reshape(-1), _rows(part).to(total.dtype))
-
-    for call in paths.causal:
-        # Rows that are only there to be seen, and padding, have no gradient of their own.
-        upstream = grad.new_zeros(call.tokens.numel(), *grad.shape[1:]).index_copy_(0, call.slots, grad.index_select(0, call.rows))
-        add(call.tokens, call.tokens, upstream.unflatten(0, call.tokens.shape).transpose(1, 2), causal=True)
-    for call in paths.prefixed:
-        add(call.rows[None], call.prefix[None], _gather(grad, call.rows[None]), causal=False)
+    for chains in paths.chains:
+        # Rows of other chains, and padding, get no gradient here.
+        own = grad.new_zeros(chains.tokens.shape + grad.shape[1:]).index_copy_(0, chains.slots, grad.index_select(0, chains.rows))
+        own = own.unflatten(0, chains.shape).transpose(1, 2)
+        parts = _flash_backward(own, *(_gather(x, chains) for x in (q, k, v, out, lse)), 0.0, True, scale=scale)
+        for total, part in zip((dq, dk, dv), parts, strict=True):
+            total.index_add_(0, chains.tokens, _rows_first(part).to(total.dtype))
+    for rows, keys, causal in [(rows, rows, True) for rows in paths.causal] + [(*piece, False) for piece in paths.full]:
+        slices = grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows]
+        parts = _flash_backward(*(_heads_first(x) for x in slices), 0.0, causal, scale=scale)
+        for total, part in zip((dq[rows], dk[keys], dv[keys]), parts, strict=True):
+            total += _rows_first(part)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
