@@ -130,6 +130,11 @@ class Rollout:
         return self.verdict == "correct"
 
     @property
+    def judged(self) -> bool:
+        """The grader came to a verdict: an answer that timed out or crashed it is neither right nor wrong."""
+        return self.verdict not in (None, "timed_out", "crashed")
+
+    @property
     def well_formed(self) -> bool:
         return self.flaw is None
 

@@ -1,0 +1,148 @@
+"""Algorithm 1 of the paper as a state machine, one per response, that knows nothing of engines.
+
+    director ──<spawn_workers>──► workers 1..K side by side ──all done──► director, with the workers' texts read ──► … EOS
+
+`start()` gives the first call; hand every finished call to `finished()` and run the calls it gives back, until `done`.
+
+The budget L_max bounds the longest path, and inserted tags are charged to it:
+
+    director may sample   left − |</spawn_workers>|                (nothing is inserted before its first segment)
+    worker i may sample   left − |<worker_i>| − reserve            reserve = |</spawn_workers>| + 1
+
+The reserve is what the director needs to go on with a single token. So a worker that closes its tag in time is always read,
+and the longest path never exceeds L_max: nothing is ever cut afterwards. How a response ends:
+
+    the director writes EOS                                       answered
+    a director or a worker runs out of budget or of context       budget, context   (the other workers of the round still finish)
+    the director spawns with too little left for any worker       budget, context   (its text is the final segment)
+    the workers' texts together fill the model's context          context
+    the director spawns more often than allowed                   max_rounds        (its text is the final segment)
+
+A worker that writes EOS has finished like any other: the EOS stays in its tokens and no closing tag is forced.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from dccot.rollout.protocol import SPAWN_OPEN, TagIds, worker_close
+from dccot.rollout.response import Finish, Response, Round, Segment
+
+
+@dataclass
+class RolloutConfig:
+    workers: int = 3  # K
+    budget: int = 7500  # L_max, tokens on the longest path
+    max_rounds: int | None = None  # how often the director may spawn; None: as often as the budget allows
+    temperature: float = 0.6
+    top_p: float = 1.0
+    parallel: bool = True  # False: one sequential call, for baselines
+
+    def __post_init__(self):
+        if self.workers < 1 or self.budget < 1:
+            raise ValueError(f"workers ({self.workers}) and budget ({self.budget}) must be at least 1")
+        if self.max_rounds is not None and self.max_rounds < 0:
+            raise ValueError(f"max_rounds is {self.max_rounds}; use 0 or more, or null for no limit")
+        if self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise ValueError(f"temperature is {self.temperature}, top_p is {self.top_p}; they must be ≥ 0 and in (0, 1]")
+
+
+class Stop(StrEnum):
+    """Why a call ended."""
+
+    EOS = "eos"
+    TAG = "tag"  # the stop string was written
+    LENGTH = "length"  # max_tokens were sampled
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request to the engine."""
+
+    path: tuple[int, int]  # (round, worker), both within this response; worker 0 is the director
+    prompt: list[int]  # everything that the writer has read, ending with `inserted`
+    inserted: list[int]
+    stop: str | None
+    max_tokens: int
+    limit: Finish  # what the response ends with if max_tokens are used up
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the engine gives back for a call."""
+
+    ids: list[int]
+    logprobs: list[float]
+    stop: Stop
+    cached: int = 0  # prompt tokens that the prefix cache spared
+
+
+@dataclass
+class Director:
+    prompt: list[int]
+    config: RolloutConfig
+    tags: TagIds
+    context: int  # tokens that the model can hold
+    response: Response = field(init=False)
+    done: bool = field(init=False, default=False)
+
+    def __post_init__(self):
+        if len(self.prompt) >= self.context:
+            raise ValueError(f"prompt has {len(self.prompt):,} tokens; the model's context is {self.context:,}: shorten it or raise engine.context")
+        self.response = Response(list(self.prompt))
+        self._read = list(self.prompt)  # everything so far, as the director reads it
+        self._left = self.config.budget
+        self._closing = list(self.tags.spawn_close)
+
+    def start(self) -> list[Call]:
+        return [self._call(0, [], SPAWN_OPEN if self.config.parallel else None)]
+
+    def finished(self, call: Call, completion: Completion) -> list[Call]:
+        """Take in a finished call; the calls that may run now. Empty: others are still running, or the response is done."""
+        segment = Segment(call.inserted, completion.ids, completion.logprobs)
+        if call.path[1] == 0:
+            return self._director_finished(call, segment, completion.stop)
+        return self._worker_finished(call, segment, completion.stop)
+
+    def _director_finished(self, call: Call, segment: Segment, stop: Stop) -> list[Call]:
+        self._read += segment.tokens
+        self._left -= len(segment)
+        if stop is not Stop.TAG:
+            return self._end(segment, Finish.ANSWERED if stop is Stop.EOS else call.limit)
+        if len(self.response.rounds) == self.config.max_rounds:
+            return self._end(segment, Finish.MAX_ROUNDS)
+        reserve = len(self._closing) + 1
+        calls = [self._call(i, list(tag), worker_close(i), reserve) for i, tag in enumerate(self.tags.worker_open, start=1)]
+        cramped = [c for c in calls if c.max_tokens < 1]
+        if cramped:
+            return self._end(segment, cramped[0].limit)
+        self.response.rounds.append(Round(segment, [Segment() for _ in calls]))
+        self._running = len(calls)
+        self._cut_by: Finish | None = None
+        return calls
+
+    def _worker_finished(self, call: Call, segment: Segment, stop: Stop) -> list[Call]:
+        round_ = self.response.rounds[-1]
+        round_.workers[call.path[1] - 1] = segment
+        self._running -= 1
+        if stop is Stop.LENGTH and self._cut_by is not Finish.BUDGET:
+            self._cut_by = call.limit
+        if self._running:
+            return []
+        self._read += [token for worker in round_.workers for token in worker.tokens]
+        self._left -= max(map(len, round_.workers))
+        if self._cut_by is not None:
+            return self._end(None, self._cut_by)
+        following = self._call(0, self._closing, SPAWN_OPEN)
+        return [following] if following.max_tokens >= 1 else self._end(None, following.limit)
+
+    def _call(self, worker: int, inserted: list[int], stop: str | None, reserve: int = 0) -> Call:
+        budget = self._left - len(inserted) - reserve
+        context = self.context - len(self._read) - len(inserted)
+        path = (len(self.response.rounds), worker)
+        limit = Finish.BUDGET if budget <= context else Finish.CONTEXT
+        return Call(path, self._read + inserted, list(inserted), stop, min(budget, context), limit)
+
+    def _end(self, final: Segment | None, finish: Finish) -> list[Call]:
+        self.response.final, self.response.finish, self.done = final, finish, True
+        return []

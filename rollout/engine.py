@@ -1,0 +1,242 @@
+"""The co-located engine: vLLM in the trainer's own process. The only file that imports vLLM.
+
+    add(key, call, …) ─► step() ─► [(key, Completion), …]           nothing waits for anything else: the caller drives the steps
+    load(named parameters)                                          weights streamed in, prefix cache reset; no disk, no rebuild
+    sleep() / wake()                                                GPU only: memory goes to training and comes back
+
+Under torchrun every rank builds its own engine at the same time (vLLM's external launcher). With tensor_parallel = 1 the ranks
+then generate on their own, each its share, in any number of steps. With tensor_parallel = T, T neighbouring ranks are one
+replica: they must add the same calls in the same order. `replica` of `replicas` says whose share is whose.
+"""
+from __future__ import annotations
+
+import os
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where the trainer's tensors are
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+import contextlib
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from dccot.rollout.director import Call, Completion, Stop
+from dccot.rollout.settings import EngineConfig
+
+ON_GPU = torch.cuda.is_available()
+
+
+class EngineStalled(RuntimeError):
+    pass
+
+
+class Engine:
+    def __init__(self, model: str | Path, config: EngineConfig | None = None):
+        self.config = config = config or EngineConfig()
+        self.model = str(model)
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world % config.tensor_parallel:
+            raise ValueError(f"engine.tensor_parallel is {config.tensor_parallel}; it must divide the {world} ranks")
+        if world > 1 and not dist.is_initialized():
+            dist.init_process_group("nccl" if ON_GPU else "gloo")
+        self.replicas = world // config.tensor_parallel
+        self.replica = int(os.environ.get("RANK", "0")) // config.tensor_parallel
+        with _nothing_else_changes():
+            self._engine = LLMEngine.from_engine_args(_arguments(self.model, config, distributed=world > 1))
+        self.context: int = self._engine.model_config.max_model_len
+        self.tokenizer = self._engine.get_tokenizer()
+        self._pending: dict[str, Call] = {}
+        self._last_finished = time.monotonic()
+
+    def add(self, key: str, call: Call, *, seed: int, temperature: float, top_p: float = 1.0, priority: int = 0) -> None:
+        """Queue a call; lower priority goes first. `key` names it in step()'s results and in errors."""
+        if key in self._pending:
+            raise ValueError(f"call {key!r} is already running; keys must be unique among pending calls")
+        if not self._pending:
+            self._last_finished = time.monotonic()
+        params = SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            max_tokens=call.max_tokens,
+            stop=[call.stop] if call.stop else None,
+            include_stop_str_in_output=True,
+            detokenize=call.stop is not None,
+            skip_special_tokens=False,  # the tags may be special tokens
+            spaces_between_special_tokens=True,
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        self._engine.add_request(key, tokens_input(call.prompt), params, priority=priority)
+        self._pending[key] = call
+
+    def step(self) -> list[tuple[str, Completion]]:
+        """One forward pass over everything that runs; the calls it finished."""
+        state = torch.get_rng_state()  # vLLM draws from torch's global generator even when every request has its own
+        outputs = self._engine.step()
+        torch.set_rng_state(state)
+        finished = [(output.request_id, _completion(output)) for output in outputs]
+        for key, _ in finished:
+            del self._pending[key]
+        now = time.monotonic()
+        if finished:
+            self._last_finished = now
+        elif self._pending and now - self._last_finished > self.config.stall_seconds:
+            raise EngineStalled(self._stall_report(now - self._last_finished))
+        return finished
+
+    @property
+    def pending(self) -> dict[str, Call]:
+        return self._pending
+
+    def written(self) -> dict[str, list[int]]:
+        """What every pending call has sampled so far, for live views."""
+        states = self._engine.output_processor.request_states.values()
+        return {state.external_req_id: list(state.detokenizer.output_token_ids) for state in states}
+
+    def abort(self, keys: Iterable[str]) -> None:
+        keys = [key for key in keys if key in self._pending]
+        self._engine.abort_request(keys)
+        for key in keys:
+            del self._pending[key]
+
+    def load(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace the weights by `parameters` (Hugging Face names), consumed one at a time; nothing may be running.
+
+        On several ranks the iterable may be collective (each item gathered from all of them): every rank must call this.
+        """
+        if self._pending:
+            raise RuntimeError(f"weights cannot change under {len(self._pending)} running calls: {_some(self._pending)}; finish or abort them")
+        seen: set[str] = set()
+
+        def watched() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in parameters:
+                seen.add(name)
+                yield name, tensor.detach()
+
+        with torch.no_grad():
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": watched()})
+        self.forget_prefixes()
+        if missing := self._checkpoint_names() - seen:
+            raise ValueError(f"{len(missing)} weights of {self.model} were not loaded: {_some(sorted(missing))}")
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, so that what follows does not depend on what ran before."""
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError(f"the prefix cache could not be reset: {len(self._pending)} calls still use it")
+
+    def sleep(self) -> None:
+        """Give the GPU memory back, weights included; `load` must follow the next wake. Does nothing on a CPU."""
+        if ON_GPU:
+            self._engine.sleep(level=2)
+
+    def wake(self) -> None:
+        if ON_GPU:
+            self._engine.wake_up()
+
+    def shutdown(self) -> None:
+        """Before the process group is destroyed."""
+        self.abort(list(self._pending))
+        self._engine.engine_core.shutdown()
+
+    def _checkpoint_names(self) -> set[str]:
+        files = Path(self.model).glob("*.safetensors")
+        names = {name for file in files for name in safe_open(file, "pt").keys()}
+        tied = self._engine.model_config.hf_config.tie_word_embeddings
+        return names - {"lm_head.weight"} if tied else names
+
+    def _stall_report(self, seconds: float) -> str:
+        written = {key: len(ids) for key, ids in self.written().items()}
+        calls = [f"{key} ({written.get(key, 0)}/{call.max_tokens} tokens)" for key, call in self._pending.items()]
+        rank = os.environ.get("RANK", "0")
+        return (
+            f"rank {rank}: no call finished for {seconds:.0f} s (engine.stall_seconds is {self.config.stall_seconds:g}); "
+            f"{len(calls)} pending: {_some(calls)}"
+        )
+
+
+def _arguments(model: str, config: EngineConfig, distributed: bool) -> EngineArgs:
+    kv_cache_gb = config.kv_cache_gb if config.kv_cache_gb or ON_GPU else 1.0
+    return EngineArgs(
+        model=model,
+        dtype=config.dtype,
+        max_model_len=config.context,
+        max_num_seqs=config.max_sequences,
+        tensor_parallel_size=config.tensor_parallel,
+        distributed_executor_backend="external_launcher" if distributed else None,
+        gpu_memory_utilization=config.gpu_memory,
+        kv_cache_memory_bytes=int(kv_cache_gb * 2**30) if kv_cache_gb else None,
+        block_size=config.block_size or (None if ON_GPU else 32),
+        enforce_eager=not (ON_GPU if config.compile is None else config.compile),
+        enable_prefix_caching=True,
+        enable_sleep_mode=ON_GPU,
+        scheduling_policy="priority",  # a response that has begun comes before one that has not
+        logprobs_mode="processed_logprobs",  # at the sampling temperature, as the trainer computes them
+        generation_config="vllm",  # what is sampled is said here, not in the model's folder
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        trust_remote_code=False,
+    )
+
+
+def _completion(output) -> Completion:
+    result = output.outputs[0]
+    if result.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"call {output.request_id!r} ended with {result.finish_reason!r}; expected 'stop' or 'length'")
+    stop = Stop.LENGTH if result.finish_reason == "length" else Stop.TAG if isinstance(result.stop_reason, str) else Stop.EOS
+    return Completion(list(result.token_ids), result.logprobs.logprobs, stop, output.num_cached_tokens or 0)
+
+
+@contextlib.contextmanager
+def _nothing_else_changes() -> Iterator[None]:
+    """vLLM seeds every global generator, edits the environment, replaces torch.set_num_threads and prints; none of that may leak.
+
+    What it prints is kept and shown if it fails.
+    """
+    environment, set_num_threads = dict(os.environ), torch.set_num_threads
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    sys.stderr.flush()
+    real_stderr = os.dup(2)
+    with tempfile.TemporaryFile() as printed, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        os.dup2(printed.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            sys.stderr.flush()
+            printed.seek(0)
+            os.write(real_stderr, printed.read())
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(real_stderr, 2)
+            os.close(real_stderr)
+            torch.set_num_threads = set_num_threads
+            torch.set_rng_state(states[0])
+            np.random.set_state(states[1])
+            random.setstate(states[2])
+            os.environ.clear()
+            os.environ.update(environment)
+
+
+def _some(names: Iterable[str], limit: int = 20) -> str:
+    names = list(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

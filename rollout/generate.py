@@ -1,0 +1,85 @@
+"""Many responses on one engine, each moving on as soon as its own part is finished: no barrier over the batch.
+
+    for request, response in generate(engine, requests, config, seed=(run_seed, step)): …
+
+Responses arrive in the order in which they finish. The same seed gives the same tokens again: every call has a seed of its
+own, a hash of (seed, problem, sample, round, worker).
+"""
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dccot.rollout.director import Call, Completion, Director, RolloutConfig
+from dccot.rollout.protocol import TagIds
+from dccot.rollout.response import Response
+
+if TYPE_CHECKING:
+    from dccot.rollout.engine import Engine
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response wanted."""
+
+    problem: str  # id
+    sample: int
+    prompt: list[int] = field(repr=False)
+
+
+class Watch:
+    """What a live view, a trace or a progress bar may want to know; every method may be overridden, none does anything here."""
+
+    def started(self, request: Request, call: Call) -> None: ...
+
+    def finished(self, request: Request, call: Call, completion: Completion) -> None: ...
+
+    def stepped(self, engine: Engine) -> None: ...
+
+    def done(self, request: Request, response: Response) -> None: ...
+
+
+def seed_of(*key: int | str) -> int:
+    """63 bits that depend on every part of the key, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def generate(
+    engine: Engine,
+    requests: Iterable[Request],
+    config: RolloutConfig,
+    *,
+    seed: tuple[int | str, ...],
+    watch: Watch | None = None,
+) -> Iterator[tuple[Request, Response]]:
+    """Yield each response as soon as it is finished. A caller that stops early leaves the engine empty behind it."""
+    watch = watch or Watch()
+    tags = TagIds.of(engine.tokenizer, config.workers)
+    running: dict[str, tuple[int, Request, Director, Call]] = {}
+
+    def run(order: int, request: Request, director: Director, calls: list[Call]) -> None:
+        for call in calls:
+            key = f"{request.problem}/{request.sample}/{call.path[0]}.{call.path[1]}"
+            call_seed = seed_of(*seed, request.problem, request.sample, *call.path)
+            engine.add(key, call, seed=call_seed, temperature=config.temperature, top_p=config.top_p, priority=order)
+            running[key] = order, request, director, call
+            watch.started(request, call)
+
+    try:
+        for order, request in enumerate(requests):
+            director = Director(request.prompt, config, tags, engine.context)
+            run(order, request, director, director.start())
+        while running:
+            finished = engine.step()
+            watch.stepped(engine)
+            for key, completion in finished:
+                order, request, director, call = running.pop(key)
+                watch.finished(request, call, completion)
+                run(order, request, director, director.finished(call, completion))
+                if director.done:
+                    watch.done(request, director.response)
+                    yield request, director.response
+    finally:
+        engine.abort(running)
