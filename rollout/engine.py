@@ -124,7 +124,7 @@ class Engine:
         On several ranks the iterable may be collective (each item gathered from all of them): every rank must call this.
         """
         if self._pending:
-            raise RuntimeError(f"weights cannot change under {len(self._pending)} running calls: {_some(self._pending)}; finish or abort them")
+            raise RuntimeError(f"weights cannot change under {len(self._pending)} running calls; finish or abort {_some(self._pending)}")
         seen: set[str] = set()
 
         def watched() -> Iterator[tuple[str, Tensor]]:
@@ -158,8 +158,10 @@ class Engine:
         self._engine.engine_core.shutdown()
 
     def _checkpoint_names(self) -> set[str]:
-        files = Path(self.model).glob("*.safetensors")
-        names = {name for file in files for name in safe_open(file, "pt").keys()}
+        names: set[str] = set()
+        for path in Path(self.model).glob("*.safetensors"):
+            with safe_open(path, "pt") as file:
+                names.update(file.keys())
         tied = self._engine.model_config.hf_config.tie_word_embeddings
         return names - {"lm_head.weight"} if tied else names
 
