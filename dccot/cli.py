@@ -1,0 +1,82 @@
+"""`dccot COMMAND …`: one door to everything, without remembering module names.
+
+Each command is a module with `main(argv) -> int` and its own --help. Dependencies' warnings go to a log file, not to the terminal.
+"""
+from __future__ import annotations
+
+import difflib
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+COMMANDS = {
+    "demo": ("dccot.eval.demo", "the whole paper in miniature, on a CPU: base → SFT → RL → evaluation → report"),
+    "pipeline": ("dccot.train.pipeline", "all stages of a training recipe, each from the one before"),
+    "sft": ("dccot.train.sft", "supervised fine-tuning"),
+    "rl": ("dccot.train.rl", "one stage of reinforcement learning"),
+    "rollout": ("dccot.rollout.__main__", "generate responses to a file of problems"),
+    "eval": ("dccot.eval.run", "accuracy and longest path on benchmarks; `dccot eval latency` for wall-clock"),
+    "report": ("dccot.eval.report", "tables, plots and training curves of runs as one HTML page"),
+    "solve": ("dccot.eval.solve", "one problem, live in the terminal, workers side by side"),
+    "view": ("dccot.eval.view", "a page to browse rollouts"),
+    "data": ("dccot.data.cli", "problem sets and the SFT set"),
+    "plan": ("dccot.train.plan", "memory and time of a run before it is launched"),
+    "inspect": ("dccot.kernels.inspect", "registers, shared memory and instruction mix of the kernels, for GPUs that are not here"),
+    "bench": ("dccot.bench", "every benchmark, or one of them"),
+}
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items()]
+    return "usage: dccot COMMAND …\n\n" + "\n".join(lines) + "\n\n`dccot COMMAND --help` explains each, with an example."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        from dccot import __version__
+
+        print(__version__)
+        return 0
+    if argv[0] not in COMMANDS:
+        near = difflib.get_close_matches(argv[0], COMMANDS, n=1, cutoff=0.4)
+        hint = f"did you mean `dccot {near[0]}`?" if near else "`dccot --help` lists the commands."
+        print(f"dccot: no command {argv[0]!r}; {hint}", file=sys.stderr)
+        return 2
+    quiet()
+    sys.argv = [f"dccot {argv[0]}", *argv[1:]]  # what --help and error messages show
+    try:
+        return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:]) or 0
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on where it can", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `dccot … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def quiet() -> None:
+    """Send what dependencies warn about to runs/dccot.log. DCCOT_DEBUG=1 leaves everything on the terminal."""
+    if os.environ.get("DCCOT_DEBUG"):
+        return
+    for name, value in {"TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}.items():
+        os.environ.setdefault(name, value)
+    logging.captureWarnings(True)
+    noise = logging.getLogger("py.warnings")
+    noise.propagate = False
+    try:
+        Path("runs").mkdir(exist_ok=True)
+        noise.addHandler(logging.FileHandler("runs/dccot.log", delay=True))
+    except OSError:  # a folder that cannot be written is no reason to refuse `dccot inspect`
+        noise.addHandler(logging.NullHandler())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
