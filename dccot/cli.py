@@ -14,7 +14,7 @@ from pathlib import Path
 
 COMMANDS = {
     "demo": ("dccot.eval.demo", "the whole paper in miniature, on a CPU: base → SFT → RL → evaluation → report"),
-    "pipeline": ("dccot.train.pipeline", "all stages of a training recipe, each from the one before"),
+    "pipeline": ("dccot.pipeline", "all stages of a training recipe, each from the one before"),
     "sft": ("dccot.train.sft", "supervised fine-tuning"),
     "rl": ("dccot.train.rl", "one stage of reinforcement learning"),
     "rollout": ("dccot.rollout.__main__", "generate responses to a file of problems"),

@@ -70,6 +70,13 @@ def open_tensors(folder: str | Path) -> Iterator[dict]:
         yield {name: file.get_slice(name) for file in opened for name in file.offset_keys()}
 
 
+def stored_parameters(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a checkpoint on disk, read one at a time."""
+    with open_tensors(folder) as tensors:
+        for name, stored in tensors.items():
+            yield name, stored[:]
+
+
 def _compare(parameters: Mapping[str, Tensor], tensors: Mapping, *, tied: bool, where: str | Path) -> None:
     def redundant(name: str) -> bool:  # tensors that some checkpoints carry although they follow from the rest
         if name.endswith("rotary_emb.inv_freq"):
@@ -142,7 +149,7 @@ def create_checkpoint(config: Mapping, folder: str | Path, *, tokenizer, seed: i
     model.init_weights(seed)
     with written_whole(folder) as partial:
         _write(model, partial, dtype, max_shard_bytes=5 * 10**9)
-        tokenizer.save_pretrained(partial)
+        _write_tokenizer(tokenizer, partial)
         token_ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
         _write_json(partial / "generation_config.json", token_ids)
 
@@ -199,6 +206,18 @@ def _plan_files(sizes: Mapping[str, int], max_shard_bytes: int) -> dict[str, str
     if shard == 0:
         return dict.fromkeys(sizes, SINGLE_FILE)
     return {name: f"model-{index + 1:05d}-of-{shard + 1:05d}.safetensors" for name, index in shard_of.items()}
+
+
+def _write_tokenizer(tokenizer, folder: Path) -> None:
+    from transformers import AutoTokenizer  # takes a second to import, and nothing else here needs it
+
+    tokenizer.save_pretrained(folder)
+    reopened = AutoTokenizer.from_pretrained(folder)
+    if reopened.backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
+        raise ValueError(
+            f"transformers opens the tokenizer of this model_type as a {type(reopened).__name__}, which splits text differently from the "
+            "one given: give a tokenizer of that class, or use model_type qwen3 or llama"
+        )
 
 
 def _copy_companions(source: str | Path | None, folder: Path) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,9 @@ from dccot.train.run import StepProgress, launch, open_run
 from dccot.train.runtime import Runtime
 from dccot.train.update import StepReport, make_optimizer, score, update
 
+if TYPE_CHECKING:
+    from dccot.rollout.engine import Engine
+
 log = logging.getLogger(__name__)
 
 
@@ -74,7 +78,7 @@ class Batch:
 class RL:
     """One stage: what it is made of, and one method per arrow of the algorithm."""
 
-    def __init__(self, config: RLConfig, runtime: Runtime, stack: ExitStack):
+    def __init__(self, config: RLConfig, runtime: Runtime, stack: ExitStack, engine: Engine | None = None):
         self.config, self.runtime = config, runtime
         model_path = check_model(config)
         self.run = open_run(config, runtime)
@@ -92,11 +96,8 @@ class RL:
             self.prompt_ids = {problem.id: ids for problem, ids in problems}
             if config.data.validation:
                 self.validation = self._asked(config.data.validation)[: config.validation.problems]
-            from dccot.rollout.engine import Engine
-
             self.grader = stack.enter_context(Grader(config.grading))
-            self.engine = Engine(model_path, config.engine)
-            stack.callback(self.engine.shutdown)
+            self.engine = engine or self._own_engine(model_path, stack)
         self.checkpointer = Checkpointer(self.run, config.checkpoint, runtime, source=model_path)
         state = self.checkpointer.resume(self.model, self.optimizer) or {}
         self.first_step: int = state.get("step", 0)
@@ -105,6 +106,13 @@ class RL:
         self.bad_in_a_row: int = state.get("bad_in_a_row", 0)
         if self.stream and "stream" in state:
             self.stream.restore(state["stream"])
+
+    def _own_engine(self, path: Path, stack: ExitStack) -> Engine:
+        from dccot.rollout.engine import Engine
+
+        engine = Engine(path, self.config.engine)
+        stack.callback(engine.shutdown)
+        return engine
 
     def _frozen(self, path: Path) -> nn.Module:
         sharding = replace(self.config.sharding, master_dtype=self.config.sharding.compute_dtype, activation_checkpointing=False)
@@ -316,11 +324,12 @@ class TokenRecord:
         return metrics
 
 
-def train(config: RLConfig) -> None:
+def train(config: RLConfig, engine: Engine | None = None) -> None:
+    """Run the stage to its end. An engine given is used (its weights are replaced) and stays; otherwise the stage has its own."""
     with ExitStack() as stack:
         runtime = Runtime.start(config.timeout_seconds)
         stack.callback(runtime.stop)
-        rl = RL(config, runtime, stack)
+        rl = RL(config, runtime, stack, engine)
         phases, first = rl.phases, rl.first_step
         recorder = Recorder(rl.run, first, runtime.is_main)
         stack.callback(recorder.close)

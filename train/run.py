@@ -27,11 +27,7 @@ log = logging.getLogger("dccot")
 
 def launch(kind: type, train: Callable[[Any], None], argv: Sequence[str] | None, description: str, example: str) -> int:
     """Read the configuration named on the command line and train with it. A configuration that cannot run costs one line, not a trace."""
-    parser = argparse.ArgumentParser(description=description, epilog=f"example: {example}")
-    parser.add_argument("config", help="YAML file, e.g. one of configs/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
-    parser.add_argument("--print-config", action="store_true", help="show the resolved configuration and stop")
-    arguments = parser.parse_args(argv)
+    arguments = launch_arguments(argv, description, example)
     main = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=logging.INFO if main else logging.WARNING, format="%(message)s")
     try:
@@ -48,6 +44,14 @@ def launch(kind: type, train: Callable[[Any], None], argv: Sequence[str] | None,
             print("\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
     return 0
+
+
+def launch_arguments(argv: Sequence[str] | None, description: str, example: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, epilog=f"example: {example}")
+    parser.add_argument("config", help="YAML file, e.g. one of configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+    parser.add_argument("--print-config", action="store_true", help="show the resolved configuration and stop")
+    return parser.parse_args(argv)
 
 
 def open_run(config: Any, runtime: Runtime) -> Path:

@@ -21,6 +21,7 @@ class Runtime:
     rank: int
     ranks: int
     device: torch.device
+    owned: bool = True  # this Runtime made the process group, and ends it
 
     @classmethod
     def start(cls, timeout_seconds: float = 1800) -> Runtime:
@@ -32,10 +33,11 @@ class Runtime:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(device)
-        if not dist.is_initialized():
+        owned = not dist.is_initialized()
+        if owned:
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
-        return cls(dist.get_rank(), dist.get_world_size(), device)
+        return cls(dist.get_rank(), dist.get_world_size(), device, owned)
 
     @property
     def is_main(self) -> bool:
@@ -68,7 +70,7 @@ class Runtime:
         dist.barrier()
 
     def stop(self) -> None:
-        if dist.is_initialized():
+        if self.owned:
             dist.destroy_process_group()
 
 

@@ -1,0 +1,222 @@
+"""All stages of a recipe, one after another, each from the one before; run again, it goes on where it stopped.
+
+    dccot pipeline configs/dc_cot.yaml model=MODEL sft.data.train=sft.jsonl             # one process
+    torchrun --nproc_per_node 8 -m dccot.pipeline configs/dc_cot.yaml model=MODEL …     # one per GPU
+
+A recipe lists stages; `stage.key=value` on the command line sets a key of one stage, anything else a key of the recipe. In the values of
+a recipe {run} stands for its folder. Stages share one process and, where the model's shape allows, one engine: a new model is
+streamed into it. A stage that is finished leaves a mark and is passed over.
+"""
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dccot.config import ConfigError, find_config, load_config, one_of, read_yaml, require, to_yaml
+from dccot.data.jsonl import BadData
+from dccot.rollout.settings import EngineConfig
+from dccot.train.checkpoint import resolve_model
+from dccot.train.runtime import Runtime
+
+if TYPE_CHECKING:
+    from dccot.rollout.engine import Engine
+
+log = logging.getLogger("dccot")
+
+
+@dataclass
+class Stage:
+    name: str
+    run: str  # what is done: one of KINDS
+    config: str | None = None  # YAML file, relative to the recipe
+    start: str | None = None  # stage or folder of the model it starts from; None: the last stage that trained, or the recipe's model
+    set: dict[str, Any] = field(default_factory=dict)  # keys of the stage's configuration that the recipe sets
+
+
+@dataclass
+class Recipe:
+    name: str = "pipeline"
+    output: str = "runs"
+    seed: int = 0
+    model: str | None = None  # where the first stage starts from
+    stages: list[Stage] = field(default_factory=list)
+
+    def check(self) -> None:
+        require(bool(self.stages), "the recipe has no stages")
+        names = [stage.name for stage in self.stages]
+        for stage in self.stages:
+            one_of(stage.run, KINDS, f"run of stage {stage.name}")
+            require(names.count(stage.name) == 1, f"two stages are called {stage.name!r}; give each its own name")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output) / self.name
+
+
+class SharedEngine:
+    """One engine for all stages. A model of the same shape is streamed into it; another shape makes a new engine."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self._shape: tuple | None = None
+
+    def on(self, model: Path, config: EngineConfig) -> Engine:
+        from dccot.model.checkpoint_io import stored_parameters
+        from dccot.rollout.engine import Engine
+
+        shape = (json.loads((model / "config.json").read_text()), (model / "tokenizer.json").read_bytes(), asdict(config))
+        if self.engine is not None and self._shape == shape:
+            self.engine.load(stored_parameters(model))
+            return self.engine
+        self.close()
+        self.engine, self._shape = Engine(model, config), shape
+        return self.engine
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.shutdown()
+        self.engine = self._shape = None
+
+
+@dataclass
+class Context:
+    """What a stage may use."""
+
+    recipe: Recipe
+    stage: Stage
+    config: Path | None
+    overrides: list[str]
+    engines: SharedEngine
+    runtime: Runtime
+
+    @property
+    def folder(self) -> Path:
+        return self.recipe.folder / self.stage.name
+
+    def load(self, kind: type) -> Any:
+        return load_config(kind, self.config, self.overrides)
+
+
+def _training(context: Context) -> list[str]:
+    """Name, place and seed of a training run inside the recipe's folder."""
+    return [f"name={context.stage.name}", f"output={context.recipe.folder}", f"seed={context.recipe.seed}"]
+
+
+def run_sft(context: Context) -> None:
+    from dccot.train.sft import SFTConfig, train
+
+    context.overrides = _training(context) + context.overrides
+    train(context.load(SFTConfig))
+
+
+def run_rl(context: Context) -> None:
+    from dccot.train.rl import train
+    from dccot.train.rl_config import RLConfig
+
+    context.overrides = _training(context) + context.overrides
+    config = context.load(RLConfig)
+    train(config, context.engines.on(resolve_model(config.model.path), config.engine))
+
+
+KINDS: dict[str, Callable[[Context], None]] = {"sft": run_sft, "rl": run_rl}
+TRAINING = ("sft", "rl")
+
+
+def stage_overrides(recipe: Recipe, stage: Stage, start: str | None, extra: dict[str, list[str]]) -> list[str]:
+    """The `key=value` list of a stage: where it starts from, what the recipe sets, what the command line says; later ones win."""
+    found = [f"model.path={start}"] if start and stage.run in TRAINING else []
+    for key, value in stage.set.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        found.append(f"{key}={text.replace('{run}', str(recipe.folder))}")
+    return found + extra.get(stage.name, [])
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str]) -> tuple[Recipe, dict[str, list[str]], Path]:
+    """The recipe, the overrides of each stage, and the folder that stage files are relative to."""
+    file = find_config(path)
+    names = [stage.get("name") for stage in read_yaml(file).get("stages") or [] if isinstance(stage, dict)]
+    own, extra = [], {}
+    for override in overrides:
+        stage, dot, rest = override.partition(".")
+        if dot and stage in names:
+            extra.setdefault(stage, []).append(rest)
+        else:
+            own.append(override)
+    return load_config(Recipe, file, own), extra, file.parent
+
+
+def run_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Run every stage that is not finished; returns the recipe as resolved."""
+    recipe, extra, beside = load_recipe(path, overrides)
+    runtime = Runtime.start()
+    engines = SharedEngine()
+    recipe.folder.mkdir(parents=True, exist_ok=True)
+    (recipe.folder / "recipe.yaml").write_text(to_yaml(recipe))
+    start = recipe.model
+    try:
+        for number, stage in enumerate(recipe.stages, start=1):
+            mark = recipe.folder / stage.name / "done.json"
+            named = {s.name for s in recipe.stages}
+            begins = str(recipe.folder / stage.start) if stage.start in named else stage.start or start
+            heading = f"[{number}/{len(recipe.stages)}] {stage.name}"
+            if mark.is_file():
+                _say(runtime, f"{heading}: done before ({json.loads(mark.read_text())['seconds']:.0f} s)")
+            else:
+                _say(runtime, heading)
+                began = time.perf_counter()
+                config = find_config(beside / stage.config) if stage.config else None
+                context = Context(recipe, stage, config, stage_overrides(recipe, stage, begins, extra), engines, runtime)
+                KINDS[stage.run](context)
+                _leave_mark(mark, {"seconds": time.perf_counter() - began}, runtime)
+                _say(runtime, f"{heading}: {time.perf_counter() - began:.0f} s")
+            if stage.run in TRAINING:
+                start = str(recipe.folder / stage.name)
+    finally:
+        engines.close()
+        runtime.stop()
+    return recipe
+
+
+def _say(runtime: Runtime, line: str) -> None:
+    if runtime.is_main:
+        print(line, flush=True)
+
+
+def _leave_mark(mark: Path, content: dict, runtime: Runtime) -> None:
+    runtime.barrier()
+    if runtime.is_main:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        beside = mark.with_suffix(".partial")
+        beside.write_text(json.dumps(content))
+        os.replace(beside, mark)
+    runtime.barrier()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from dccot.train.run import launch_arguments
+
+    arguments = launch_arguments(argv, "All stages of a recipe.", "dccot pipeline configs/dc_cot.yaml model=MODEL sft.data.train=sft.jsonl")
+    logging.basicConfig(level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING, format="%(message)s")
+    try:
+        if arguments.print_config:
+            print(to_yaml(load_recipe(arguments.config, arguments.overrides)[0]), end="")
+            return 0
+        run_recipe(arguments.config, arguments.overrides)
+    except (ConfigError, BadData, FileNotFoundError, FileExistsError) as error:
+        print(f"dccot: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on where it stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
