@@ -51,7 +51,7 @@ def build_model(
     for block in model.model.layers:
         block.recompute = sharding.activation_checkpointing
         if sharding.compile:
-            block.compile()
+            block.compile(dynamic=True)  # the number of tokens differs from one micro-batch to the next
     if dist.is_initialized():
         _shard(model, _mesh(device, sharding.replicate), sharding.reshard_after_forward, compute)
     elif master != compute:

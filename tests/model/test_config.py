@@ -1,0 +1,61 @@
+"""What config.json may say, and what the decoder refuses to compute."""
+
+import json
+
+import pytest
+
+from dccot.model.config import parse_config, read_config
+
+
+@pytest.mark.parametrize("rope", ["default", "linear", "llama3", "yarn"])
+def test_both_spellings_of_rope_mean_the_same(raw_config, rope):
+    assert parse_config(raw_config(rope=rope, spelling="old")) == parse_config(raw_config(rope=rope, spelling="new"))
+
+
+def test_deepscaler_config_is_read(tmp_path):
+    raw = {  # as published
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151646, "eos_token_id": 151643,
+        "hidden_act": "silu", "hidden_size": 1536, "initializer_range": 0.02, "intermediate_size": 8960,
+        "max_position_embeddings": 131072, "max_window_layers": 21, "model_type": "qwen2", "num_attention_heads": 12,
+        "num_hidden_layers": 28, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 10000, "sliding_window": 4096,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "use_mrope": False, "use_sliding_window": False,
+        "vocab_size": 151936,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = read_config(tmp_path)
+    assert (config.layers, config.heads, config.kv_heads, config.head_dim) == (28, 12, 2, 128)
+    assert config.qkv_bias and not config.output_bias and not config.qk_norm and not config.tied_embeddings
+    assert (config.rope.type, config.rope.theta, config.max_position) == ("default", 10000.0, 131072)
+
+
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        ({"model_type": "mistral"}, "model_type is 'mistral'"),
+        ({"model_type": None}, "model_type is None"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"hidden_size": None, "vocab_size": None}, "vocab_size, hidden_size missing"),
+        ({"use_sliding_window": True, "max_window_layers": 1}, "sliding window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ({"num_key_value_heads": 4}, "6 heads cannot share 4 key-value heads"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope type is 'longrope'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "'linear' needs factor"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}}, "needs low_freq_factor, high_freq_factor"),
+        ({"rope_parameters": {"rope_theta": 1e4, "mrope_section": [1]}}, "mrope_section"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ],
+)
+def test_what_the_decoder_does_not_compute_is_refused_by_name(raw_config, change, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        parse_config(raw_config() | change)
+
+
+def test_window_that_no_layer_uses_is_accepted(raw_config):
+    assert parse_config(raw_config(use_sliding_window=True, sliding_window=4096, max_window_layers=2)).layers == 2
+
+
+def test_missing_folder_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        read_config(tmp_path / "nowhere")

@@ -1,0 +1,127 @@
+"""Sharded over ranks, the model is the same model: FSDP2 over gloo in real processes, against one plain process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dccot.kernels.tree_attention import TreeMask
+from dccot.model.config import read_config
+from dccot.model.sharding import ShardingConfig, build_model
+from dccot.model.transformer import Transformer
+
+PROGRAM = Path(__file__).with_name("sharded_program.py")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(raw_config, write_checkpoint, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sharding") / "checkpoint"
+    write_checkpoint(folder, raw_config("qwen3", tied=True))  # tied: one weight is both embedding and head
+    return folder
+
+
+def launch(checkpoint: Path, ranks: int) -> Path:
+    out = checkpoint.with_name(f"{ranks}_ranks")
+    out.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), str(PROGRAM)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    done = subprocess.run([*command, str(checkpoint), str(out)], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return out
+
+
+@pytest.fixture(scope="module")
+def two_ranks(checkpoint) -> Path:
+    return launch(checkpoint, 2)
+
+
+@pytest.fixture(scope="module")
+def one_rank(checkpoint) -> Path:
+    return launch(checkpoint, 1)
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint) -> dict[str, torch.Tensor]:
+    """The same as the program computes, by a model that is not sharded."""
+    model = build_model(checkpoint, ShardingConfig(compute_dtype="float32", activation_checkpointing=False))
+    tokens, mask, rows = torch.arange(2, 122), TreeMask.causal([70, 50]), torch.arange(0, 69)
+    logits = model(tokens, mask.position, mask)
+    logprob = (logits[rows] / 0.6).log_softmax(-1)[rows, tokens[rows + 1]]
+    logprob.mean().backward()
+    gradients = {f"gradient/{name}": p.grad for name, p in model.named_parameters()}
+    return {"logits": logits.detach()} | gradients | {f"parameter/{name}": p.detach() for name, p in model.named_parameters()}
+
+
+def assert_same_model(found: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == plain.keys()
+    for name, expected in plain.items():
+        if name.startswith("parameter/"):
+            assert torch.equal(found[name], expected), name
+        else:
+            torch.testing.assert_close(found[name], expected, rtol=0, atol=2e-6 * float(expected.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("case", ["fsdp", "kept gathered", "hsdp"])
+def test_two_ranks_compute_what_one_process_computes(two_ranks, plain, case):
+    assert_same_model(load_file(two_ranks / f"{case}.safetensors"), plain)
+
+
+@pytest.mark.parametrize("case", ["fsdp", "compiled"])
+def test_one_rank_computes_what_no_process_group_computes(one_rank, plain, case):
+    assert_same_model(load_file(one_rank / f"{case}.safetensors"), plain)
+
+
+def test_bf16_compute_keeps_fp32_masters_and_gradients(two_ranks, plain, checkpoint):
+    found = load_file(two_ranks / "bf16.safetensors")
+    tokens, mask = torch.arange(2, 122), TreeMask.causal([70, 50])
+    rounded = build_model(checkpoint, ShardingConfig(compute_dtype="float32")).bfloat16()
+    with torch.no_grad():
+        expected = rounded(tokens, mask.position, mask)
+    assert found["logits"].dtype == torch.bfloat16
+    torch.testing.assert_close(found["logits"], expected, rtol=0.02, atol=0.02)
+    for name, tensor in plain.items():
+        if name.startswith("parameter/"):
+            assert torch.equal(found[name], tensor), name  # not rounded to bf16
+        elif name.startswith("gradient/"):
+            assert found[name].dtype == torch.float32
+            cosine = torch.nn.functional.cosine_similarity(found[name].flatten(), tensor.flatten(), dim=0)
+            assert cosine > 0.99, name
+
+
+def test_weights_load_straight_into_shards(two_ranks, one_rank, checkpoint):
+    """While two ranks build the model, no tensor larger than half of the largest parameter ever has memory."""
+    with torch.device("meta"):
+        sizes = [p.shape for p in Transformer(read_config(checkpoint)).parameters()]
+    largest_shard = max(-(-shape[0] // 2) * shape[1:].numel() for shape in sizes)
+    total = sum(shape.numel() for shape in sizes)
+    facts = json.loads((two_ranks / "facts.json").read_text())["fsdp"]
+    assert facts["largest"] == largest_shard
+    assert total / 2 <= facts["held"] < 0.52 * total
+    assert json.loads((one_rank / "facts.json").read_text())["fsdp"]["held"] == total
+
+
+def test_two_ranks_save_the_same_bytes_as_one(two_ranks, one_rank):
+    first, second = ({p.name: p.read_bytes() for p in (out / "saved").iterdir()} for out in (one_rank, two_ranks))
+    assert first == second and len(first) > 3
+
+
+def test_initial_weights_do_not_depend_on_the_sharding(two_ranks, checkpoint):
+    model = Transformer(read_config(checkpoint))
+    model.init_weights(4)
+    random = load_file(two_ranks / "random.safetensors")
+    assert all(torch.equal(random[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_mixed_precision_without_a_process_group_is_refused(checkpoint):
+    with pytest.raises(ValueError, match="compute_dtype bfloat16 over master_dtype float32"):
+        build_model(checkpoint, ShardingConfig())
+
+
+def test_unknown_dtype_is_refused(checkpoint):
+    with pytest.raises(ValueError, match="compute_dtype is 'bf16'"):
+        build_model(checkpoint, ShardingConfig(compute_dtype="bf16"))

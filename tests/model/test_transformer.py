@@ -1,0 +1,160 @@
+"""The decoder against transformers: same weights, same tokens, same numbers."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dccot.kernels.tree_attention import TreeMask
+from dccot.model.checkpoint_io import load_weights
+from dccot.model.config import parse_config, read_config
+from dccot.model.transformer import Transformer
+
+VOCABULARY = 301
+
+
+def ours(folder) -> Transformer:
+    model = Transformer(read_config(folder))
+    load_weights(model, folder)
+    return model
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("spelling", ["old", "new"])
+@pytest.mark.parametrize("rope", ["default", "linear", "llama3", "yarn"])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+def test_logits_are_those_of_transformers(raw_config, write_checkpoint, tmp_path, model_type, rope, spelling, tied, groups):
+    theirs = write_checkpoint(tmp_path, raw_config(model_type, rope, spelling, tied, groups))
+    model = ours(tmp_path)
+    generator = torch.Generator().manual_seed(1)
+    lengths = [150, 37]
+    tokens = torch.randint(0, VOCABULARY, (sum(lengths),), generator=generator)
+    # the first sequence runs past the original length of 64, the second stands far beyond everything
+    position = torch.cat([torch.arange(150), 31_000 + torch.arange(37)])
+    with torch.no_grad():
+        found = model(tokens, position, TreeMask.causal(lengths)).split(lengths)
+        for logits, ids, places in zip(found, tokens.split(lengths), position.split(lengths)):
+            expected = theirs(input_ids=ids[None], position_ids=places[None]).logits[0]
+            assert expected.std() > 0.5  # the comparison below means something
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", [{"attention_bias": True}, {"head_dim": 64}, {"rope_theta": 3e5}, {"rms_norm_eps": 1e-3}], ids=str)
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+def test_less_common_settings_agree_with_transformers(raw_config, write_checkpoint, tmp_path, model_type, change):
+    theirs = write_checkpoint(tmp_path, raw_config(model_type, spelling="old", **change))
+    tokens = torch.arange(80)
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens[None]).logits[0]
+        torch.testing.assert_close(ours(tmp_path)(tokens, tokens, TreeMask.causal([80])), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attention_factor": 0.7}, {"beta_fast": 16.0, "beta_slow": 2.0}, {"truncate": False}, {"mscale": 0.9, "mscale_all_dim": 0.6},
+        {"factor": 8.0}, {"original_max_position_embeddings": 5},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_setting_of_yarn_agrees_with_transformers(raw_config, write_checkpoint, tmp_path, change):
+    raw = raw_config("qwen3", "yarn")
+    raw["rope_parameters"] |= change
+    theirs = write_checkpoint(tmp_path, raw)
+    tokens = torch.arange(200)
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens[None]).logits[0]
+        torch.testing.assert_close(ours(tmp_path)(tokens, tokens, TreeMask.causal([200])), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_logprob_entropy_and_gradients_are_those_of_transformers(raw_config, write_checkpoint, tmp_path, tied):
+    theirs = write_checkpoint(tmp_path, raw_config("qwen2", tied=tied))
+    model = ours(tmp_path)
+    tokens = torch.arange(3, 63)
+    rows = torch.tensor([5, 9, 9, 30, 58])  # a row may predict several tokens: responses that share a prompt
+    targets = torch.tensor([7, 11, 200, 0, 300])
+
+    logprob, entropy = model(tokens, torch.arange(60), TreeMask.causal([60]), rows, targets, temperature=0.6)
+    expected = (theirs(input_ids=tokens[None]).logits[0, rows] / 0.6).log_softmax(-1)
+    torch.testing.assert_close(logprob, expected[torch.arange(5), targets], rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1), rtol=0, atol=1e-5)
+
+    logprob.sum().backward()
+    expected[torch.arange(5), targets].sum().backward()
+    their_gradients = dict(theirs.named_parameters())
+    for name, parameter in model.named_parameters():
+        reference = their_gradients[name].grad
+        torch.testing.assert_close(parameter.grad, reference, rtol=0, atol=1e-5 * float(reference.abs().max()) + 1e-7)
+
+
+def test_parameter_names_are_hugging_face_s(raw_config, write_checkpoint, tmp_path):
+    for model_type in ("qwen2", "qwen3", "llama"):
+        theirs = write_checkpoint(tmp_path / model_type, raw_config(model_type))
+        names = {name: p.shape for name, p in Transformer(read_config(tmp_path / model_type)).named_parameters()}
+        assert names == {name: p.shape for name, p in theirs.named_parameters()}
+
+
+def test_fp64_is_fp64_throughout(raw_config):
+    """Two evaluations that differ only in how the matrix products are blocked agree to fp64's last digits, not to fp32's."""
+    model = Transformer(parse_config(raw_config("qwen3"))).double()
+    model.init_weights(0)
+    tokens = torch.arange(90)
+    alone = model(tokens, tokens, TreeMask.causal([90]))
+    packed = model(tokens.repeat(2), tokens.repeat(2), TreeMask.causal([90, 90]))[90:]
+    assert alone.dtype == torch.float64
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-13)
+
+
+def test_rotation_stays_fp32_in_a_bf16_model(raw_config, write_checkpoint, tmp_path):
+    """bf16 has 8 bits: at position 31,000 it cannot even tell neighbours apart, so shifting all positions would change everything."""
+    write_checkpoint(tmp_path, raw_config("llama"))
+    model = ours(tmp_path).bfloat16()
+    tokens, here = torch.arange(50), torch.arange(50)
+    with torch.no_grad():
+        near, far = (model(tokens, position, TreeMask.causal([50])).float() for position in (here, 31_000 + here))
+    assert (near - far).abs().max() < 0.1 < near.std()
+
+
+class CountAttention(TorchDispatchMode):
+    calls = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.calls += op is torch.ops.dccot.tree_attention.default
+        return op(*args, **(kwargs or {}))
+
+
+def test_recomputation_gives_the_same_gradients_and_spares_the_attention(raw_config):
+    gradients = []
+    tokens = torch.arange(70)
+    for recompute in (False, True):
+        model = Transformer(parse_config(raw_config("qwen3")))
+        model.init_weights(3)
+        for block in model.model.layers:
+            block.recompute = recompute
+        with CountAttention() as counter:
+            model(tokens, tokens, TreeMask.causal([70]), tokens[:-1], tokens[1:])[0].sum().backward()
+        assert counter.calls == len(model.model.layers)
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*gradients))
+
+
+def test_seed_decides_the_initial_weights(raw_config):
+    def weights(seed):
+        model = Transformer(parse_config(raw_config("qwen2")))
+        model.init_weights(seed)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert torch.equal(weights(0), weights(0)) and not torch.equal(weights(0), weights(1))
+
+
+def test_initial_weights_are_normal_with_unit_norms_and_no_bias(raw_config):
+    model = Transformer(parse_config(raw_config("qwen2", initializer_range=0.05)))
+    model.init_weights(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            assert (parameter == 1).all()
+        elif name.endswith("bias"):
+            assert (parameter == 0).all()
+        else:
+            assert abs(parameter.detach().std() - 0.05) < 0.002 and abs(parameter.detach().mean()) < 0.002
