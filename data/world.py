@@ -1,0 +1,73 @@
+"""The miniature world on disk: problems of every split, sequential solutions for a base model, and its untrained checkpoint.
+
+    <folder>/problems/{train,validation,test,larger}.jsonl   id, question, gold
+    <folder>/base.jsonl                                      id, question, completion: what the base model learns from
+    <folder>/init/                                           a small qwen2 with random weights and the world's tokenizer
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dccot.config import require
+from dccot.data.arithmetic import make_splits, make_tokenizer, sequential_solution
+from dccot.data.jsonl import write_jsonl_atomic
+
+
+@dataclass
+class TinyModel:
+    hidden_size: int = 96
+    intermediate_size: int = 256
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 3
+    max_position_embeddings: int = 1024
+
+    def check(self) -> None:
+        heads = self.num_attention_heads
+        require(self.hidden_size % heads == 0, f"model.hidden_size {self.hidden_size} is not divisible by model.num_attention_heads {heads}")
+
+
+@dataclass
+class WorldConfig:
+    seed: int = 0
+    base_examples: int = 20_000
+    train: int = 4_000
+    validation: int = 100
+    test: int = 300
+    larger: int = 100
+    single_token_tags: bool = True
+    model: TinyModel = field(default_factory=TinyModel)
+
+
+def make_world(config: WorldConfig, folder: Path) -> None:
+    """Write everything; the same configuration gives the same bytes."""
+    from dccot.model.checkpoint_io import create_checkpoint
+
+    sizes = {"base": config.base_examples, "train": config.train, "validation": config.validation, "test": config.test}
+    splits = make_splits(config.seed, sizes | {"larger": config.larger})
+    (folder / "problems").mkdir(parents=True, exist_ok=True)
+    for name in ("train", "validation", "test", "larger"):
+        rows = ({"id": p.id, "question": p.question, "gold": p.gold} for p in splits[name])
+        write_jsonl_atomic(folder / "problems" / f"{name}.jsonl", rows)
+    demonstrations = ({"id": p.id, "question": p.question, "completion": sequential_solution(p)} for p in splits["base"])
+    write_jsonl_atomic(folder / "base.jsonl", demonstrations)
+    tokenizer = make_tokenizer(config.single_token_tags)
+    create_checkpoint(checkpoint_config(config.model, tokenizer), folder / "init", tokenizer=tokenizer, seed=config.seed)
+
+
+def checkpoint_config(model: TinyModel, tokenizer) -> dict:
+    """A config.json for a qwen2 of this size."""
+    return {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": -(-(len(tokenizer) + 1) // 64) * 64,  # room for the padding token that transformers adds for qwen2
+        "num_key_value_heads": model.num_attention_heads,
+        **model.__dict__,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "dtype": "float32",
+    }
