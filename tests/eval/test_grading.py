@@ -110,7 +110,8 @@ def constructed(rng: random.Random) -> tuple[str, str, Verdict]:
         return f"{filler}\nSo the answer is \\(\\boxed{{{a + off}}}\\).", str(a), C if right else W
     elif kind == "parallel":
         workers = f"<worker_1>{a}</worker_1><worker_2>{b}</worker_2><worker_3>0</worker_3>"
-        return f"<think>split<spawn_workers>{workers}</spawn_workers>sum</think><answer>\\boxed{{{a + b + off}}}</answer>", str(a + b), C if right else W
+        thought = f"<think>split<spawn_workers>{workers}</spawn_workers>sum</think>"
+        return f"{thought}<answer>\\boxed{{{a + b + off}}}</answer>", str(a + b), C if right else W
     else:
         answer, gold = f"{c}^{{{4 + abs(off)}}}", str(c**4)
     return rf"\boxed{{{answer}}}", gold, C if right else W
