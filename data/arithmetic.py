@@ -50,11 +50,11 @@ from dccot.rollout.protocol import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import Qwen2Tokenizer
 
 WORKERS = 3
 EOS = "<｜end▁of▁sentence｜>"
-CHAIN_OPENING = "Start with "
+CHAIN_OPENING, SPLIT, CHECK = "Start with ", "Split at ", "Check "
 
 Tree = int | tuple[str, "Tree", "Tree"]  # an expression: a number or (operator, left, right)
 
@@ -71,10 +71,10 @@ class Family:
 
 
 FAMILIES = {
-    "sum": Family(range(10, 19), range(20, 25), 0.25),
-    "products": Family(range(3, 7), range(7, 10), 0.3),
-    "expressions": Family(range(3, 7), range(7, 10), 0.3),
-    "chain": Family(range(3, 7), range(7, 10), 0.15),
+    "sum": Family(range(12, 22), range(23, 27), 0.25),
+    "products": Family(range(4, 9), range(9, 12), 0.3),
+    "expressions": Family(range(4, 9), range(9, 12), 0.3),
+    "chain": Family(range(5, 10), range(10, 13), 0.15),
 }
 
 # A problem's split is a hash of its question, so two splits never share one, whatever their sizes and seeds.
@@ -138,14 +138,12 @@ def _draw(rng: random.Random, family: str, *, larger: bool, id: str) -> Arithmet
 
 
 def _expression(rng: random.Random) -> Tree:
-    a, b, c = (rng.randint(2, 9) for _ in range(3))
-    if rng.random() < 0.5:  # (a+b)*c or (a-b)*c, the bracket one digit and not zero
-        total = rng.randint(3, 9)
-        part = rng.randint(1, total - 1)
-        bracket = ("+", part, total - part) if rng.random() < 0.5 else ("-", total, part)
-        return ("*", bracket, c)
+    """(a+b)*c+d and the like; the bracket is one digit, the whole is positive."""
+    total, times = rng.randint(2, 9), rng.randint(2, 9)
+    part = rng.randint(1, total - 1)
+    bracket = rng.choice([("+", part, total - part), ("-", total + part, part) if total + part < 10 else ("+", part, total - part)])
     operator = rng.choice("+-")
-    return (operator, ("*", a, b), rng.randint(2, a * b - 1) if operator == "-" and a * b < 30 else rng.randint(2, 29))
+    return (operator, ("*", bracket, times), rng.randint(1, 9 if operator == "+" else min(9, total * times - 1)))
 
 
 _TERMS = {
@@ -200,6 +198,9 @@ def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, written_ou
         else:
             line, total = _line(label, _equations(term, written_out=long), _value(term), total)
             lines.append(line)
+    if problem.family == "chain" and rng.random() < 0.5:
+        checked = sorted(rng.sample(range(len(lines)), WORKERS))
+        lines += [f"{CHECK}{', '.join(problem.labels[i] for i in checked)}.\n", *(lines[i] for i in checked)]
     return f"{THINK_OPEN}\n{''.join(lines)}{_answer(total)}"
 
 
@@ -223,32 +224,34 @@ def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0
     Where to split is drawn at random near thirds: what a good division is, is left for the policy to learn.
     """
     rng = random.Random(f"{attempt}/{problem.question}/{sequential_text}")
-    lines = re.findall(r"^([a-z]): (.+)\n", sequential_text, re.MULTILINE)
+    thought = sequential_text.partition(THINK_CLOSE)[0]
+    if problem.question.startswith(CHAIN_OPENING):
+        return _chain_with_checks(thought, sequential_text)
+    lines = re.findall(r"^([a-z]): (.+)\n", thought, re.MULTILINE)
     if [label for label, _ in lines] != re.findall(r"([a-z]): ", problem.question):
         return sequential_text
-    if problem.question.startswith(CHAIN_OPENING):
-        return _checked_chain(lines, rng)
     try:
         steps = [(label, *_own_step(work.split(", "), first=i == 0)) for i, (label, work) in enumerate(lines)]
     except ValueError:
         return sequential_text
     cuts = _cuts(len(steps), rng)
-    reports, workers = [], []
-    for part in (steps[: cuts[0]], steps[cuts[0] : cuts[1]], steps[cuts[1] :]):
+    workers, reports = [], []
+    for number, part in enumerate((steps[: cuts[0]], steps[cuts[0] : cuts[1]], steps[cuts[1] :]), 1):
         text, total = _run(part)
-        reports.append((str(len(workers) + 1), [], total))
-        workers.append(f"{text}{len(workers) + 1}: {total}\n")
-    combined, total = _run(reports)
-    plan = f"Split at {steps[cuts[0]][0]}, {steps[cuts[1]][0]}.\n"
+        workers.append(f"{text}{number}: {total}\n")
+        reports.append((str(number), [], total))
+    combined, total = _run(reports[1:], reports[0][2])
+    plan = f"{SPLIT}{steps[cuts[0]][0]}, {steps[cuts[1]][0]}.\n"
     return f"{THINK_OPEN}\n{plan}{_block(workers)}{combined}{_answer(total)}"
 
 
-def _checked_chain(lines: list[tuple[str, str]], rng: random.Random) -> str:
-    """The director walks the chain, three workers check one step each."""
-    checked = sorted(rng.sample(range(len(lines)), WORKERS))
-    chain = [f"{label}: {work}\n" for label, work in lines]
-    plan = f"Check {', '.join(lines[i][0] for i in checked)}.\n"
-    return f"{THINK_OPEN}\n{''.join(chain)}{plan}{_block([chain[i] for i in checked])}{_answer(lines[-1][1][-1])}"
+def _chain_with_checks(thought: str, sequential_text: str) -> str:
+    """The director walks the chain; the steps that the text checks afterwards are checked by a worker each."""
+    walk, _, checks = thought.partition(CHECK)
+    plan, *checked = checks.splitlines(keepends=True) or [""]
+    if len(checked) != WORKERS:
+        return sequential_text
+    return f"{walk}{CHECK}{plan}{_block(checked)}{sequential_text[len(thought) :]}"
 
 
 def _own_step(parts: list[str], *, first: bool) -> tuple[list[str], int]:
@@ -262,9 +265,9 @@ def _own_step(parts: list[str], *, first: bool) -> tuple[list[str], int]:
     return evaluation, int(found.group(1))
 
 
-def _run(steps: list[tuple[str, list[str], int]]) -> tuple[str, int]:
-    """Lines of consecutive steps with a running total of their own."""
-    text, total = "", None
+def _run(steps: list[tuple[str, list[str], int]], total: int | None = None) -> tuple[str, int]:
+    """Lines of consecutive steps and the running total behind them; a run that starts from nothing has no total to begin with."""
+    text = ""
     for label, evaluation, value in steps:
         line, total = _line(label, evaluation, value, total)
         text += line
@@ -288,27 +291,24 @@ def _block(workers: list[str]) -> str:
 
 # An instruction of the prompts is one token, so that a prompt costs little more than its question.
 SENTENCES = (f" {PARALLEL_INSTRUCTION}", f" {INSTRUCTION}")
-PHRASES = ("Add ", CHAIN_OPENING, ". Keep the last digit after ", "Split at ", "Check ", ", ", ".\n", "\\boxed{")
+PHRASES = ("Add ", CHAIN_OPENING, ". Keep the last digit after ", SPLIT, CHECK, ", ", ".\n", "\\boxed{")
 TAG_PIECES = ("</", ">\n", "think", "answer", "spawn_workers", "worker_")
 
 
-def make_tokenizer(single_token_tags: bool = True) -> PreTrainedTokenizerFast:
-    """Bytes, with one token for each label, phrase and prompt sentence; any text comes back unchanged from decode(encode(text)).
+def make_tokenizer(single_token_tags: bool = True) -> Qwen2Tokenizer:
+    """Bytes, with one token for each label, phrase and prompt sentence; any text comes back from decode(encode(text)) (in NFC).
 
     With `single_token_tags` off a tag is a few ordinary tokens, and its `>` may be merged with a newline, as in the tokenizers of
-    real models.
+    real models. It is a Qwen2Tokenizer because that is what transformers opens beside a qwen2 model, whatever was saved.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import AddedToken, pre_tokenizers
+    from transformers import Qwen2Tokenizer
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in (*CHAT_TOKENS, EOS)])
+    alphabet = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    roles = {"bos_token": CHAT_TOKENS[0], "eos_token": EOS, "pad_token": EOS, "unk_token": EOS}
+    tokenizer = Qwen2Tokenizer(vocab=alphabet, merges=[], clean_up_tokenization_spaces=False, **roles)
+    tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in CHAT_TOKENS])
     labels = [f"{label}: " for label in (*ascii_lowercase, *map(str, range(1, WORKERS + 1)))]
     tags = all_tags(WORKERS) if single_token_tags else TAG_PIECES
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*tags, *labels, *PHRASES, *SENTENCES)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=CHAT_TOKENS[0], eos_token=EOS, pad_token=EOS, clean_up_tokenization_spaces=False
-    )
+    return tokenizer

@@ -23,8 +23,8 @@ class TinyModel:
     max_position_embeddings: int = 1024
 
     def check(self) -> None:
-        heads = self.num_attention_heads
-        require(self.hidden_size % heads == 0, f"model.hidden_size {self.hidden_size} is not divisible by model.num_attention_heads {heads}")
+        width, heads = self.hidden_size, self.num_attention_heads
+        require(width % heads == 0, f"model.hidden_size {width} is not divisible by model.num_attention_heads {heads}")
 
 
 @dataclass
@@ -60,7 +60,7 @@ def checkpoint_config(model: TinyModel, tokenizer) -> dict:
     return {
         "model_type": "qwen2",
         "architectures": ["Qwen2ForCausalLM"],
-        "vocab_size": -(-(len(tokenizer) + 1) // 64) * 64,  # room for the padding token that transformers adds for qwen2
+        "vocab_size": -(-len(tokenizer) // 64) * 64,
         "num_key_value_heads": model.num_attention_heads,
         **model.__dict__,
         "hidden_act": "silu",
