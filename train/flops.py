@@ -6,7 +6,11 @@ A training step with backward counts three times as much; what recomputation add
 """
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from functools import cache
+
+import torch
 
 from dccot.model.config import ModelConfig
 from dccot.train.forest import Forest
@@ -30,3 +34,31 @@ def model_flops(config: ModelConfig, forests: Sequence[Forest]) -> float:
     rows = sum(len(forest.targets) for forest in forests)
     per_layer = 2 * block_parameters(config) * tokens + 4 * config.heads * config.head_dim * pairs
     return config.layers * per_layer + 2 * config.hidden_size * config.vocab_size * rows
+
+
+@cache
+def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of large square matrix products here and now: what MFU is measured against."""
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = 0.0
+    for _ in range(6):
+        _wait(device)
+        start = time.perf_counter()
+        a @ b
+        _wait(device)
+        best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def training_speed(
+    config: ModelConfig, forests: Sequence[Forest], seconds: float, device: torch.device, dtype: torch.dtype
+) -> dict[str, float]:
+    """Useful TFLOP/s of this rank's training step (forward and backward) and its share of the matmul peak."""
+    achieved = 3 * model_flops(config, forests) / seconds
+    return {"speed/tflops": achieved / 1e12, "speed/mfu": achieved / matmul_peak(device, dtype)}

@@ -30,13 +30,13 @@ from dccot.data.stream import ProblemStream
 from dccot.eval.grading import Grader
 from dccot.eval.rollouts import grade, roll_out
 from dccot.model.checkpoint_io import full_parameters
-from dccot.model.sharding import build_model
+from dccot.model.sharding import DTYPES, build_model
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.response import Rollout
 from dccot.train.advantages import group_advantages
 from dccot.train.checkpoint import Checkpointer
 from dccot.train.filters import FILTERS
-from dccot.train.flops import model_flops, pair_cost
+from dccot.train.flops import pair_cost, training_speed
 from dccot.train.forest import Forest, forests_of_rank, pack
 from dccot.train.metrics import (
     Recorder,
@@ -227,10 +227,9 @@ class RL:
                 reports.append(update(self.model, self.optimizer, mini_batch, token_loss, *arguments))
             self.updates += 1
         metrics = record.metrics(self.runtime)
-        flops = model_flops(self.model.config, [forest for mini_batch in forests for forest in mini_batch])
-        seconds = self.phases.seconds["update"]
-        metrics["speed/tflops"] = 3 * flops / seconds / 1e12
-        metrics["speed/trained_tokens"] = sum(len(f) for mini_batch in forests for f in mini_batch) * self.runtime.ranks / seconds
+        trained, seconds = [forest for mini_batch in forests for forest in mini_batch], self.phases.seconds["update"]
+        metrics |= training_speed(self.model.config, trained, seconds, self.runtime.device, DTYPES[self.config.sharding.compute_dtype])
+        metrics["speed/trained_tokens"] = sum(map(len, trained)) * self.runtime.ranks / seconds
         return reports, metrics
 
     def _token_loss(self, advantages: Tensor, old: list[Tensor] | None, reference: list[Tensor] | None, record: TokenRecord):

@@ -23,11 +23,11 @@ from dccot.config import require
 from dccot.data.jsonl import BadData, read_jsonl
 from dccot.data.prompting import PromptConfig
 from dccot.data.stream import ProblemStream
-from dccot.model.sharding import ShardingConfig, build_model
+from dccot.model.sharding import DTYPES, ShardingConfig, build_model
 from dccot.rollout.protocol import THINK_OPEN, IllFormed, TagIds, parse
 from dccot.rollout.response import Response, Round, Segment
 from dccot.train.checkpoint import CheckpointConfig, Checkpointer, resolve_model
-from dccot.train.flops import model_flops
+from dccot.train.flops import pair_cost, training_speed
 from dccot.train.forest import Forest, forests_of_rank, pack
 from dccot.train.metrics import Recorder, console_line, memory_metrics
 from dccot.train.phases import Phases, ProfileConfig, profiled
@@ -171,7 +171,8 @@ def train(config: SFTConfig) -> None:
 
     def micro_batches(batch: Sequence[Example]) -> list[Forest]:
         responses = [example.response for example in batch]
-        plan = pack(responses, config.token_budget, runtime.ranks, max_positions=model.config.max_position)
+        shape = model.config
+        plan = pack(responses, config.token_budget, runtime.ranks, pair_cost=pair_cost(shape), max_positions=shape.max_position)
         return forests_of_rank(responses, plan, runtime.rank)
 
     held_out_forests = micro_batches(held_out) if held_out else []
@@ -193,7 +194,7 @@ def train(config: SFTConfig) -> None:
                 "policy/learning_rate": config.optimizer.rate(step),
                 "policy/skipped_steps": float(skipped),
                 "speed/trained_tokens": sum(map(len, forests)) * runtime.ranks / seconds,
-                "speed/tflops": model_flops(model.config, forests) * 3 / seconds / 1e12,
+                **training_speed(model.config, forests, phases.seconds["update"], runtime.device, DTYPES[config.sharding.compute_dtype]),
                 "time/step": seconds,
                 **{f"time/{name}": took for name, took in phases.seconds.items()},
                 **memory_metrics(),
