@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from dccot.data.jsonl import JsonlWriter, read_jsonl, write_jsonl_atomic
+from dccot.eval.statistics import clustered_error, mean
 from dccot.rollout.protocol import Flaw
 from dccot.rollout.response import Finish, Rollout
 
@@ -47,10 +48,6 @@ LAYOUT = {
 }
 
 
-def mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else math.nan
-
-
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Reward, form, length and parallelism over all responses of a step."""
     responses = [r.response for r in rollouts]
@@ -75,12 +72,6 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "parallel/worker_length": mean(workers),
         "parallel/worker_length_max": float(max(workers, default=0)),
     }
-
-
-def clustered_error(values: Sequence[Sequence[float]]) -> float:
-    """Standard error of the mean over problems, when every problem has several samples: problems are the independent unit."""
-    means = [statistics.fmean(samples) for samples in values if samples]
-    return statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan
 
 
 def validation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -1,0 +1,179 @@
+"""What an evaluation found: measures per problem, their means with standard errors, and the file that holds them.
+
+    runs/eval/NAME/rollouts/aime24.rank0.jsonl      every response, one line each            written by run.py
+    runs/eval/NAME/settings.json                    what decides a response: model, prompt, sampling, seed
+    runs/eval/NAME/summary.json                     this file's Evaluation                   read by reports
+
+An answer that the grader could not judge (timed out, crashed) is neither right nor wrong: it is left out of the accuracies and counted.
+"""
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dccot.data.jsonl import BadData
+from dccot.eval.benchmarks import Benchmark
+from dccot.eval.grading import Verdict
+from dccot.eval.majority import majority_of_three
+from dccot.eval.statistics import ByProblem, Estimate, mean, over_problems
+from dccot.rollout.response import Finish
+
+SUMMARY = "summary.json"
+UNJUDGED = (Verdict.TIMED_OUT, Verdict.CRASHED)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A response without its tokens: what the table needs, small enough to hold a whole benchmark in memory."""
+
+    problem: str
+    sample: int
+    text: str
+    verdict: str
+    well_formed: bool
+    answered: bool  # it ended by itself
+    rounds: int
+    longest_path: int
+    total_tokens: int
+
+    @classmethod
+    def from_row(cls, row: dict) -> Sample:
+        """From a line of a rollout JSONL."""
+        lengths, answered = row["lengths"], row["response"]["finish"] == Finish.ANSWERED
+        return cls(
+            row["problem"], row["sample"], row["text"], row["verdict"], row["flaw"] is None, answered,
+            len(lengths["workers"]), lengths["longest_path"], lengths["total_tokens"],
+        )  # fmt: skip
+
+    @property
+    def correct(self) -> bool:
+        return self.verdict == Verdict.CORRECT
+
+    @property
+    def judged(self) -> bool:
+        return self.verdict not in UNJUDGED
+
+
+MEASURES = {
+    "accuracy": lambda s: float(s.correct),
+    "longest_path": lambda s: s.longest_path,
+    "total_tokens": lambda s: s.total_tokens,
+    "parallelism": lambda s: s.total_tokens / max(1, s.longest_path),
+    "spawned": lambda s: float(s.rounds > 0),
+    "well_formed": lambda s: float(s.well_formed),
+    "truncated": lambda s: float(not s.answered),
+}
+MAJORITY_MEASURES = ("maj3_accuracy", "maj3_longest_path", "maj3_total_tokens")
+LABELS = {
+    "accuracy": "pass@1 (%)",
+    "longest_path": "longest path",
+    "total_tokens": "total tokens",
+    "parallelism": "parallelism",
+    "spawned": "spawned (%)",
+    "well_formed": "well-formed (%)",
+    "truncated": "truncated (%)",
+    "maj3_accuracy": "maj@3 (%)",
+    "maj3_longest_path": "maj@3 longest path",
+    "maj3_total_tokens": "maj@3 total tokens",
+}
+
+
+def shown(measure: str, estimate: Estimate) -> tuple[str, str]:
+    """Value and standard error as a person reads them; the error is empty where there is none."""
+    scale, decimals = (100, 2) if "%" in LABELS[measure] else (1, 2) if measure == "parallelism" else (1, 0)
+    return tuple("" if number != number else f"{scale * number:.{decimals}f}" for number in (estimate.value, estimate.stderr))
+
+
+@dataclass
+class BenchmarkResult:
+    name: str
+    title: str
+    samples: int  # per problem
+    verdicts: dict[str, int]
+    by_problem: dict[str, dict[str, float]]  # measure → problem → mean over its responses
+
+    @property
+    def problems(self) -> int:
+        return len(self.by_problem["longest_path"])
+
+    @property
+    def unjudged(self) -> int:
+        return sum(self.verdicts.get(verdict, 0) for verdict in UNJUDGED)
+
+    def estimate(self, measure: str) -> Estimate | None:
+        """Mean and standard error over problems; None if it was not measured (maj@3 of fewer than three responses)."""
+        return over_problems(self.by_problem[measure]) if self.by_problem.get(measure) else None
+
+    def to_json(self) -> dict:
+        measures = {name: self.estimate(name).to_json() for name, means in self.by_problem.items() if means}
+        return {"name": self.name, "title": self.title, "problems": self.problems, "samples": self.samples, "verdicts": self.verdicts,
+                "measures": measures, "by_problem": self.by_problem}  # fmt: skip
+
+
+def summarise(benchmark: Benchmark, samples: Iterable[Sample], classes: Mapping[str, Sequence[int]]) -> BenchmarkResult:
+    """The table of one benchmark. `classes` has, per problem, the equivalence class of every judged answer in order of its sample."""
+    groups = by_problem(samples)
+    verdicts = Counter(s.verdict for group in groups.values() for s in group)
+    table: dict[str, dict[str, float]] = {}
+    for name, measure in MEASURES.items():
+        counted = {problem: [s for s in group if s.judged or name != "accuracy"] for problem, group in groups.items()}
+        table[name] = {problem: mean([measure(s) for s in group]) for problem, group in counted.items() if group}
+    votes = {}
+    for problem, group in groups.items():
+        judged = [s for s in group if s.judged]
+        if len(judged) >= 3:
+            votes[problem] = majority_of_three(classes[problem], [s.correct for s in judged], [s.longest_path for s in judged])
+    table["maj3_accuracy"] = {problem: vote.accuracy for problem, vote in votes.items()}
+    table["maj3_longest_path"] = {problem: vote.longest_path for problem, vote in votes.items()}
+    table["maj3_total_tokens"] = {problem: 3 * table["total_tokens"][problem] for problem in votes}
+    return BenchmarkResult(benchmark.name, benchmark.title, benchmark.samples, dict(verdicts), table)
+
+
+def by_problem(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
+    """Samples of each problem in order; what a mean or a vote is does not depend on which response finished first."""
+    groups: dict[str, list[Sample]] = {}
+    for sample in sorted(samples, key=lambda s: (s.problem, s.sample)):
+        groups.setdefault(sample.problem, []).append(sample)
+    return groups
+
+
+@dataclass
+class Evaluation:
+    """One model, one way of asking it, some benchmarks: a row of the paper's table 1."""
+
+    name: str
+    model: str
+    method: str  # parallel or sequential
+    budget: int
+    results: dict[str, BenchmarkResult] = field(default_factory=dict)  # by benchmark name
+
+    def measured(self, benchmark: str, measure: str) -> ByProblem | None:
+        """A measure by problem, or None where there is none."""
+        result = self.results.get(benchmark)
+        return (result.by_problem.get(measure) or None) if result else None
+
+    def save(self, folder: Path) -> Path:
+        """Write summary.json, whole or not at all."""
+        path = folder / SUMMARY
+        facts = {"name": self.name, "model": self.model, "method": self.method, "budget": self.budget}
+        beside = path.with_suffix(".partial")
+        beside.write_text(json.dumps({**facts, "benchmarks": [r.to_json() for r in self.results.values()]}, indent=1, ensure_ascii=False))
+        os.replace(beside, path)
+        return path
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Evaluation:
+        path = Path(folder) / SUMMARY
+        try:
+            found = json.loads(path.read_text())
+            rows = [{name: row[name] for name in BenchmarkResult.__dataclass_fields__} for row in found["benchmarks"]]
+            results = {row["name"]: BenchmarkResult(**row) for row in rows}
+            return cls(found["name"], found["model"], found["method"], found["budget"], results)
+        except FileNotFoundError:
+            raise BadData(f"{path} does not exist; `dccot eval` writes it when all responses are there") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadData(f"{path} is not what `dccot eval` writes ({type(error).__name__}: {error}); run it again") from None

@@ -1,0 +1,310 @@
+"""Evaluation: n responses to every problem of a benchmark, graded, as one table with standard errors.
+
+    dccot eval runs/hlp --bench aime24,math500                             n, temperature and top_p are the paper's unless given
+    dccot eval runs/base --problems mine.jsonl --n 16 --method sequential --budget 32768 engine.max_sequences=64
+    torchrun --nproc_per_node 8 -m dccot.eval.run runs/hlp --bench aime24
+    dccot eval latency …                                                   wall-clock instead of accuracy: latency.py
+
+generate what is missing → grade what is ungraded → summarise. Every response is appended to its rank's file as it finishes, so
+a run that was stopped anywhere goes on with the missing ones when the same command is given again, on any number of ranks that see
+the same folder. A response's seed is a hash of (seed, benchmark, problem, sample): it does not depend on what else runs. On a CPU in
+float32 a resumed table is therefore the uninterrupted one; on a GPU the rounding of a kernel may depend on the batch.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from dccot.config import ConfigError, load_config, require
+from dccot.data.jsonl import BadData, JsonlWriter, read_jsonl, write_jsonl_atomic
+from dccot.data.prompting import PromptConfig, prompts_of
+from dccot.eval.benchmarks import BENCHMARKS, Benchmark, named_benchmark, own_benchmark
+from dccot.eval.grading import Grader, GradingConfig
+from dccot.eval.results import Evaluation, Sample, by_problem, summarise
+from dccot.eval.rollouts import Asked, rollout_of
+from dccot.eval.terminal import ResponseProgress, positive, print_table, run_cleanly, table_of
+from dccot.model.config import read_config
+from dccot.rollout.director import RolloutConfig
+from dccot.rollout.generate import Request, generate
+from dccot.rollout.response import Rollout
+from dccot.rollout.settings import EngineConfig
+from dccot.train.checkpoint import resolve_model
+from dccot.train.runtime import Runtime
+
+if TYPE_CHECKING:
+    from dccot.rollout.engine import Engine
+
+log = logging.getLogger(__name__)
+Pair = tuple[str, int]  # problem id, sample
+METHODS = ("parallel", "sequential")
+PATIENCE = 7 * 24 * 3600.0  # seconds that a rank waits for the slowest one; torchrun notices one that died
+
+
+@dataclass
+class EvalConfig:
+    """The paper's sampling; `key=value` on the command line changes any of it."""
+
+    seed: int = 0
+    prompt: PromptConfig = field(default_factory=lambda: PromptConfig(max_prompt_tokens=4096))
+    rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(budget=12_000, top_p=0.95))
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    grading: GradingConfig = field(default_factory=GradingConfig)
+
+    def check(self) -> None:
+        agree = (self.prompt.kind == "parallel") == self.rollout.parallel
+        require(agree, f"prompt.kind={self.prompt.kind} does not go with rollout.parallel={self.rollout.parallel}; use --method")
+
+    @property
+    def method(self) -> str:
+        return METHODS[0] if self.rollout.parallel else METHODS[1]
+
+
+def eval_config(method: str = "parallel", budget: int | None = None, overrides: Sequence[str] = ()) -> EvalConfig:
+    chosen = [f"prompt.kind={method}", f"rollout.parallel={method == 'parallel'}"] + ([f"rollout.budget={budget}"] if budget else [])
+    return load_config(EvalConfig, None, [*chosen, *overrides])
+
+
+def evaluate(
+    model: str | Path,
+    benchmarks: Sequence[Benchmark],
+    config: EvalConfig,
+    out: str | Path,
+    *,
+    engine: Engine | None = None,
+    strict: bool = False,
+) -> Evaluation:
+    """Bring `out` to `benchmark.samples` graded responses per problem, write its summary.json and return it. All ranks call this.
+
+    Without an `engine` one is built, and only if a response is missing.
+    """
+    out = Path(out)
+    with ExitStack() as stack:
+        runtime = _runtime(stack)
+        path = resolve_model(model)
+        open_folder(out, _settings(path, config), runtime)
+        tokenizer = engine.tokenizer if engine else _tokenizer(path)
+        care = {"strict": strict, "report": log.warning if runtime.is_main else lambda message: None}
+        asked = {b.name: prompts_of(b.problems(**care), tokenizer, config.prompt, **care) for b in benchmarks}
+        _check_context(path, config, asked)
+        missing = {b.name: missing_pairs(out, b, asked[b.name]) for b in benchmarks}
+        if any(missing.values()):
+            engine = engine or _engine(path, config, stack)
+            for benchmark in benchmarks:
+                _generate(engine, benchmark, asked[benchmark.name], missing[benchmark.name], config, out, runtime)
+        runtime.gather([])  # everything is on disk
+        grader = stack.enter_context(Grader(config.grading))
+        for file in sorted((out / "rollouts").glob("*.jsonl"))[runtime.rank :: runtime.ranks]:
+            grade_file(file, grader)
+        runtime.gather([])  # and graded
+        evaluation = Evaluation(out.name, str(path), config.method, config.rollout.budget)
+        for benchmark in benchmarks:
+            samples = list(read_samples(out, benchmark, asked[benchmark.name]))
+            evaluation.results[benchmark.name] = summarise(benchmark, samples, _classes(samples, grader, runtime))
+        if runtime.is_main:
+            evaluation.save(out)
+    return evaluation
+
+
+def _runtime(stack: ExitStack) -> Runtime:
+    """One process needs no process group: nothing is left behind in a program that evaluates on the side."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Runtime(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    runtime = Runtime.start(PATIENCE)
+    stack.callback(runtime.stop)
+    return runtime
+
+
+def _engine(path: Path, config: EvalConfig, stack: ExitStack) -> Engine:
+    from dccot.rollout.engine import Engine
+
+    engine = Engine(path, config.engine)
+    stack.callback(engine.shutdown)
+    return engine
+
+
+def _tokenizer(path: Path):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+def _check_context(path: Path, config: EvalConfig, asked: dict[str, list[Asked]]) -> None:
+    context = config.engine.context or read_config(path).max_position
+    longest = max(len(ids) for problems in asked.values() for _, ids in problems)
+    require(
+        longest + config.rollout.budget <= context,
+        f"the longest prompt has {longest:,} tokens and --budget is {config.rollout.budget:,}; "
+        f"the model's context is {context:,}: lower the budget",
+    )
+
+
+# ---- the folder ----------------------------------------------------------------------------------------------------------
+
+
+def _settings(path: Path, config: EvalConfig) -> dict:
+    """What decides a response and its verdict. Speed is no part of it."""
+    return {
+        "model": str(path.resolve()),
+        "seed": config.seed,
+        "engine.dtype": config.engine.dtype,
+        "grading.answer_block_only": config.grading.answer_block_only,
+        **{f"prompt.{name}": value for name, value in asdict(config.prompt).items()},
+        **{f"rollout.{name}": value for name, value in asdict(config.rollout).items()},
+    }
+
+
+def open_folder(out: Path, settings: dict, runtime: Runtime) -> None:
+    """Make the folder or go on in it; one that was made with other settings is refused, because its table would mix the two."""
+    fault = runtime.gather([_open_folder(out, settings) if runtime.is_main else None])[0][0]
+    if fault:
+        raise ConfigError(fault)
+
+
+def _open_folder(out: Path, settings: dict) -> str | None:
+    file = out / "settings.json"
+    before = json.loads(file.read_text()) if file.exists() else settings
+    changed = [name for name in settings | before if before.get(name) != settings.get(name)]
+    if changed:
+        was, now = before.get(changed[0]), settings.get(changed[0])
+        return f"{out} was begun with {changed[0]}={was}, now it is {now}; give another folder with --out"
+    (out / "rollouts").mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(settings, indent=1, ensure_ascii=False))
+    try:
+        for unfinished in (out / "rollouts").glob("*.jsonl"):
+            JsonlWriter(unfinished).close()  # cuts a line that a crash left unfinished, and refuses a file that is being written
+    except BadData as error:
+        return str(error)
+    return None
+
+
+def _rows(out: Path, benchmark: Benchmark, asked: Sequence[Asked]) -> Iterator[dict]:
+    """The saved responses that the table wants, each once."""
+    problems = {problem.id: problem for problem, _ in asked}
+    seen: set[Pair] = set()
+    for file in sorted((out / "rollouts").glob(f"{benchmark.name}.rank*.jsonl")):
+        for _, row in read_jsonl(file) if file.stat().st_size else ():
+            pair = row["problem"], row["sample"]
+            if row["problem"] not in problems or row["sample"] >= benchmark.samples or pair in seen:
+                continue
+            problem = problems[row["problem"]]
+            if (row["question"], row["gold"]) != (problem.question, problem.gold):
+                raise BadData(f"{file} answers another problem {problem.id} than {benchmark.file} asks; give another folder with --out")
+            seen.add(pair)
+            yield row
+
+
+def missing_pairs(out: Path, benchmark: Benchmark, asked: Sequence[Asked]) -> list[Pair]:
+    there = {(row["problem"], row["sample"]) for row in _rows(out, benchmark, asked)}
+    wanted = [(problem.id, sample) for problem, _ in asked for sample in range(benchmark.samples)]
+    return [pair for pair in wanted if pair not in there]
+
+
+def read_samples(out: Path, benchmark: Benchmark, asked: Sequence[Asked]) -> Iterator[Sample]:
+    return map(Sample.from_row, _rows(out, benchmark, asked))
+
+
+# ---- generate, grade, classes --------------------------------------------------------------------------------------------
+
+
+def _generate(
+    engine: Engine, benchmark: Benchmark, asked: Sequence[Asked], missing: Sequence[Pair], config: EvalConfig, out: Path, runtime: Runtime
+) -> None:
+    """This replica's share of the missing responses, each on disk as soon as it is finished."""
+    known = {problem.id: (problem, ids) for problem, ids in asked}
+    share = missing[engine.replica :: engine.replicas]
+    requests = [Request(problem, sample, known[problem][1]) for problem, sample in share]
+    engine.forget_prefixes()  # what is cached must not depend on what ran before
+    with ExitStack() as stack:
+        progress = stack.enter_context(ResponseProgress(benchmark.title, len(requests), runtime.is_main))
+        writes = runtime.rank % config.engine.tensor_parallel == 0  # the ranks of one replica hold the same responses
+        file = stack.enter_context(JsonlWriter(out / "rollouts" / f"{benchmark.name}.rank{runtime.rank}.jsonl")) if writes else None
+        for request, response in generate(engine, requests, config.rollout, seed=(config.seed, "eval", benchmark.name)):
+            problem, _ = known[request.problem]
+            rollout = rollout_of(problem, request.sample, response, engine.tokenizer, config.prompt, config.rollout.workers)
+            if file:
+                file.write(saved(rollout))
+            progress.advance(rollout)
+
+
+def saved(rollout: Rollout) -> dict:
+    """The line of a response. Log-probs are for looking at here, and four decimals are a third of the file."""
+    for segment in rollout.response.segments():
+        segment.logprobs = [round(logprob, 4) for logprob in segment.logprobs]
+    return rollout.to_json()
+
+
+def grade_file(file: Path, grader: Grader) -> None:
+    """Give every line of a rollout JSONL its verdict. Two passes: the texts fit into memory, the tokens may not."""
+    ungraded = [(row["text"], row["gold"]) for _, row in (read_jsonl(file) if file.stat().st_size else ()) if row["verdict"] is None]
+    if not ungraded:
+        return
+    verdicts = iter(grader.grade(ungraded))
+    rows = (row for _, row in read_jsonl(file))
+    write_jsonl_atomic(file, (row if row["verdict"] is not None else {**row, "verdict": next(verdicts).value} for row in rows))
+
+
+def _classes(samples: Sequence[Sample], grader: Grader, runtime: Runtime) -> dict[str, list[int]]:
+    """Per problem, which of its judged answers are equal; the problems are shared out over the ranks."""
+    groups = list(by_problem(s for s in samples if s.judged).items())
+    mine = [(problem, grader.equivalence_classes([s.text for s in group])) for problem, group in groups[runtime.rank :: runtime.ranks]]
+    return dict(entry for part in runtime.gather(mine) for entry in part)
+
+
+def default_name(model: str | Path, config: EvalConfig) -> str:
+    """The run and the step, or the folder, and how it was asked."""
+    path = resolve_model(model)
+    in_run = path.name == "hf" and path.parent.name.startswith("step_")
+    name = f"{path.resolve().parents[2].name}-{int(path.parent.name.removeprefix('step_'))}" if in_run else path.resolve().name
+    return f"{name}-{config.method}-{config.rollout.budget}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["latency"]:
+        from dccot.eval import latency
+
+        return latency.main(argv[1:])
+    parser = argparse.ArgumentParser(
+        description="Accuracy, longest path and parallelism of a model on benchmarks. `dccot eval latency` measures wall-clock.",
+        epilog="example: dccot eval runs/hlp --bench aime24,math500 --n 16; the same command again goes on where it was stopped",
+    )
+    parser.add_argument("model", help="a Hugging Face folder, or a run whose newest checkpoint is meant")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="e.g. rollout.temperature=1 engine.dtype=float32 seed=1")
+    parser.add_argument("--bench", default="", help=f"some of {','.join(BENCHMARKS)}")
+    parser.add_argument("--problems", action="append", default=[], metavar="FILE", help="JSONL with id, question, gold; may be repeated")
+    parser.add_argument("--n", type=positive, help="responses per problem; default: the paper's for each benchmark, 16 for a file")
+    parser.add_argument("--method", choices=METHODS, default="parallel", help="how the model is asked")
+    parser.add_argument("--budget", type=positive, default=12_000, help="tokens on the longest path (default: 12000)")
+    parser.add_argument("--out", type=Path, help="default: runs/eval/MODEL-METHOD-BUDGET")
+    parser.add_argument("--data", default="runs/data", help="folder of the benchmarks' files (default: runs/data)")
+    parser.add_argument("--strict", action="store_true", help="stop at a malformed problem instead of leaving it out")
+    arguments = parser.parse_intermixed_args(argv)
+
+    def work() -> None:
+        benchmarks = [named_benchmark(name, arguments.data, arguments.n) for name in filter(None, arguments.bench.split(","))]
+        benchmarks += [own_benchmark(file, arguments.n) for file in arguments.problems]
+        names = [benchmark.name for benchmark in benchmarks]
+        require(bool(names), "nothing to evaluate on; name benchmarks with --bench or a file with --problems")
+        require(len(set(names)) == len(names), f"two benchmarks are called {max(names, key=names.count)!r}; rename one of the files")
+        config = eval_config(arguments.method, arguments.budget, arguments.settings)
+        out = arguments.out or Path("runs/eval") / default_name(arguments.model, config)
+        evaluation = evaluate(arguments.model, benchmarks, config, out, strict=arguments.strict)
+        if os.environ.get("RANK", "0") == "0":
+            print_table(table_of(evaluation))
+            print(f"{out}/summary.json; `dccot report {out}` makes a page of it")
+
+    return run_cleanly(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
