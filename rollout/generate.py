@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from dccot.rollout.director import Call, Completion, Director, RolloutConfig
@@ -53,8 +54,12 @@ def generate(
     *,
     seed: tuple[int | str, ...],
     watch: Watch | None = None,
+    concurrency: int | None = None,
 ) -> Iterator[tuple[Request, Response]]:
-    """Yield each response as soon as it is finished. A caller that stops early leaves the engine empty behind it."""
+    """Yield each response as soon as it is finished. A caller that stops early leaves the engine empty behind it.
+
+    All responses are begun at once, or with `concurrency` only so many: then each one that finishes makes room for the next.
+    """
     watch = watch or Watch()
     tags = TagIds.of(engine.tokenizer, config.workers)
     running: dict[str, tuple[int, Request, Director, Call]] = {}
@@ -67,10 +72,15 @@ def generate(
             running[key] = order, request, director, call
             watch.started(request, call)
 
-    try:
-        for order, request in enumerate(requests):
+    waiting = enumerate(requests)
+
+    def begin(count: int | None) -> None:
+        for order, request in islice(waiting, count):
             director = Director(request.prompt, config, tags, engine.context)
             run(order, request, director, director.start())
+
+    try:
+        begin(concurrency)
         while running:
             finished = engine.step()
             watch.stepped(engine)
@@ -80,6 +90,7 @@ def generate(
                 run(order, request, director, director.finished(call, completion))
                 if director.done:
                     watch.done(request, director.response)
+                    begin(1)
                     yield request, director.response
     finally:
         engine.abort(running)
