@@ -37,6 +37,7 @@ class ShardingConfig:
     master_dtype: str = "float32"  # a frozen model needs no more than compute_dtype
     activation_checkpointing: bool = True
     reshard_after_forward: bool = True  # false trades memory for one gathering of weights per micro-batch
+    reduce_once: bool = True  # gradients wait unsharded for the last micro-batch (4 bytes per parameter); false reduces after each
     compile: bool = False
 
 

@@ -89,7 +89,9 @@ def build_forest(groups: Sequence[Sequence[tuple[int, Response]]]) -> Forest:
         return ends[-1]
 
     for group in groups:
-        group_trunk = [lay(_ids(group[0][1].prompt), group[0][0])]
+        if not group[0][1].prompt:
+            raise ValueError(f"response {group[0][0]} has no prompt: nothing predicts its first token")
+        prompt = lay(_ids(group[0][1].prompt), group[0][0])
         for index, response in group:
             trunk = []
             for segment, as_written, branch in _layout(response):
@@ -104,8 +106,7 @@ def build_forest(groups: Sequence[Sequence[tuple[int, Response]]]) -> Forest:
                         logprob[-1][len(segment.inserted) :] = segment.logprobs
             for visible in trunk:
                 visible[:] = at
-        for visible in group_trunk:
-            visible[:] = at
+        prompt[:] = at
     return Forest(*(torch.from_numpy(np.concatenate(arrays)) for arrays in (tokens, ends, sampled, owner, logprob)))
 
 
@@ -121,13 +122,15 @@ class _Item:
 def _size(response: Response) -> tuple[int, int, int]:
     """(tokens behind the prompt, pairs behind the prompt, longest position) of a response's forest, by arithmetic on lengths."""
     depth, tokens, pairs = len(response.prompt), 0, 0
+    longest = depth
     for segment, _, branch in _layout(response):
         length = len(segment)
         tokens += length
         pairs += length * depth + length * (length + 1) // 2
+        longest = max(longest, depth + length)  # the longest worker may reach further than the trunk, where nobody reads it
         if not branch:
             depth += length
-    return tokens, pairs, depth
+    return tokens, pairs, longest
 
 
 def _items(responses: Sequence[Response], token_budget: int, share_prompts: bool, max_positions: int | None) -> list[_Item]:
@@ -169,10 +172,21 @@ def pack(
         raise ValueError(f"token_budget is {token_budget}; it must be at least 1")
     items = _items(responses, token_budget, share_prompts, max_positions)
     cost = np.array([item.tokens + pair_cost * item.pairs for item in items])
-    bins = -(-sum(item.tokens for item in items) // token_budget)
-    bins = max(1, -(-bins // ranks)) * ranks
-    room, load = np.full(bins, token_budget, np.int64), np.zeros(bins)
-    content: list[list[_Item]] = [[] for _ in range(bins)]
+    needed = -(-sum(item.tokens for item in items) // token_budget)
+    count = max(1, -(-needed // ranks)) * ranks
+    while True:
+        forests, load = _fill(items, cost, count, token_budget, ranks)
+        if len(forests) == count:
+            break
+        count = len(forests)  # what was added for items that did not fit now starts level with the others
+    by_cost = np.argsort(-load, kind="stable")
+    return [[[item.members for item in forests[b]] for b in by_cost[rank::ranks]] for rank in range(ranks)]
+
+
+def _fill(items: Sequence[_Item], cost: np.ndarray, count: int, token_budget: int, ranks: int) -> tuple[list[list[_Item]], np.ndarray]:
+    """Deal items to `count` forests, or to as many more as it takes; their contents and costs."""
+    room, load = np.full(count, token_budget, np.int64), np.zeros(count)
+    content: list[list[_Item]] = [[] for _ in range(count)]
     for number in np.argsort(-cost, kind="stable"):
         item = items[number]
         fits = (room >= item.tokens) | (room == token_budget)
@@ -184,16 +198,16 @@ def pack(
         content[chosen].append(item)
         room[chosen] -= item.tokens
         load[chosen] += cost[number]
-    by_cost = np.argsort(-load, kind="stable")
-    return [[[item.members for item in content[b]] for b in by_cost[rank::ranks]] for rank in range(ranks)]
+    return content, load
 
 
 def forests_of_rank(responses: Sequence[Response], plan: list[list[list[list[int]]]], rank: int) -> list[Forest]:
-    """Build the micro-batches of one rank; an empty one becomes the first response's tokens with no loss."""
+    """Build the micro-batches of one rank; an empty one becomes the shortest response with no loss."""
     built = []
     for groups in plan[rank]:
         if groups:
             built.append(build_forest([[(i, responses[i]) for i in members] for members in groups]))
         else:
-            built.append(build_forest([[(0, responses[0])]]).without_loss())
+            shortest = min(responses, key=lambda response: len(response.prompt) + response.total_tokens)
+            built.append(build_forest([[(0, shortest)]]).without_loss())
     return built

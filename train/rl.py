@@ -224,7 +224,8 @@ class RL:
             with self.phases("update"):
                 token_loss = self._token_loss(advantages, old[number], reference[number], record)
                 arguments = (self.config.optimizer, self.updates, self.config.rollout.temperature, self.runtime)
-                reports.append(update(self.model, self.optimizer, mini_batch, token_loss, *arguments))
+                once = self.config.sharding.reduce_once
+                reports.append(update(self.model, self.optimizer, mini_batch, token_loss, *arguments, once))
             self.updates += 1
         metrics = record.metrics(self.runtime)
         trained, seconds = [forest for mini_batch in forests for forest in mini_batch], self.phases.seconds["update"]

@@ -185,7 +185,9 @@ def train(config: SFTConfig) -> None:
                 with phases("pack"):
                     forests = micro_batches(stream.next_batch())
                 with phases("update"):
-                    report = update(model, optimizer, forests, negative_logprob, config.optimizer, step, 1.0, runtime)
+                    report = update(
+                        model, optimizer, forests, negative_logprob, config.optimizer, step, 1.0, runtime, config.sharding.reduce_once
+                    )
             skipped += not report.applied
             seconds = time.perf_counter() - start
             metrics = {

@@ -1,7 +1,8 @@
 """One optimizer step over a mini-batch of forests, the same for SFT and RL.
 
 The loss is the sum of per-token losses divided by the number of sampled tokens of the whole mini-batch, over all micro-batches and
-ranks; so packing, micro-batching and the number of ranks never matter. Gradients are reduced once, with the last micro-batch.
+ranks; so packing, micro-batching and the number of ranks never matter. Gradients are reduced once, with the last micro-batch,
+or after each (sharding.reduce_once), which needs less memory.
 A step whose gradient is not finite is skipped and counted, never applied.
 """
 from __future__ import annotations
@@ -62,14 +63,14 @@ TokenLoss = Callable[[int, Forest, Tensor, Tensor], Tensor]  # (micro-batch, for
 
 
 def accumulate(
-    model: nn.Module, forests: Sequence[Forest], token_loss: TokenLoss, temperature: float, runtime: Runtime
+    model: nn.Module, forests: Sequence[Forest], token_loss: TokenLoss, temperature: float, runtime: Runtime, reduce_once: bool = True
 ) -> tuple[float, int]:
     """Gradients of the mini-batch's token mean; returns it and the number of tokens, over all ranks."""
     tokens = int(runtime.sum(torch.tensor([sum(len(f.targets) for f in forests)])))
     total = torch.zeros((), dtype=torch.float64)
     for number, forest in enumerate(forests):
         if hasattr(model, "set_requires_gradient_sync"):
-            model.set_requires_gradient_sync(number == len(forests) - 1)
+            model.set_requires_gradient_sync(not reduce_once or number == len(forests) - 1)
         forest = forest.to(runtime.device)
         logprob, entropy = score(model, forest, temperature)
         losses = token_loss(number, forest, logprob, entropy)
@@ -103,7 +104,8 @@ def update(
     step: int,
     temperature: float,
     runtime: Runtime,
+    reduce_once: bool = True,
 ) -> StepReport:
-    loss, tokens = accumulate(model, forests, token_loss, temperature, runtime)
+    loss, tokens = accumulate(model, forests, token_loss, temperature, runtime, reduce_once)
     norm, applied = apply_gradients(model, optimizer, loss, config.rate(step), config.clip)
     return StepReport(loss, norm, applied, tokens)

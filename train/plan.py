@@ -1,0 +1,194 @@
+"""`dccot plan MODEL --gpus 8`: memory and time of a run before it is launched.
+
+    dccot plan runs/sft --gpus 8                       a checkpoint's own config.json
+    dccot plan 7B --gpus 8 --gpu H100                  a model family's shape by size: 1.5B, 7B, 32B
+    dccot plan 32B --gpus 64 --replicate 8 --tensor-parallel 4 configs/rl/stage4.yaml
+
+Memory is arithmetic on shapes, per rank (P parameters, S ranks that share one copy of the model):
+
+    while training   (4 + 8 + 4) P/S master weights, AdamW, gradients;  2 P/S reference;  4 P gradients waiting for the last
+                     micro-batch (not with sharding.reduce_once=false);  gathered blocks;  activations of the token budget
+    while sampling   the first two of these lines' sharded parts;  2 P/T engine weights;  the rest of engine.gpu_memory is KV cache
+
+Speeds are estimates: sampling is bound by reading weights and KV cache, training by matrix products at the assumed utilisation.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dccot.config import ConfigError, load_config
+from dccot.model.config import ModelConfig, parse_config, read_config
+from dccot.train.flops import block_parameters
+from dccot.train.rl_config import RLConfig
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    memory: float  # GB
+    bandwidth: float  # GB/s
+    tflops: float  # bf16, dense
+
+
+GPUS = {
+    "A100": Gpu(80, 2039, 312),
+    "H100": Gpu(80, 3350, 989),
+    "H200": Gpu(141, 4800, 989),
+    "B200": Gpu(180, 8000, 2250),
+}
+
+
+def _qwen2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, tied: bool, vocabulary: int) -> dict:
+    return {
+        "model_type": "qwen2", "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "tie_word_embeddings": tied, "vocab_size": vocabulary,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
+    }  # fmt: skip
+
+
+SHAPES = {  # the DeepSeek-R1-Distill-Qwen family
+    "1.5B": _qwen2(1536, 8960, 28, 12, 2, False, 151936),
+    "7B": _qwen2(3584, 18944, 28, 28, 4, False, 152064),
+    "32B": _qwen2(5120, 27648, 64, 40, 8, False, 152064),
+}
+ASSUMED_MFU = 0.4
+ASSUMED_BANDWIDTH_SHARE = 0.6
+
+
+def parameters(model: ModelConfig) -> int:
+    embeddings = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
+    bias = (model.heads + 2 * model.kv_heads) * model.head_dim if model.qkv_bias else 0
+    head_norms = 2 * model.head_dim if model.qk_norm else 0
+    per_block = block_parameters(model) + 2 * model.hidden_size + bias + head_norms
+    return embeddings + model.layers * per_block + model.hidden_size
+
+
+def activation_bytes(model: ModelConfig, tokens: int, width: int, checkpointing: bool) -> float:
+    """What a micro-batch of `tokens` keeps for its backward pass, `width` bytes per number."""
+    attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim  # q, k, v and the output
+    inside = 4 * model.hidden_size + attention + 4 * model.intermediate_size  # norms, residuals, gate, up, product
+    if checkpointing:
+        return tokens * width * (model.layers * model.hidden_size + 2 * inside)
+    return tokens * width * model.layers * inside
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes per rank, and what they leave room for."""
+
+    parameters: int
+    persistent: dict[str, float]  # there while training and while sampling
+    training: dict[str, float]
+    sampling: dict[str, float]
+    kv_cache_tokens: int
+    rollout_tokens_per_second: float
+    train_tokens_per_second: float
+
+    @property
+    def training_peak(self) -> float:
+        return sum(self.persistent.values()) + sum(self.training.values())
+
+    @property
+    def sampling_peak(self) -> float:
+        return sum(self.persistent.values()) + sum(self.sampling.values())
+
+
+def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan:
+    if gpus % config.sharding.replicate or gpus % config.engine.tensor_parallel:
+        raise ConfigError(
+            f"{gpus} GPUs do not divide by {config.sharding.replicate} replicas and tensor parallel {config.engine.tensor_parallel}"
+        )
+    total, shards, parallel = parameters(model), gpus // config.sharding.replicate, config.engine.tensor_parallel
+    width = 2 if config.sharding.compute_dtype in ("bfloat16", "float16") else 4
+    roots = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
+    persistent = {
+        "master weights": 4 * total / shards,
+        "AdamW moments": 8 * total / shards,
+        "reference policy": width * total / shards if config.objective.kl_coefficient else 0.0,
+    }
+    training = {
+        "gradients, sharded": 4 * total / shards,
+        "gradients, waiting": 4.0 * total if config.sharding.reduce_once and shards > 1 else 0.0,
+        "gathered weights": width * (roots + 2 * block_parameters(model)) if shards > 1 else 0.0,
+        "activations": activation_bytes(model, config.batch.token_budget, width, config.sharding.activation_checkpointing),
+    }
+    kv_per_token = 2 * model.layers * model.kv_heads * model.head_dim * 2 / parallel
+    weights = 2 * total / parallel
+    room = min(config.engine.gpu_memory * gpu.memory * GB, gpu.memory * GB - sum(persistent.values())) - weights
+    kv_tokens = max(0, int(room / kv_per_token))
+    sampling = {"engine weights": weights, "KV cache": max(0.0, room)}
+    typical = config.prompt.max_prompt_tokens / 4 + config.rollout.budget / 2
+    sequences = max(1, min(config.engine.max_sequences, int(kv_tokens / typical)))
+    step = (weights + sequences * typical * kv_per_token) / (gpu.bandwidth * GB * ASSUMED_BANDWIDTH_SHARE)
+    flops_per_token = 8 * total if config.sharding.activation_checkpointing else 6 * total
+    return Plan(
+        total, persistent, training, sampling, kv_tokens,
+        rollout_tokens_per_second=sequences / step * (gpus / parallel),
+        train_tokens_per_second=gpus * gpu.tflops * 1e12 * ASSUMED_MFU / flops_per_token,
+    )  # fmt: skip
+
+
+def advice(plan: Plan, gpu: Gpu) -> list[str]:
+    room, found = gpu.memory * GB, []
+    if plan.training_peak > room:
+        if plan.training["gradients, waiting"]:
+            found.append("training does not fit: set sharding.reduce_once=false (one reduction per micro-batch, no gradients waiting)")
+        else:
+            found.append("training does not fit: lower batch.token_budget or use more GPUs")
+    if plan.kv_cache_tokens < 100_000:
+        found.append("little room for the KV cache: raise engine.tensor_parallel, engine.gpu_memory or the number of GPUs")
+    return found or ["fits"]
+
+
+def read_shape(name: str) -> ModelConfig:
+    if name in SHAPES:
+        return parse_config(SHAPES[name], name)
+    if not (Path(name) / "config.json").is_file() and not (Path(name) / "latest").is_file():
+        raise ConfigError(f"{name!r} is neither one of {', '.join(SHAPES)} nor a folder with a config.json")
+    from dccot.train.checkpoint import resolve_model
+
+    return read_config(resolve_model(name))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Memory per rank and expected speed of an RL run.", epilog="example: dccot plan 7B --gpus 8 --gpu H100"
+    )
+    parser.add_argument("model", help=f"a checkpoint, a run, or one of {', '.join(SHAPES)}")
+    parser.add_argument("config", nargs="?", default="configs/rl/stage4.yaml", help="RL configuration (default: %(default)s)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--gpu", choices=GPUS, default="H100")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--replicate", type=int, default=1, help="copies of the model (HSDP); usually the number of machines")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args(argv)
+    fixed = [f"engine.tensor_parallel={arguments.tensor_parallel}", f"sharding.replicate={arguments.replicate}"]
+    try:
+        config = load_config(RLConfig, arguments.config, ["model.path=?", "data.train=?", *fixed, *arguments.overrides])
+        plan = make_plan(read_shape(arguments.model), config, arguments.gpus, GPUS[arguments.gpu])
+    except (ConfigError, ValueError, OSError) as error:
+        print(f"dccot: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps(plan.__dict__ | {"training_peak": plan.training_peak, "sampling_peak": plan.sampling_peak}, indent=1))
+        return 0
+    gpu = GPUS[arguments.gpu]
+    print(f"{plan.parameters / 1e9:.2f}B parameters on {arguments.gpus} × {arguments.gpu} ({gpu.memory} GB), per rank in GB:")
+    for title, parts in (("always", plan.persistent), ("while training", plan.training), ("while sampling", plan.sampling)):
+        print(f"  {title}: " + ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size))
+    print(f"  peak: training {plan.training_peak / GB:.1f}, sampling {plan.sampling_peak / GB:.1f}")
+    print(f"  KV cache: {plan.kv_cache_tokens:,} tokens per engine; token budget {config.batch.token_budget:,} per micro-batch")
+    print(f"expected, not measured: {plan.rollout_tokens_per_second:,.0f} sampled and {plan.train_tokens_per_second:,.0f} trained tokens/s")
+    print("→ " + "\n→ ".join(advice(plan, gpu)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
