@@ -25,6 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from dccot.config import require
 from dccot.rollout.protocol import SPAWN_OPEN, TagIds, worker_close
 from dccot.rollout.response import Finish, Response, Round, Segment
 
@@ -38,13 +39,12 @@ class RolloutConfig:
     top_p: float = 1.0
     parallel: bool = True  # False: one sequential call, for baselines
 
-    def __post_init__(self):
-        if self.workers < 1 or self.budget < 1:
-            raise ValueError(f"workers ({self.workers}) and budget ({self.budget}) must be at least 1")
-        if self.max_rounds is not None and self.max_rounds < 0:
-            raise ValueError(f"max_rounds is {self.max_rounds}; use 0 or more, or null for no limit")
-        if self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(f"temperature is {self.temperature}, top_p is {self.top_p}; they must be ≥ 0 and in (0, 1]")
+    def check(self) -> None:
+        require(self.workers > 0, f"rollout.workers is {self.workers}; it must be at least 1")
+        require(self.budget > 0, f"rollout.budget is {self.budget}; it must be at least 1")
+        require(self.max_rounds is None or self.max_rounds >= 0, f"rollout.max_rounds is {self.max_rounds}; it must be 0 or more, or null")
+        require(self.temperature >= 0, f"rollout.temperature is {self.temperature}; it must be 0 or more")
+        require(0 < self.top_p <= 1, f"rollout.top_p is {self.top_p}; it must be in (0, 1]")
 
 
 class Stop(StrEnum):
@@ -88,7 +88,7 @@ class Director:
 
     def __post_init__(self):
         if len(self.prompt) >= self.context:
-            raise ValueError(f"prompt has {len(self.prompt):,} tokens; the model's context is {self.context:,}: shorten it or raise engine.context")
+            raise ValueError(f"prompt has {len(self.prompt):,} tokens; engine.context is {self.context:,}: shorten one or raise the other")
         self.response = Response(list(self.prompt))
         self._read = list(self.prompt)  # everything so far, as the director reads it
         self._left = self.config.budget

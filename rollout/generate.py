@@ -60,6 +60,7 @@ def generate(
 
     All responses are begun at once, or with `concurrency` only so many: then each one that finishes makes room for the next.
     """
+    config.check()
     watch = watch or Watch()
     tags = TagIds.of(engine.tokenizer, config.workers)
     running: dict[str, tuple[int, Request, Director, Call]] = {}
