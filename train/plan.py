@@ -168,10 +168,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--replicate", type=int, default=1, help="copies of the model (HSDP); usually the number of machines")
     parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     fixed = [f"engine.tensor_parallel={arguments.tensor_parallel}", f"sharding.replicate={arguments.replicate}"]
     try:
-        config = load_config(RLConfig, arguments.config, ["model.path=?", "data.train=?", *fixed, *arguments.overrides])
+        config = load_config(RLConfig, arguments.config, ["model.path=unused", "data.train=unused", *fixed, *arguments.overrides])
         plan = make_plan(read_shape(arguments.model), config, arguments.gpus, GPUS[arguments.gpu])
     except (ConfigError, ValueError, OSError) as error:
         print(f"dccot: {error}", file=sys.stderr)
