@@ -68,6 +68,7 @@ def quiet() -> None:
         return
     for name, value in {"TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}.items():
         os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM heeds its variable only when an engine starts, not while it is imported
     logging.captureWarnings(True)
     noise = logging.getLogger("py.warnings")
     noise.propagate = False
