@@ -1,0 +1,103 @@
+"""A small decoder in any precision, random parallel responses, and checkpoints to train from."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dccot.data.arithmetic import make_tokenizer
+from dccot.model.checkpoint_io import create_checkpoint
+from dccot.model.config import parse_config
+from dccot.model.transformer import Transformer
+from dccot.rollout.response import Response, Round, Segment
+
+ARCHITECTURE = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": False,
+    "initializer_range": 0.3,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def small_model():
+    """`small_model(dtype)`: a random decoder over 40 tokens, large weights so that every mistake shows."""
+
+    def build(dtype: torch.dtype = torch.float64, **changes) -> Transformer:
+        model = Transformer(parse_config({**ARCHITECTURE, "vocab_size": 40, **changes}))
+        model.init_weights(seed=1)
+        return model.to(dtype)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def random_responses():
+    """`random_responses(prompts, samples, seed)`: groups of parallel responses over tokens 2..39 that share their group's prompt."""
+
+    def segment(rng: random.Random, inserted: int, longest: int) -> Segment:
+        sampled = rng.randint(0, longest)
+        ids = [rng.randrange(2, 40) for _ in range(inserted + sampled)]
+        return Segment(ids[:inserted], ids[inserted:], [-rng.random() for _ in range(sampled)])
+
+    def response(rng: random.Random, prompt: list[int], longest: int) -> Response:
+        rounds = [
+            Round(segment(rng, 2 * bool(number), longest), [segment(rng, 3, longest) for _ in range(rng.randint(1, 4))])
+            for number in range(rng.randint(0, 2))
+        ]
+        final = None if rounds and rng.random() < 0.2 else segment(rng, 2 * bool(rounds), longest)
+        return Response(list(prompt), rounds, final)
+
+    def make(prompts: int, samples: int, seed: int = 0, longest: int = 12) -> list[Response]:
+        rng = random.Random(seed)
+        asked = [[rng.randrange(2, 40) for _ in range(rng.randint(1, 9))] for _ in range(prompts)]
+        return [response(rng, prompt, longest) for prompt in asked for _ in range(samples)]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> Path:
+    """A small random model that speaks the arithmetic world's tokenizer, as a Hugging Face folder."""
+    tokenizer = make_tokenizer()
+    folder = tmp_path_factory.mktemp("model") / "small"
+    raw = {**ARCHITECTURE, "vocab_size": len(tokenizer), "initializer_range": 0.05, "eos_token_id": tokenizer.eos_token_id}
+    create_checkpoint(raw, folder, tokenizer=tokenizer, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def torchrun():
+    """`torchrun(ranks, program or module, *arguments)` runs it on one thread per rank and returns what it printed; fails loudly."""
+
+    def run(ranks: int, program: str | Path, *arguments: str, code: int = 0) -> str:
+        target = ["-m", program] if isinstance(program, str) else [str(program)]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *target]
+        command += map(str, arguments)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == code, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+        return done.stdout + done.stderr
+
+    return run
+
+
+@pytest.fixture
+def write_rows(tmp_path):
+    """`write_rows(name, rows)` writes a JSONL file and returns its path."""
+
+    def write(name: str, rows: list[dict]) -> Path:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return write
