@@ -10,6 +10,7 @@ over all ranks (token mean). r = π_θ / π_old, A the group-normalised advantag
 """
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,9 @@ class ObjectiveConfig:
         require(0 <= self.clip_low < 1, f"objective.clip_low is {self.clip_low}; it must be in [0, 1)")
         require(self.clip_high >= 0, f"objective.clip_high is {self.clip_high}; it must not be negative")
         require(self.dual_clip is None or self.dual_clip > 1, f"objective.dual_clip is {self.dual_clip}; it must be above 1, or null")
+        alone = self.dual_clip is None or self.kind == "dapo"
+        require(alone, f"objective.dual_clip does not go with objective.kind={self.kind}; set it to null or the kind to dapo")
+        require(self.kl_coefficient >= 0, f"objective.kl_coefficient is {self.kl_coefficient}; it must not be negative")
         require(self.ratio_cap > 0, f"objective.ratio_cap is {self.ratio_cap}; it must be positive")
         cap = self.rollout_ratio_cap
         require(cap is None or cap > 0, f"objective.rollout_ratio_cap is {cap}; it must be positive, or null")
@@ -106,4 +110,5 @@ def clipped(config: ObjectiveConfig, logprob: Tensor, old_logprob: Tensor, advan
     if config.kind == "cispo":
         return ratio > config.ratio_cap
     high = config.clip_low if config.kind == "grpo" else config.clip_high
-    return ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & (ratio < 1 - config.clip_low))
+    too_high = math.inf if config.dual_clip is None else config.dual_clip
+    return ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & ((ratio < 1 - config.clip_low) | (ratio > too_high)))

@@ -1,0 +1,170 @@
+"""Objectives against values worked out by hand, and their gradients against finite differences."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dccot.train.objectives import ObjectiveConfig, cispo, clipped, dapo, grpo, kl_k3, objective_loss, policy_loss
+
+CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+
+
+def logs(*ratios: float) -> Tensor:
+    """Log-probs whose ratio to an old log-prob of 0 is given."""
+    return torch.tensor(ratios, dtype=torch.float64).log()
+
+
+def of(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def close(left: Tensor, *right: float) -> None:
+    torch.testing.assert_close(left, of(*right), rtol=1e-12, atol=1e-12)
+
+
+def test_dapo_by_hand():
+    #             inside   above 1.28, A>0   above, A<0   below 0.8, A>0   below 0.8, A<0
+    ratio = logs(1.1, 1.5, 1.5, 0.5, 0.5)
+    advantage = of(2, 2, -2, 2, -2)
+    close(dapo(ratio, of(0, 0, 0, 0, 0), advantage, **CLIP), -2.2, -2.56, 3.0, -1.0, 1.6)
+
+
+def test_grpo_clips_evenly_on_both_sides_by_hand():
+    close(grpo(logs(1.5, 1.5, 0.5, 0.5), of(0, 0, 0, 0), of(1, -1, 1, -1), clip=0.2), -1.2, 1.5, -0.5, 0.8)
+
+
+def test_dual_clip_bounds_what_a_negative_advantage_costs_by_hand():
+    ratio, advantage = logs(10, 10, 2), of(-1, 1, -1)
+    close(dapo(ratio, of(0, 0, 0), advantage, **CLIP, dual_clip=3.0), 3.0, -1.28, 2.0)
+    close(dapo(ratio, of(0, 0, 0), advantage, **CLIP), 10.0, -1.28, 2.0)
+
+
+def test_cispo_by_hand_with_an_absolute_cap_of_five():
+    #                ratio 2         ratio 8, capped at 5, not at 6
+    logprob, old = of(-1.0, -0.5), of(-1.0 - math.log(2), -0.5 - math.log(8))
+    close(cispo(logprob, old, of(3, -2), ratio_cap=5.0), 2 * 3 * 1.0, 5 * -2 * 0.5)
+
+
+def test_cispo_gradient_is_that_of_the_surrogate_with_its_ratio_frozen():
+    """d/dx of −w·A·x with w = min(r, cap) held fixed: by central differences, and not the gradient of a ratio that moves."""
+    logprob, old, advantage = of(-1.0, -2.0, -0.3), of(-1.4, -1.5, -3.0), of(1.5, -0.7, 2.0)
+    leaf = logprob.clone().requires_grad_()
+    cispo(leaf, old, advantage, ratio_cap=5.0).sum().backward()
+    frozen = (logprob - old).exp().clamp(max=5.0)
+    step = 1e-6
+
+    def surrogate(x: Tensor) -> Tensor:
+        return -frozen * advantage * x
+
+    differences = (surrogate(logprob + step) - surrogate(logprob - step)) / (2 * step)
+    torch.testing.assert_close(leaf.grad, differences, rtol=1e-8, atol=1e-8)
+    moving = [(-(x - old).exp().clamp(max=5.0) * advantage * x) for x in (logprob + step, logprob - step)]
+    assert not torch.allclose(leaf.grad, (moving[0] - moving[1]) / (2 * step), rtol=1e-2)
+
+
+@given(st.lists(st.tuples(st.floats(-5, -0.01), st.floats(-3, 3)), min_size=1, max_size=8))
+def test_cispo_at_ratio_one_has_the_gradient_of_reinforce(values):
+    logprob, advantage = (of(*column) for column in zip(*values))
+    leaf = logprob.clone().requires_grad_()
+    cispo(leaf, logprob, advantage, ratio_cap=5.0).sum().backward()
+    torch.testing.assert_close(leaf.grad, -advantage)
+
+
+@given(st.lists(st.tuples(st.floats(-5, -0.01), st.floats(-3, 3)), min_size=1, max_size=8))
+def test_one_optimizer_step_per_batch_makes_all_objectives_agree(values):
+    """Then the policy is the old policy, the ratio is 1, and nothing is clipped."""
+    logprob, advantage = (of(*column) for column in zip(*values))
+    gradients = []
+    for kind in ("grpo", "dapo", "cispo"):
+        leaf = logprob.clone().requires_grad_()
+        policy_loss(ObjectiveConfig(kind), leaf, leaf.detach(), advantage).sum().backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(gradients[0], gradients[1])
+    torch.testing.assert_close(gradients[1], gradients[2])
+
+
+def test_clipped_tokens_have_no_gradient_in_dapo_and_a_bounded_one_in_cispo():
+    old, advantage = of(0, 0, 0), of(1, 1, -1)
+    leaf = logs(1.2, 2.0, 0.5).requires_grad_()
+    dapo(leaf, old, advantage, **CLIP).sum().backward()
+    close(leaf.grad, -1.2, 0.0, 0.0)
+    leaf = logs(1.2, 50.0, 0.5).requires_grad_()
+    cispo(leaf, old, advantage, ratio_cap=5.0).sum().backward()
+    close(leaf.grad, -1.2, -5.0, 0.5)
+
+
+def test_log_ratio_is_clamped_to_twenty_so_nothing_overflows():
+    huge = torch.tensor([500.0, -500.0])
+    loss = dapo(huge, torch.zeros(2), -torch.ones(2), **CLIP)
+    torch.testing.assert_close(loss, torch.tensor([math.exp(20.0), 0.8]))
+    assert torch.isfinite(kl_k3(huge, torch.zeros(2))).all()
+    torch.testing.assert_close(cispo(huge[:1], torch.zeros(1), torch.ones(1), ratio_cap=1e12), torch.tensor([-math.exp(20.0) * 500]))
+
+
+def test_kl_k3_by_hand():
+    """π_ref/π_θ − log(π_ref/π_θ) − 1 for ratios 2, 1/2 and 1."""
+    close(kl_k3(of(0, 0, 0), logs(2.0, 0.5, 1.0)), 2 - math.log(2) - 1, 0.5 + math.log(2) - 1, 0.0)
+
+
+@given(st.floats(-8, 0), st.floats(-8, 0))
+def test_kl_k3_is_never_negative(logprob, reference):
+    assert float(kl_k3(of(logprob), of(reference))) >= 0
+
+
+def test_kl_k3_is_the_kl_divergence_in_expectation():
+    policy, reference = of(0.5, 0.3, 0.2), of(0.2, 0.2, 0.6)
+    estimate = (policy * kl_k3(policy.log(), reference.log())).sum()
+    torch.testing.assert_close(estimate, (policy * (policy.log() - reference.log())).sum())
+
+
+def test_kl_enters_the_loss_with_its_coefficient_and_pulls_towards_the_reference():
+    config = ObjectiveConfig("cispo", kl_coefficient=0.5)
+    leaf = of(-1.0).requires_grad_()
+    loss = objective_loss(config, leaf, of(-1.0), of(0.0), of(-1.0), of(-1.0 + math.log(2)))
+    close(loss.detach(), 0.5 * (2 - math.log(2) - 1))
+    loss.sum().backward()
+    close(leaf.grad, 0.5 * (1 - 2.0))  # d k3/d logπ = 1 − π_ref/π_θ
+
+
+def test_without_a_reference_there_is_no_kl():
+    close(objective_loss(ObjectiveConfig("cispo"), of(-1.0), of(-1.0), of(2.0), of(-1.0), None), 2.0)
+
+
+def test_truncated_importance_sampling_by_hand():
+    """Tokens weigh min(π_old/π_rollout, cap): 2 stays, 8 becomes 3; the KL term is not weighed."""
+    config = ObjectiveConfig("cispo", rollout_ratio_cap=3.0, kl_coefficient=0.1)
+    logprob = of(-1.0, -1.0)
+    rollout = logprob - logs(2.0, 8.0)
+    reference = logprob + logs(2.0, 1.0)
+    close(objective_loss(config, logprob, logprob, of(1, 1), rollout, reference), 2.0 + 0.1 * (1 - math.log(2)), 3.0)
+
+
+def test_clip_fraction_counts_tokens_whose_gradient_the_bound_took_or_limited():
+    ratio, old = logs(1.3, 1.3, 0.7, 0.7, 1.0), of(0, 0, 0, 0, 0)
+    advantage = of(1, -1, 1, -1, 1)
+    assert clipped(ObjectiveConfig("dapo"), ratio, old, advantage).tolist() == [True, False, False, True, False]
+    assert clipped(ObjectiveConfig("grpo"), logs(1.25, 1.15), of(0, 0), of(1, 1)).tolist() == [True, False]
+    assert clipped(ObjectiveConfig("cispo"), logs(5.1, 4.9), of(0, 0), of(1, -1)).tolist() == [True, False]
+
+
+def test_dual_clip_counts_as_clipped():
+    config = ObjectiveConfig("dapo", dual_clip=3.0)
+    assert clipped(config, logs(3.1, 2.9), of(0, 0), of(-1, -1)).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dapo", "cispo"])
+def test_clipped_agrees_with_the_gradient(kind):
+    """Where `clipped` says so the gradient with respect to the log-prob is 0 (GRPO, DAPO) or weighed by the cap (CISPO)."""
+    torch.manual_seed(0)
+    config = ObjectiveConfig(kind, dual_clip=2.0 if kind == "dapo" else None)
+    logprob, old, advantage = 1.5 * torch.randn(500).double(), torch.zeros(500).double(), torch.randn(500).double()
+    leaf = logprob.requires_grad_()
+    policy_loss(config, leaf, old, advantage).sum().backward()
+    bound = -5.0 * advantage if kind == "cispo" else torch.zeros(500).double()
+    marked = clipped(config, leaf.detach(), old, advantage)
+    torch.testing.assert_close(marked, torch.isclose(leaf.grad, bound) & (advantage != 0))
+    assert 0 < int(marked.sum()) < 500

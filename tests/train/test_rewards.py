@@ -1,0 +1,126 @@
+"""What responses are worth, which groups are kept and how advantages follow: the rules of the paper, by hand."""
+
+import math
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dccot.config import load_config
+from dccot.rollout.response import Response, Rollout, Segment
+from dccot.train.advantages import group_advantages
+from dccot.train.filters import FILTERS
+from dccot.train.rewards import RewardConfig, reward_of
+from dccot.train.rl_config import RLConfig
+
+PAPER = RewardConfig("correctness_format", correct_only=0.5, length_penalty=0.1, cutoff=2000)
+HLP = RewardConfig("high_length_penalty", correct_only=0.01, length_penalty=0.9, cutoff=2000)
+
+
+def rollout(verdict: str = "correct", flaw: str | None = None, length: int = 1000) -> Rollout:
+    return Rollout("417", 0, "1+1?", "2", "…", Response([1], [], Segment([], [5] * length)), flaw, verdict)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "flaw", "length", "expected"),
+    [
+        ("correct", None, 2000, 1.0),  # no penalty up to the cutoff
+        ("correct", None, 4750, 1.0 - 0.1 * 2750 / 5500),  # half of it half-way
+        ("correct", None, 7500, 0.9),
+        ("correct", "no_spawn", 2000, 0.5),
+        ("correct", "no_spawn", 7500, 0.4),
+        ("wrong", None, 100, 0.0),
+        ("wrong", None, 7500, 0.0),  # never below 0
+        ("unparsable", "open_think", 7500, 0.0),
+    ],
+)
+def test_correctness_format_reward_by_hand(verdict, flaw, length, expected):
+    assert reward_of(rollout(verdict, flaw, length), PAPER, budget=7500) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_penalty_never_makes_a_reward_negative():
+    harsh = RewardConfig("correctness_format", correct_only=0.5, length_penalty=0.9, cutoff=0)
+    assert reward_of(rollout(flaw="no_spawn", length=7500), harsh, budget=7500) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("verdict", "flaw", "length", "expected"),
+    [
+        ("correct", None, 1500, 1.0),
+        ("correct", None, 7000, 1.0 - 0.9 * 5000 / 10000),
+        ("correct", None, 12000, 0.1),
+        ("correct", "no_spawn", 100, 0.01),
+        ("correct", "no_spawn", 12000, 0.01),  # what is ill-formed is not penalised further
+        ("wrong", None, 100, 0.0),
+    ],
+)
+def test_high_length_penalty_reward_by_hand(verdict, flaw, length, expected):
+    assert reward_of(rollout(verdict, flaw, length), HLP, budget=12000) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(("flaw", "expected"), [(None, 1.0 - 0.9 * 5000 / 10000), ("no_answer", 0.0)])
+def test_deepscaler_baselines_earn_nothing_for_a_wrong_form(flaw, expected):
+    config = load_config(RLConfig, "configs/rl/dsr_hlp_12k.yaml", ["model.path=m", "data.train=d"])
+    assert reward_of(rollout(flaw=flaw, length=7000), config.reward, config.rollout.budget) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("verdict", ["timed_out", "crashed"])
+def test_an_answer_that_could_not_be_judged_has_no_reward(verdict):
+    assert reward_of(rollout(verdict), PAPER, budget=7500) is None
+
+
+def test_an_ungraded_rollout_is_an_error_and_not_a_zero():
+    with pytest.raises(ValueError, match="rollout 0 of problem 417 has not been graded"):
+        reward_of(rollout(verdict=None), PAPER, budget=7500)
+
+
+GOOD, ILL_FORMED, WRONG, UNJUDGED = rollout(), rollout(flaw="no_spawn"), rollout("wrong"), rollout("timed_out")
+
+
+@pytest.mark.parametrize(
+    ("group", "include_easy", "remove_easy"),
+    [
+        ([GOOD, GOOD], True, False),
+        ([GOOD, WRONG], True, True),
+        ([ILL_FORMED, WRONG], False, True),  # form does not matter to Remove-Easy
+        ([ILL_FORMED, ILL_FORMED], False, False),
+        ([GOOD, ILL_FORMED], True, False),
+        ([WRONG, WRONG], False, False),
+        ([GOOD, UNJUDGED], True, False),  # unjudged is not wrong: all that were judged are correct
+        ([WRONG, UNJUDGED], False, False),
+        ([GOOD, WRONG, UNJUDGED], True, True),
+        ([UNJUDGED, UNJUDGED], False, False),
+    ],
+)
+def test_which_groups_the_filters_keep(group, include_easy, remove_easy):
+    assert FILTERS["include_easy"](group) is include_easy
+    assert FILTERS["remove_easy"](group) is remove_easy
+    assert FILTERS["none"](group) is True
+
+
+def test_advantages_by_hand():
+    """Rewards 1, 0, 0.5: mean 0.5, unbiased standard deviation 0.5."""
+    assert group_advantages([1.0, 0.0, 0.5]) == pytest.approx([0.5 / (0.5 + 1e-6), -0.5 / (0.5 + 1e-6), 0.0], abs=1e-15)
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1.0 - 0.1 * 1234 / 5500])
+def test_a_group_without_spread_gives_zeros(reward):
+    assert group_advantages([reward] * 7) == [0.0] * 7
+
+
+def test_unjudged_responses_get_zero_and_do_not_move_the_others():
+    half = 0.5 / (math.sqrt(0.5) + 1e-6)
+    assert group_advantages([1.0, None, 0.0]) == pytest.approx([half, 0.0, -half], abs=1e-12)
+    assert group_advantages([1.0, None, None]) == [0.0, 0.0, 0.0]
+    assert group_advantages([None, None]) == [0.0, 0.0]
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=16))
+def test_advantages_are_finite_centred_and_scaled(rewards):
+    advantages = group_advantages(rewards)
+    assert all(map(math.isfinite, advantages))
+    assert sum(advantages) == pytest.approx(0, abs=1e-6)
+    spread = statistics.stdev(rewards)
+    if spread > 1e-3:
+        assert statistics.stdev(advantages) == pytest.approx(spread / (spread + 1e-6), rel=1e-6)
