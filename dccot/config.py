@@ -1,6 +1,6 @@
 """Configuration: typed dataclasses next to the code they configure, YAML files in configs/, `key=value` on the command line.
 
-A YAML file may name `base: other.yaml` (relative to itself); its own keys win. Unknown keys, wrong types and impossible
+A YAML file may name `base: other.yaml`, or a list of them (relative to itself); later ones win, its own keys over all. Unknown keys, wrong types and impossible
 combinations are refused with one line that says what to change. A dataclass says what is impossible in its method `check()`.
 """
 from __future__ import annotations
@@ -56,7 +56,7 @@ def load_config(kind: type[C], path: str | Path | None, overrides: typing.Sequen
     return config
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, _above: tuple[str, ...] = ()) -> dict[str, Any]:
     """One YAML file merged over the files it names as `base`."""
     try:
         own = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
@@ -66,12 +66,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is nested too deeply to be a configuration") from None
     if not isinstance(own, dict):
         raise ConfigError(f"{path} holds a {type(own).__name__}; a configuration is a mapping of keys to values")
-    base = own.pop("base", None)
-    if base is None:
-        return own
-    if not isinstance(base, str) or not (path.parent / base).is_file():
-        raise ConfigError(f"{path}: base {base!r} was not found beside it")
-    return _merge(read_yaml(path.parent / base), own)
+    bases = own.pop("base", None) or []
+    merged: dict[str, Any] = {}
+    for base in [bases] if isinstance(bases, str) else bases:
+        if not isinstance(base, str) or not (path.parent / base).is_file():
+            raise ConfigError(f"{path}: base {base!r} was not found beside it")
+        if len(_above) > 20:
+            raise ConfigError(f"{path}: base files name each other in a circle: {' → '.join([*_above[-3:], base])}")
+        merged = _merge(merged, read_yaml(path.parent / base, (*_above, base)))
+    return _merge(merged, own)
 
 
 def to_yaml(config: Any) -> str:

@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dccot.config import ConfigError, find_config, load_config, one_of, read_yaml, require, to_yaml
 from dccot.data.jsonl import BadData
 from dccot.rollout.settings import EngineConfig
-from dccot.train.checkpoint import resolve_model
+from dccot.stages import KINDS, TRAINING
 from dccot.train.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ log = logging.getLogger("dccot")
 @dataclass
 class Stage:
     name: str
-    run: str  # what is done: one of KINDS
+    run: str  # what is done: one of stages.KINDS
     config: str | None = None  # YAML file, relative to the recipe
     start: str | None = None  # stage or folder of the model it starts from; None: the last stage that trained, or the recipe's model
     set: dict[str, Any] = field(default_factory=dict)  # keys of the stage's configuration that the recipe sets
@@ -92,6 +92,7 @@ class Context:
     recipe: Recipe
     stage: Stage
     config: Path | None
+    start: str | None  # where its model comes from
     overrides: list[str]
     engines: SharedEngine
     runtime: Runtime
@@ -103,30 +104,13 @@ class Context:
     def load(self, kind: type) -> Any:
         return load_config(kind, self.config, self.overrides)
 
+    def place(self, name: str) -> str:
+        """A stage's folder by its name; anything else is a path already."""
+        return str(self.recipe.folder / name) if name in {stage.name for stage in self.recipe.stages} else name
 
-def _training(context: Context) -> list[str]:
-    """Name, place and seed of a training run inside the recipe's folder."""
-    return [f"name={context.stage.name}", f"output={context.recipe.folder}", f"seed={context.recipe.seed}"]
-
-
-def run_sft(context: Context) -> None:
-    from dccot.train.sft import SFTConfig, train
-
-    context.overrides = _training(context) + context.overrides
-    train(context.load(SFTConfig))
-
-
-def run_rl(context: Context) -> None:
-    from dccot.train.rl import train
-    from dccot.train.rl_config import RLConfig
-
-    context.overrides = _training(context) + context.overrides
-    config = context.load(RLConfig)
-    train(config, context.engines.on(resolve_model(config.model.path), config.engine))
-
-
-KINDS: dict[str, Callable[[Context], None]] = {"sft": run_sft, "rl": run_rl}
-TRAINING = ("sft", "rl")
+    def say(self, message: object) -> None:
+        if self.runtime.is_main and message is not None:
+            print(message, flush=True)
 
 
 def stage_overrides(recipe: Recipe, stage: Stage, start: str | None, extra: dict[str, list[str]]) -> list[str]:
@@ -163,30 +147,25 @@ def run_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         for number, stage in enumerate(recipe.stages, start=1):
             mark = recipe.folder / stage.name / "done.json"
-            named = {s.name for s in recipe.stages}
-            begins = str(recipe.folder / stage.start) if stage.start in named else stage.start or start
+            config = find_config(beside / stage.config) if stage.config else None
+            context = Context(recipe, stage, config, None, [], engines, runtime)
+            context.start = context.place(stage.start) if stage.start else start
+            context.overrides = stage_overrides(recipe, stage, context.start, extra)
             heading = f"[{number}/{len(recipe.stages)}] {stage.name}"
             if mark.is_file():
-                _say(runtime, f"{heading}: done before ({json.loads(mark.read_text())['seconds']:.0f} s)")
+                context.say(f"{heading}: done before ({json.loads(mark.read_text())['seconds']:.0f} s)")
             else:
-                _say(runtime, heading)
+                context.say(heading)
                 began = time.perf_counter()
-                config = find_config(beside / stage.config) if stage.config else None
-                context = Context(recipe, stage, config, stage_overrides(recipe, stage, begins, extra), engines, runtime)
                 KINDS[stage.run](context)
                 _leave_mark(mark, {"seconds": time.perf_counter() - began}, runtime)
-                _say(runtime, f"{heading}: {time.perf_counter() - began:.0f} s")
+                context.say(f"{heading}: {time.perf_counter() - began:.0f} s")
             if stage.run in TRAINING:
                 start = str(recipe.folder / stage.name)
     finally:
         engines.close()
         runtime.stop()
     return recipe
-
-
-def _say(runtime: Runtime, line: str) -> None:
-    if runtime.is_main:
-        print(line, flush=True)
 
 
 def _leave_mark(mark: Path, content: dict, runtime: Runtime) -> None:
