@@ -1,7 +1,8 @@
 """Configuration: typed dataclasses next to the code they configure, YAML files in configs/, `key=value` on the command line.
 
-A YAML file may name `base: other.yaml`, or a list of them (relative to itself); later ones win, its own keys over all. Unknown keys, wrong types and impossible
-combinations are refused with one line that says what to change. A dataclass says what is impossible in its method `check()`.
+A YAML file may name `base: other.yaml`, or a list of them (relative to itself); later ones win, its own keys over all. Unknown keys,
+wrong types and impossible combinations are refused with one line that says what to change. A dataclass says what is impossible in its
+method `check()`. Keys given twice, YAML aliases and `${…}` are refused too: what a file says is what it says, here and written to disk.
 """
 from __future__ import annotations
 
@@ -45,28 +46,55 @@ def load_config(kind: type[C], path: str | Path | None, overrides: typing.Sequen
         key, equals, value = override.partition("=")
         if not equals:
             raise ConfigError(f"{override!r} is not of the form key=value")
-        _set(tree, key.strip(), _parse_value(value, key))
+        _set(tree, key.strip(), _parse(value, key))
     _refuse_unknown(kind, tree, "")
+    _refuse_interpolation(tree, "")
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), tree))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise ConfigError(f"{getattr(error, 'full_key', None) or 'configuration'}: {first}") from None
     check(config)
     return config
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML without what a configuration has no use for: aliases (which can be endless) and keys given twice."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"alias *{self.peek_event().anchor}: write the value out")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise yaml.YAMLError(f"key {twice!r} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply to be a configuration") from None
+    except Exception as error:  # besides YAMLError, whatever the constructors of dates and numbers let through
+        raise ConfigError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from None
+
+
 def read_yaml(path: Path, _above: tuple[str, ...] = ()) -> dict[str, Any]:
     """One YAML file merged over the files it names as `base`."""
     try:
-        own = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise ConfigError(f"{path} is nested too deeply to be a configuration") from None
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    own = _parse(text, str(path)) or {}
     if not isinstance(own, dict):
         raise ConfigError(f"{path} holds a {type(own).__name__}; a configuration is a mapping of keys to values")
     bases = own.pop("base", None) or []
+    if not isinstance(bases, str | list):
+        raise ConfigError(f"{path}: base is {bases!r}; it must be a file name or a list of them")
     merged: dict[str, Any] = {}
     for base in [bases] if isinstance(bases, str) else bases:
         if not isinstance(base, str) or not (path.parent / base).is_file():
@@ -88,7 +116,10 @@ def check(config: Any) -> None:
         if dataclasses.is_dataclass(value):
             check(value)
     if hasattr(config, "check"):
-        config.check()
+        try:
+            config.check()
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
 
 def require(holds: bool, message: str) -> None:
@@ -104,13 +135,6 @@ def one_of(value: str, allowed: typing.Iterable[str], key: str) -> None:
 def _nearest(name: str, known: typing.Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _parse_value(text: str, key: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"{key}: cannot read the value {text!r}") from None
 
 
 def _merge(under: dict, over: dict) -> dict:
@@ -137,5 +161,17 @@ def _refuse_unknown(kind: type, tree: dict, prefix: str) -> None:
             near = _nearest(str(key), hints)
             raise ConfigError(f"unknown key {prefix}{key}{near or '; known: ' + ', '.join(hints)}")
         nested = next((t for t in (hints[key], *typing.get_args(hints[key])) if dataclasses.is_dataclass(t)), None)
-        if nested and isinstance(value, dict):
-            _refuse_unknown(nested, value, f"{prefix}{key}.")
+        if nested is hints[key] and not isinstance(value, dict):
+            raise ConfigError(f"{prefix}{key} is {value!r}; it is a group of settings, such as {prefix}{key}.{next(iter(nested.__annotations__))}")
+        if nested:
+            for name, item in enumerate(value) if isinstance(value, list) else [(None, value)]:
+                if isinstance(item, dict):
+                    _refuse_unknown(nested, item, f"{prefix}{key}." if name is None else f"{prefix}{key}[{name}].")
+
+
+def _refuse_interpolation(value: Any, key: str) -> None:
+    """OmegaConf would put environment variables in place of `${oc.env:…}`; none of them may end up in a configuration on disk."""
+    if isinstance(value, str) and "${" in value:
+        raise ConfigError(f"{key} is {value!r}; ${{…}} is not filled in: write the value itself")
+    for name, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        _refuse_interpolation(item, f"{key}.{name}".lstrip("."))
