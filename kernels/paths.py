@@ -125,35 +125,36 @@ def _pad(batch: list[tuple[np.ndarray, int]]) -> Chains:
 
 
 def _gather(x: Tensor, chains: Chains) -> Tensor:
+    """[N, H, D] → [B, H, L, D]."""
     return x.index_select(0, chains.tokens).unflatten(0, chains.shape).transpose(1, 2)
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[L, H, …] → [1, H, L, …], what the CPU kernel takes; a view."""
+    """[L, H, D] → [1, H, L, D], what the CPU kernel takes; a view."""
     return x.transpose(0, 1)[None]
 
 
 def _rows_first(x: Tensor) -> Tensor:
-    """[B, H, L, …] → [B·L, H, …]."""
+    """[B, H, L, D] → [B·L, H, D]."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, paths: Paths, scale: float) -> tuple[Tensor, Tensor]:
-    """q [N, Hq, D], k and v [N, Hk, D] → output [N, Hq, D] and log-sum-exp [N, Hq]."""
+    """q [N, Hq, D], k and v [N, Hk, D] → output [N, Hq, D] and log-sum-exp [Hq, N]."""
     precise = torch.promote_types(q.dtype, torch.float32)
-    out, lse = torch.empty_like(q, dtype=precise), q.new_empty(q.shape[:2], dtype=precise)
+    out, lse = q.new_empty(q.shape, dtype=precise), q.new_empty(q.shape[1::-1], dtype=precise)
     for chains in paths.chains:
         part, part_lse = _flash(*(_gather(x, chains) for x in (q, k, v)), 0.0, True, scale=scale)
         out.index_copy_(0, chains.rows, _rows_first(part).index_select(0, chains.slots).to(precise))
-        lse.index_copy_(0, chains.rows, _rows_first(part_lse).index_select(0, chains.slots))
+        lse.index_copy_(1, chains.rows, part_lse.transpose(0, 1).flatten(1).index_select(1, chains.slots))
     for rows in paths.causal:
         part, part_lse = _flash(*(_heads_first(x[rows]) for x in (q, k, v)), 0.0, True, scale=scale)
-        out[rows], lse[rows] = _rows_first(part), _rows_first(part_lse)
+        out[rows], lse[:, rows] = _rows_first(part), part_lse[0]
     for rows, keys in paths.full:
         part, part_lse = _flash(*(_heads_first(x) for x in (q[rows], k[keys], v[keys])), 0.0, False, scale=scale)
-        part_lse = _rows_first(part_lse)
-        out[rows].lerp_(_rows_first(part).to(precise), torch.sigmoid(part_lse - lse[rows])[..., None])
-        torch.logaddexp(lse[rows], part_lse, out=lse[rows])
+        so_far, part_lse = lse[:, rows], part_lse[0]
+        out[rows].lerp_(_rows_first(part).to(precise), torch.sigmoid(part_lse - so_far).t()[..., None])
+        lse[:, rows] = torch.logaddexp(so_far, part_lse)
     return out.to(q.dtype), lse
 
 
@@ -166,12 +167,13 @@ def backward(
         # Rows of other chains, and padding, get no gradient here.
         own = grad.new_zeros(chains.tokens.shape + grad.shape[1:]).index_copy_(0, chains.slots, grad.index_select(0, chains.rows))
         own = own.unflatten(0, chains.shape).transpose(1, 2)
-        parts = _flash_backward(own, *(_gather(x, chains) for x in (q, k, v, out, lse)), 0.0, True, scale=scale)
+        chain_lse = lse.index_select(1, chains.tokens).unflatten(1, chains.shape).transpose(0, 1)
+        parts = _flash_backward(own, *(_gather(x, chains) for x in (q, k, v, out)), chain_lse, 0.0, True, scale=scale)
         for total, part in zip((dq, dk, dv), parts, strict=True):
             total.index_add_(0, chains.tokens, _rows_first(part).to(total.dtype))
     for rows, keys, causal in [(rows, rows, True) for rows in paths.causal] + [(*piece, False) for piece in paths.full]:
-        slices = grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows]
-        parts = _flash_backward(*(_heads_first(x) for x in slices), 0.0, causal, scale=scale)
+        slices = grad[rows], q[rows], k[keys], v[keys], out[rows]
+        parts = _flash_backward(*(_heads_first(x) for x in slices), lse[None, :, rows], 0.0, causal, scale=scale)
         for total, part in zip((dq[rows], dk[keys], dv[keys]), parts, strict=True):
             total += _rows_first(part)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

@@ -13,6 +13,8 @@ inputs give the same bits.
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -22,40 +24,75 @@ from .reference import dense_attention
 
 __all__ = ["TreeMask", "tree_attention"]
 
+TRITON_HEAD_DIMS = (32, 64, 128)
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
 
 def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, *, scale: float | None = None, backend: str | None = None
 ) -> Tensor:
     """q [N, Hq, D], k and v [N, Hk, D] → [N, Hq, D].  `scale` is 1/√D unless given; `backend` follows the device unless given."""
-    _check(q, k, v, mask)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     backend = backend or ("triton" if q.is_cuda else "paths")
+    _check(q, k, v, mask, scale, backend)
     if backend == "dense":
         return dense_attention(q, k, v, mask.visible_until, scale)
     return _forward(q, k, v, mask.visible_until, mask.handle, scale, backend)[0]
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, backend: str) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
-        raise ValueError(f"expected q [N, Hq, D] and k, v [N, Hk, D], got {shapes}")
+        raise ValueError(f"tree attention takes q [N, Hq, D] and k, v [N, Hk, D], got {shapes}")
     if q.shape[1] % k.shape[1]:
-        raise ValueError(f"the number of query heads must be a multiple of the number of key heads, got {shapes}")
+        raise ValueError(f"query heads must be a multiple of key heads, got {q.shape[1]} and {k.shape[1]} ({shapes})")
     if len(mask) != q.shape[0]:
-        raise ValueError(f"the mask is for {len(mask)} tokens, but {shapes}")
+        raise ValueError(f"the mask describes {len(mask)} tokens, but {shapes}")
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise TypeError(f"q, k and v must share one floating-point dtype, got {q.dtype}, {k.dtype}, {v.dtype}: cast them first")
+    if not q.device == k.device == v.device == mask.visible_until.device:
+        raise ValueError(f"q, k, v and the mask must be on one device, got {q.device}, {k.device}, {v.device}, {mask.visible_until.device}")
+    if any(x.stride(-1) != 1 for x in (q, k, v)):
+        raise ValueError(f"the last dimension must be contiguous, got strides {[x.stride() for x in (q, k, v)]}: call .contiguous() first")
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    if backend == "triton":
+        _check_triton(q)
+    elif backend == "paths" and q.device.type != "cpu":
+        raise ValueError(f"backend 'paths' is for tensors on a CPU, got {q.device}: use 'triton'")
+    elif backend not in ("paths", "dense"):
+        raise ValueError(f"unknown backend {backend!r}: use 'triton', 'paths' or 'dense'")
+
+
+def _check_triton(q: Tensor) -> None:
+    if q.shape[-1] not in TRITON_HEAD_DIMS:
+        raise ValueError(f"the Triton kernels take head_dim {TRITON_HEAD_DIMS}, got {q.shape[-1]}: use backend 'paths' or 'dense'")
+    if q.dtype not in TRITON_DTYPES:
+        raise TypeError(f"the Triton kernels take {TRITON_DTYPES}, got {q.dtype}: cast, or use backend 'paths' or 'dense'")
+    if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("backend 'triton' on a CPU needs TRITON_INTERPRET=1 in the environment before Python starts: use 'paths'")
+
+
+def _kernels(backend: str, mask: TreeMask):
+    """The module with the backend's forward and backward, and what it wants to know of the mask."""
+    if backend == "triton":
+        from . import attention_triton  # only where it is used: importing it decides whether kernels are interpreted
+
+        return attention_triton, mask
+    return paths, mask.derive("paths", lambda: paths.cut(mask.visible_until))
 
 
 @torch.library.custom_op("dccot::tree_attention", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, visible_until: Tensor, handle: Tensor, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
-    mask = TreeMask.from_handle(handle, visible_until)
-    return paths.forward(q, k, v, mask.derive("paths", lambda: paths.cut(visible_until)), scale)
+    module, layout = _kernels(backend, TreeMask.from_handle(handle, visible_until))
+    return module.forward(q, k, v, layout, scale)
 
 
 @_forward.register_fake
 def _(q, k, v, visible_until, handle, scale, backend):
-    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 @torch.library.custom_op("dccot::tree_attention_backward", mutates_args=())
@@ -63,13 +100,13 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible_until: Tensor, handle: Tensor, scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    mask = TreeMask.from_handle(handle, visible_until)
-    return paths.backward(grad, q, k, v, out, lse, mask.derive("paths", lambda: paths.cut(visible_until)), scale)
+    module, layout = _kernels(backend, TreeMask.from_handle(handle, visible_until))
+    return module.backward(grad, q, k, v, out, lse, layout, scale)
 
 
 @_backward.register_fake
 def _(grad, q, k, v, out, lse, visible_until, handle, scale, backend):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx, inputs, output) -> None:
