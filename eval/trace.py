@@ -1,0 +1,164 @@
+"""The timeline of one response: who wrote when, and what every engine step had in its batch.
+
+    timeline = Timeline()                                   a Watch: hand it to generate(…, watch=timeline)
+    timeline.write("solve.json")                            opens in https://ui.perfetto.dev and in chrome://tracing
+
+    response   director  ███████           ██████           one slice per call, arrows where workers are spawned and read
+               worker 1         ████████
+               worker 2         █████
+    engine     steps     ▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏             one slice per step, with its batch; the batch as a counter too
+
+The steps also say what it costs to decode alone: those with a single call in the batch, prefills aside.
+"""
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dccot.rollout.director import Call, Completion
+from dccot.rollout.generate import Request, Watch
+
+if TYPE_CHECKING:
+    from dccot.rollout.engine import Engine
+
+RESPONSE, ENGINE = 1, 2  # the trace's "processes"
+
+
+@dataclass
+class Lane:
+    """One call to the engine. Times are seconds of the timeline's clock."""
+
+    call: Call
+    start: float
+    ids: list[int] = field(default_factory=list)  # sampled so far
+    end: float | None = None  # None: still running
+    completion: Completion | None = None
+
+    @property
+    def worker(self) -> int:
+        """0 is the director."""
+        return self.call.path[1]
+
+
+@dataclass
+class Step:
+    """One forward pass of the engine."""
+
+    start: float
+    end: float
+    batch: int  # calls in it
+    prefills: int  # calls that gave their first token
+    tokens: int  # sampled in it
+
+
+class Timeline(Watch):
+    """Records one response. `show` is called whenever something has changed; its time is no engine step's time."""
+
+    def __init__(self, show: Callable[[Timeline], None] | None = None, clock: Callable[[], float] = time.perf_counter):
+        self.lanes: list[Lane] = []
+        self.steps: list[Step] = []
+        self._show, self._clock, self._resumed = show or (lambda timeline: None), clock, 0.0
+
+    def started(self, request: Request, call: Call) -> None:
+        self.lanes.append(Lane(call, self._clock()))
+        self._changed()
+
+    def stepped(self, engine: Engine) -> None:
+        now, sampled = self._clock(), engine.written()
+        running = self.running
+        step = Step(self._resumed, now, len(running), sum(not lane.ids for lane in running), 0)
+        for key, call in engine.pending.items():
+            lane = self._lane(call)
+            step.tokens += len(sampled[key]) - len(lane.ids)
+            lane.ids = sampled[key]
+        self.steps.append(step)
+        self._changed()
+
+    def finished(self, request: Request, call: Call, completion: Completion) -> None:
+        lane, step = self._lane(call), self.steps[-1]
+        step.tokens += len(completion.ids) - len(lane.ids)
+        lane.ids, lane.end, lane.completion = completion.ids, step.end, completion
+        self._changed()
+
+    @property
+    def running(self) -> list[Lane]:
+        return [lane for lane in self.lanes if lane.end is None]
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock from the first call to the last token."""
+        return self.steps[-1].end - self.lanes[0].start if self.steps else 0.0
+
+    @property
+    def alone(self) -> list[Step]:
+        """Steps that decoded a single sequence."""
+        return [step for step in self.steps if step.batch == 1 and not step.prefills]
+
+    @property
+    def seconds_per_token_alone(self) -> float | None:
+        """What a token costs when nothing else is decoded; None if that never happened."""
+        tokens = sum(step.tokens for step in self.alone)
+        return sum(step.end - step.start for step in self.alone) / tokens if tokens else None
+
+    def trace(self, about: Mapping[str, Any] | None = None) -> dict:
+        """The timeline in Chrome's trace event format."""
+        return {"traceEvents": list(self._events()), "displayTimeUnit": "ms", "otherData": dict(about or {})}
+
+    def write(self, path: str | Path, about: Mapping[str, Any] | None = None) -> None:
+        Path(path).write_text(json.dumps(self.trace(about), ensure_ascii=False), encoding="utf-8")
+
+    def _lane(self, call: Call) -> Lane:
+        return next(lane for lane in self.running if lane.call is call)
+
+    def _changed(self) -> None:
+        self._show(self)
+        self._resumed = self._clock()
+
+    def _events(self) -> Iterator[dict]:
+        origin = self.lanes[0].start if self.lanes else 0.0
+
+        def at(seconds: float) -> float:
+            return round(1e6 * (seconds - origin), 3)
+
+        def piece(name: str, process: int, thread: int, start: float, end: float, arguments: dict) -> dict:
+            return {"ph": "X", "name": name, "pid": process, "tid": thread, "ts": at(start), "dur": at(end) - at(start), "args": arguments}
+
+        workers = max((lane.worker for lane in self.lanes), default=0)
+        names = {(RESPONSE, 0): "director", (ENGINE, 0): "steps"} | {(RESPONSE, i): f"worker {i}" for i in range(1, workers + 1)}
+        for process, name in ((RESPONSE, "response"), (ENGINE, "engine")):
+            yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+            yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
+        for (process, thread), name in names.items():
+            yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
+            yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": {"sort_index": thread}}
+        finished = [lane for lane in self.lanes if lane.completion]
+        for lane in finished:
+            name = f"{names[RESPONSE, lane.worker]}, {'round' if lane.worker else 'part'} {lane.call.path[0] + 1}"
+            yield piece(name, RESPONSE, lane.worker, lane.start, lane.end, {
+                "sampled": len(lane.ids), "inserted": len(lane.call.inserted), "prompt": len(lane.call.prompt),
+                "cached": lane.completion.cached, "stop": lane.completion.stop.value,
+            })  # fmt: skip
+        for number, (source, target) in enumerate(_arrows(finished)):
+            arrow = {"name": "spawn" if target.worker else "read", "cat": "tree", "id": number, "pid": RESPONSE}
+            yield {"ph": "s", "tid": source.worker, "ts": at(source.end) - 0.001, **arrow}  # an arrow leaves from inside its slice
+            yield {"ph": "f", "bp": "e", "tid": target.worker, "ts": at(target.start), **arrow}
+        for step in self.steps:
+            counts = {name: value for name, value in asdict(step).items() if name not in ("start", "end")}
+            yield piece(f"batch {step.batch}", ENGINE, 0, step.start, step.end, counts)
+            yield {"ph": "C", "name": "batch", "pid": ENGINE, "ts": at(step.start), "args": {"calls": step.batch}}
+        if self.steps:
+            yield {"ph": "C", "name": "batch", "pid": ENGINE, "ts": at(self.steps[-1].end), "args": {"calls": 0}}
+
+
+def _arrows(lanes: list[Lane]) -> Iterator[tuple[Lane, Lane]]:
+    """(from, to): the director to each worker it spawned, each worker to the director that read it."""
+    by_path = {lane.call.path: lane for lane in lanes}
+    for (number, worker), lane in by_path.items():
+        if worker:
+            yield by_path[number, 0], lane
+            if (number + 1, 0) in by_path:
+                yield lane, by_path[number + 1, 0]

@@ -1,0 +1,244 @@
+"""`dccot solve`: what is shown, timed and traced is what the engine wrote. One engine for all tests, on a model that spawns untrained."""
+import io
+import json
+import os
+import sys
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from rich.console import Console
+
+from dccot.data.prompting import PromptConfig
+from dccot.eval.live import TerminalView, view_for
+from dccot.eval.solve import answer_in, main, settings_of, solve, summary
+from dccot.eval.trace import Step, Timeline
+from dccot.rollout.director import RolloutConfig
+from dccot.rollout.generate import Request, generate
+from dccot.rollout.settings import EngineConfig
+from dccot.rollout.tiny import Chances, save
+
+PROBLEM = "What is 1 plus 2?"
+BUDGET = 200
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("models") / "tiny", "spelled", Chances(spawn=1 / 16, close=1 / 12, eos=1 / 30))
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    from dccot.rollout.engine import Engine
+
+    engine = Engine(model, EngineConfig(context=2048, max_sequences=8))
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def solution(model, engine):
+    found = (solve(model, PROBLEM, budget=BUDGET, seed=seed, engine=engine) for seed in range(20))
+    return next(s for s in found if len(s.response.rounds) > 1 and s.response.final is not None)
+
+
+def complete_events(trace: dict, process: str) -> list[dict]:
+    [pid] = [e["pid"] for e in trace["traceEvents"] if e["name"] == "process_name" and e["args"]["name"] == process]
+    return [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == pid]
+
+
+def test_watching_changes_nothing(model, engine):
+    prompt = PromptConfig().ids(engine.tokenizer, PROBLEM)
+    [(_, plain)] = generate(engine, [Request("problem", 0, prompt)], RolloutConfig(budget=BUDGET), seed=(7,))
+    watched = solve(model, PROBLEM, budget=BUDGET, seed=7, engine=engine, show=lambda timeline: None)
+    assert watched.response.as_read == plain.as_read
+
+
+def test_the_trace_has_a_slice_for_every_segment(solution, tmp_path):
+    solution.timeline.write(tmp_path / "trace.json", {"model": "tiny"})
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    expected = []
+    for number, round_ in enumerate(solution.response.rounds, start=1):
+        expected.append((f"director, part {number}", 0, len(round_.director.sampled)))
+        expected += [(f"worker {i}, round {number}", i, len(w.sampled)) for i, w in enumerate(round_.workers, start=1)]
+    expected.append((f"director, part {len(solution.response.rounds) + 1}", 0, len(solution.response.final.sampled)))
+    slices = complete_events(trace, "response")
+    assert sorted((e["name"], e["tid"], e["args"]["sampled"]) for e in slices) == sorted(expected)
+
+
+def test_workers_begin_when_their_director_ends_and_end_before_it_goes_on(solution):
+    slices = {e["name"]: e for e in complete_events(solution.timeline.trace(), "response")}
+    for number in range(1, len(solution.response.rounds) + 1):
+        before, after = slices[f"director, part {number}"], slices[f"director, part {number + 1}"]
+        for worker in range(1, 4):
+            piece = slices[f"worker {worker}, round {number}"]
+            assert before["ts"] + before["dur"] <= piece["ts"] <= piece["ts"] + piece["dur"] <= after["ts"]
+
+
+def test_every_sampled_token_belongs_to_one_engine_step(solution):
+    steps = complete_events(solution.timeline.trace(), "engine")
+    assert sum(e["args"]["tokens"] for e in steps) == solution.response.sampled_tokens
+    assert len(steps) == sum(
+        len(r.director.sampled) + max(len(w.sampled) for w in r.workers) for r in solution.response.rounds
+    ) + len(solution.response.final.sampled)
+
+
+def test_a_steps_batch_is_the_number_of_lanes_open_during_it(solution):
+    trace = solution.timeline.trace()
+    lanes = complete_events(trace, "response")
+    for step in complete_events(trace, "engine"):
+        middle = step["ts"] + step["dur"] / 2
+        assert step["args"]["batch"] == sum(lane["ts"] <= middle <= lane["ts"] + lane["dur"] for lane in lanes)
+
+
+def test_arrows_leave_and_reach_slices(solution):
+    trace = solution.timeline.trace()
+    slices = complete_events(trace, "response")
+    starts = {e["id"]: e for e in trace["traceEvents"] if e["ph"] == "s"}
+    ends = {e["id"]: e for e in trace["traceEvents"] if e["ph"] == "f"}
+    assert len(starts) == len(ends) == 2 * 3 * len(solution.response.rounds)
+    for arrow in [*starts.values(), *ends.values()]:
+        assert any(s["tid"] == arrow["tid"] and s["ts"] <= arrow["ts"] <= s["ts"] + s["dur"] for s in slices)
+
+
+def test_sequential_time_counts_only_steps_that_decoded_alone():
+    timeline = Timeline()
+    timeline.steps = [
+        Step(0.0, 9.0, batch=1, prefills=1, tokens=1),  # prefill: not decoding
+        Step(9.0, 9.25, batch=1, prefills=0, tokens=1),
+        Step(9.25, 9.75, batch=1, prefills=0, tokens=1),
+        Step(9.75, 20.0, batch=3, prefills=0, tokens=3),  # not alone
+    ]
+    assert timeline.seconds_per_token_alone == (0.25 + 0.5) / 2
+
+
+def test_no_token_decoded_alone_means_no_estimate():
+    assert Timeline().seconds_per_token_alone is None
+
+
+def test_json_is_one_object_with_the_responses_own_numbers(model, engine, capsys, solution, tmp_path):
+    arguments = [str(model), PROBLEM, "--budget", str(BUDGET), "--seed", "3", "--json", "--trace", str(tmp_path / "t.json")]
+    assert main(arguments, engine) == 0
+    printed = json.loads(capsys.readouterr().out)
+    same = solve(model, PROBLEM, budget=BUDGET, seed=3, engine=engine)
+    assert printed["text"] == same.text
+    assert (printed["longest_path"], printed["total_tokens"]) == (same.response.longest_path, same.response.total_tokens)
+    assert printed["sequential_seconds"] == pytest.approx(printed["seconds_per_token_alone"] * printed["total_tokens"])
+    assert json.loads((tmp_path / "t.json").read_text())["otherData"]["seed"] == 3
+
+
+def test_output_that_is_no_terminal_gets_every_segment_in_reading_order(model, engine, capsys):
+    assert main([str(model), PROBLEM, "--budget", str(BUDGET), "--seed", "3"], engine) == 0
+    printed = capsys.readouterr().out
+    response = solve(model, PROBLEM, budget=BUDGET, seed=3, engine=engine).response
+    headings = [line.split(" · ")[0] for line in printed.splitlines() if line.startswith("── ")]
+    expected = [name for r in response.rounds for name in ("── director", *(f"── worker {i}" for i in range(1, 1 + len(r.workers))))]
+    assert headings == expected + (["── director"] if response.final is not None else [])
+    assert "\x1b" not in printed
+    assert f"longest path {response.longest_path}, total {response.total_tokens}" in printed
+
+
+def test_sequential_asks_without_workers(model, engine):
+    alone = solve(model, PROBLEM, budget=40, sequential=True, engine=engine)
+    assert alone.response.rounds == []
+    assert alone.response.prompt == PromptConfig(kind="sequential").ids(engine.tokenizer, PROBLEM)
+
+
+def on_terminal(timeline: Timeline, width: int, decode) -> str:
+    """What a terminal of that width shows of a finished timeline, escape sequences left out."""
+    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=width, height=40, legacy_windows=False)
+    with TerminalView(decode, console) as view:
+        view.show(timeline)
+    return console.file.getvalue()
+
+
+def test_workers_stand_side_by_side(solution, engine):
+    shown = on_terminal(solution.timeline, 120, engine.tokenizer.decode)
+    assert sum(all(f"worker {i} · " in line for i in (1, 2, 3)) for line in shown.splitlines()) == len(solution.response.rounds)
+
+
+def test_workers_stand_below_each_other_where_columns_would_be_too_narrow(solution, engine):
+    shown = on_terminal(solution.timeline, 50, engine.tokenizer.decode)
+    assert not any("worker 1 · " in line and "worker 2 · " in line for line in shown.splitlines())
+    assert shown.count("worker 3 · ") == len(solution.response.rounds)
+
+
+def test_everything_written_is_on_the_terminal_in_the_end(solution):
+    shown = on_terminal(solution.timeline, 120, lambda ids: " ".join(f"#{token}" for token in ids))
+    assert shown.count("#") == solution.response.sampled_tokens
+
+
+def test_terminal_escapes_in_a_models_text_are_not_obeyed(solution):
+    shown = on_terminal(solution.timeline, 120, lambda ids: "\x1b]0;owned\x07\x1b[31m")
+    assert "\x1b]0" not in shown and "\x1b[31m" not in shown
+
+
+def test_a_view_that_is_no_terminal_is_plain():
+    assert not isinstance(view_for(PROBLEM, str, Console(file=io.StringIO())), TerminalView)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"<answer>\boxed{\frac{1}{2}}</answer>", r"\frac{1}{2}"),
+        (r"first \boxed{1}, then \boxed{2}", "2"),
+        (r"\boxed{1} and cut off in \boxed{2", "1"),
+        ("<think>…</think><answer> 42 </answer>", "42"),
+        ("<answer>cut off", "cut off"),
+        ("nothing", None),
+    ],
+)
+def test_the_answer_is_the_last_whole_box_or_else_the_answer_block(text, answer):
+    assert answer_in(text) == answer
+
+
+def test_a_run_is_asked_as_it_was_trained(tmp_path):
+    (tmp_path / "config.yaml").write_text("prompt: {kind: parallel, open_think: false}\nrollout: {budget: 321, workers: 2}\nseed: 4\n")
+    prompt, rollout = settings_of(tmp_path)
+    assert (prompt.open_think, rollout.budget, rollout.workers, rollout.parallel) == (False, 321, 2, True)
+
+
+def test_a_sequential_run_is_asked_without_workers(tmp_path):
+    (tmp_path / "config.yaml").write_text("prompt: {kind: sequential}\n")
+    assert not settings_of(tmp_path)[1].parallel
+
+
+def test_a_plain_model_is_asked_as_in_the_paper(model):
+    assert settings_of(model) == (PromptConfig(), RolloutConfig())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere", PROBLEM], "'nowhere' is neither"),
+        (["{model}", "why " * 3000], "tokens; {model} takes 4,096: shorten it"),
+        (["{model}", "  "], "the problem is empty"),
+        (["{model}", "<｜User｜>"], "holds the chat token"),
+        (["{model}", PROBLEM, "--temperature", "-1"], "rollout.temperature is -1"),
+        (["{model}", PROBLEM, "--trace", "no/such/folder/t.json"], "there is no folder no/such/folder"),
+        (["{model}", PROBLEM, "--budget", "0"], "'0' is not a whole number of at least 1"),
+        (["{model}", PROBLEM, "--temprature", "1"], "unrecognized arguments"),
+        (["{model}"], "required: problem"),
+    ],
+)
+def test_what_cannot_be_run_costs_one_line_and_no_engine(model, capsys, arguments, says):
+    try:
+        code = main([argument.format(model=model) for argument in arguments])
+    except SystemExit as stopped:
+        code = stopped.code
+    printed = capsys.readouterr()
+    assert (code, printed.out, printed.err.count("\n")) == (2, "", 1)
+    assert says.format(model=model) in printed.err
+
+
+def test_a_problem_may_come_from_standard_input(model, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    assert main([str(model), "-"]) == 2
+    assert "empty" in capsys.readouterr().err
+
+
+def test_the_summary_says_how_sequential_time_was_computed(solution):
+    text = " ".join(text for _, text in summary(solution))
+    alone = sum(step.tokens for step in solution.timeline.steps if step.batch == 1 and not step.prefills)
+    assert f"{solution.response.total_tokens} tokens × " in text and f"the {alone} tokens of this run that were decoded alone" in text
