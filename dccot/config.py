@@ -127,6 +127,10 @@ def require(holds: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def at_least(least: float, value: float, key: str) -> None:
+    require(value >= least, f"{key} is {value}; it must be at least {least}")
+
+
 def one_of(value: str, allowed: typing.Iterable[str], key: str) -> None:
     allowed = list(allowed)
     require(value in allowed, f"{key} is {value!r}; it must be one of {', '.join(allowed)}{_nearest(str(value), allowed)}")
@@ -160,13 +164,18 @@ def _refuse_unknown(kind: type, tree: dict, prefix: str) -> None:
         if key not in hints:
             near = _nearest(str(key), hints)
             raise ConfigError(f"unknown key {prefix}{key}{near or '; known: ' + ', '.join(hints)}")
-        nested = next((t for t in (hints[key], *typing.get_args(hints[key])) if dataclasses.is_dataclass(t)), None)
-        if nested is hints[key] and not isinstance(value, dict):
-            raise ConfigError(f"{prefix}{key} is {value!r}; it is a group of settings, such as {prefix}{key}.{next(iter(nested.__annotations__))}")
-        if nested:
-            for name, item in enumerate(value) if isinstance(value, list) else [(None, value)]:
-                if isinstance(item, dict):
-                    _refuse_unknown(nested, item, f"{prefix}{key}." if name is None else f"{prefix}{key}[{name}].")
+        _refuse_misfit(hints[key], value, prefix + key)
+
+
+def _refuse_misfit(hint: Any, value: Any, key: str) -> None:
+    """Unknown keys below `key`, and a single value where there should be many."""
+    if dataclasses.is_dataclass(hint):
+        require(isinstance(value, dict), f"{key} is {value!r}; it is a group of settings: {', '.join(hint.__annotations__)}")
+        _refuse_unknown(hint, value, f"{key}.")
+    elif typing.get_origin(hint) is list:
+        require(isinstance(value, list), f"{key} is {value!r}; it must be a list")
+        for index, item in enumerate(value):
+            _refuse_misfit(typing.get_args(hint)[0], item, f"{key}[{index}]")
 
 
 def _refuse_interpolation(value: Any, key: str) -> None:

@@ -40,6 +40,12 @@ class ShardingConfig:
     reduce_once: bool = True  # gradients wait unsharded for the last micro-batch (4 bytes per parameter); false reduces after each
     compile: bool = False
 
+    def check(self) -> None:
+        _dtype("sharding.compute_dtype", self.compute_dtype)
+        _dtype("sharding.master_dtype", self.master_dtype)
+        if self.replicate < 1:
+            raise ValueError(f"sharding.replicate is {self.replicate}; it must be at least 1")
+
 
 def build_model(
     folder: str | Path, sharding: ShardingConfig, *, device: torch.device | str | None = None, seed: int | None = None

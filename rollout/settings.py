@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dccot.config import require
+from dccot.config import one_of, require
 
 
 @dataclass
@@ -19,6 +19,7 @@ class EngineConfig:
     stall_seconds: float = 1800.0  # nothing finished for so long: an error names the pending calls
 
     def check(self) -> None:
+        one_of(self.dtype, ("auto", "bfloat16", "float16", "float32"), "engine.dtype")
         require(self.max_sequences > 0, f"engine.max_sequences is {self.max_sequences}; it must be at least 1")
         require(self.tensor_parallel > 0, f"engine.tensor_parallel is {self.tensor_parallel}; it must be at least 1")
         require(0 < self.gpu_memory <= 1, f"engine.gpu_memory is {self.gpu_memory}; it must be in (0, 1]")

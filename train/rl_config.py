@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from dccot.config import ConfigError, one_of, require
+from dccot.config import ConfigError, at_least, one_of, require
 from dccot.data.prompting import PromptConfig
 from dccot.eval.grading import GradingConfig
 from dccot.model.config import read_config
@@ -19,6 +19,7 @@ from dccot.train.filters import FILTERS
 from dccot.train.objectives import ObjectiveConfig
 from dccot.train.phases import ProfileConfig
 from dccot.train.rewards import RewardConfig
+from dccot.train.run import check_run
 from dccot.train.sft import ModelPath
 from dccot.train.update import OptimizerConfig
 
@@ -28,9 +29,6 @@ class RLData:
     train: str = ""  # JSONL or parquet of problems
     validation: str | None = None
     preset: str | None = None  # field names of a known set, e.g. deepscaler
-
-    def check(self) -> None:
-        require(bool(self.train), "data.train is not set; name a JSONL or parquet file of problems")
 
 
 @dataclass
@@ -45,12 +43,14 @@ class BatchConfig:
 
     def check(self) -> None:
         require(self.samples > 1, f"batch.samples is {self.samples}; an advantage within a group needs at least 2")
+        at_least(1, self.prompts, "batch.prompts")
+        at_least(1, self.prompts_rolled_out, "batch.prompts_rolled_out")
+        at_least(1, self.max_rollout_batches, "batch.max_rollout_batches")
+        at_least(1, self.token_budget, "batch.token_budget")
         require(
             self.optimizer_steps > 0 and self.prompts % self.optimizer_steps == 0,
             f"batch.prompts is {self.prompts}, which batch.optimizer_steps {self.optimizer_steps} does not divide; change one of them",
         )
-        require(self.prompts_rolled_out > 0, f"batch.prompts_rolled_out is {self.prompts_rolled_out}; it must be at least 1")
-        require(self.max_rollout_batches > 0, f"batch.max_rollout_batches is {self.max_rollout_batches}; it must be at least 1")
         require(
             self.prompts <= self.prompts_rolled_out * self.max_rollout_batches,
             f"batch.prompts is {self.prompts}; {self.max_rollout_batches} batches of {self.prompts_rolled_out} can never give as many",
@@ -59,10 +59,15 @@ class BatchConfig:
 
 @dataclass
 class ValidationConfig:
-    every: int = 20  # steps, and once before the first
+    every: int = 20  # steps, and once before the first; 0: never
     samples: int = 50
     top_p: float = 0.95
     problems: int | None = None  # the first so many of data.validation; None: all
+
+    def check(self) -> None:
+        at_least(0, self.every, "validation.every")
+        at_least(1, self.samples, "validation.samples")
+        require(0 < self.top_p <= 1, f"validation.top_p is {self.top_p}; it must be in (0, 1]")
 
 
 @dataclass
@@ -93,7 +98,13 @@ class RLConfig:
 
     def check(self) -> None:
         one_of(self.filter, FILTERS, "filter")
-        require(self.steps > 0, f"steps is {self.steps}; it must be at least 1")
+        check_run(self)
+        require(bool(self.data.train or self.replay), "data.train is not set; name a JSONL or parquet file of problems")
+        at_least(1, self.keep_rollouts, "keep_rollouts")
+        at_least(0, self.max_bad_steps, "max_bad_steps")
+        require(self.timeout_seconds > 0, f"timeout_seconds is {self.timeout_seconds}; it must be positive")
+        temperature = self.rollout.temperature
+        require(temperature > 0, f"rollout.temperature is {temperature}; training divides logits by it: it must be positive")
         cutoff, budget = self.reward.cutoff, self.rollout.budget
         require(cutoff < budget, f"reward.cutoff is {cutoff}, which is not below rollout.budget {budget}; lower the cutoff")
         parallel = self.prompt.kind == "parallel"

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from dccot.config import ConfigError, load_config, to_yaml
+from dccot.config import ConfigError, at_least, load_config, require, to_yaml
 from dccot.data.jsonl import BadData
 from dccot.train.runtime import Runtime
 
@@ -52,6 +52,13 @@ def launch_arguments(argv: Sequence[str] | None, description: str, example: str)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
     parser.add_argument("--print-config", action="store_true", help="show the resolved configuration and stop")
     return parser.parse_args(argv)
+
+
+def check_run(config: Any) -> None:
+    """What every kind of run needs."""
+    require(bool(config.name.strip()), f"name is {config.name!r}; it names the run's folder below output")
+    require(0 <= config.seed < 2**63, f"seed is {config.seed}; it must be in [0, 2^63)")
+    at_least(1, config.steps, "steps")
 
 
 def open_run(config: Any, runtime: Runtime) -> Path:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from dccot.config import require
+from dccot.config import at_least, require
 from dccot.data.jsonl import BadData, read_jsonl
 from dccot.data.prompting import PromptConfig
 from dccot.data.stream import ProblemStream
@@ -31,7 +31,7 @@ from dccot.train.flops import pair_cost, training_speed
 from dccot.train.forest import Forest, forests_of_rank, pack
 from dccot.train.metrics import Recorder, console_line, memory_metrics
 from dccot.train.phases import Phases, ProfileConfig, profiled
-from dccot.train.run import StepProgress, launch, open_run
+from dccot.train.run import StepProgress, check_run, launch, open_run
 from dccot.train.runtime import Runtime
 from dccot.train.update import OptimizerConfig, make_optimizer, score, update
 
@@ -54,6 +54,7 @@ class SFTData:
 
     def check(self) -> None:
         require(bool(self.train), "data.train is not set; name a JSONL file with id, question and completion")
+        at_least(1, self.max_tokens, "data.max_tokens")
 
 
 @dataclass
@@ -75,9 +76,9 @@ class SFTConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def check(self) -> None:
-        require(self.steps > 0, f"steps is {self.steps}; it must be at least 1")
-        require(self.batch > 0, f"batch is {self.batch}; it must be at least 1")
-        require(self.token_budget > 0, f"token_budget is {self.token_budget}; it must be at least 1")
+        check_run(self)
+        for name in ("batch", "token_budget", "workers", "validate_every"):
+            at_least(1, getattr(self, name), name)
 
 
 @dataclass(frozen=True)

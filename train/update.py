@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from dccot.config import require
+from dccot.config import at_least, require
 from dccot.train.forest import Forest
 from dccot.train.runtime import Runtime
 
@@ -28,9 +28,13 @@ class OptimizerConfig:
     warmup_steps: int = 0  # linear, then constant
 
     def check(self) -> None:
-        require(self.learning_rate > 0, f"optimizer.learning_rate is {self.learning_rate}; it must be positive")
+        rate = self.learning_rate
+        require(0 < rate < math.inf, f"optimizer.learning_rate is {rate}; it must be positive and finite")
         require(self.clip > 0, f"optimizer.clip is {self.clip}; it must be positive")
-        require(len(self.betas) == 2, f"optimizer.betas is {self.betas}; it must be two numbers")
+        good = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        require(good, f"optimizer.betas is {self.betas}; it must be two numbers in [0, 1)")
+        at_least(0, self.weight_decay, "optimizer.weight_decay")
+        at_least(0, self.warmup_steps, "optimizer.warmup_steps")
 
     def rate(self, step: int) -> float:
         """Learning rate of step `step`, counted from 0."""
