@@ -20,10 +20,9 @@ from dccot.model.sharding import ShardingConfig, build_model
 
 CASES = {
     "fsdp": ShardingConfig(compute_dtype="float32"),
-    "kept gathered": ShardingConfig(compute_dtype="float32", reshard_after_forward=False, activation_checkpointing=False),
     "hsdp": ShardingConfig(compute_dtype="float32", replicate=2),
     "compiled": ShardingConfig(compute_dtype="float32", compile=True),
-    "bf16": ShardingConfig(compute_dtype="bfloat16"),
+    "bf16, kept gathered": ShardingConfig(compute_dtype="bfloat16", reshard_after_forward=False, activation_checkpointing=False),
 }
 
 

@@ -6,7 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dccot.kernels.tree_attention import TreeMask
 from dccot.model.checkpoint_io import load_weights
-from dccot.model.config import parse_config, read_config
+from dccot.model.config import RopeConfig, parse_config, read_config
+from dccot.model.rotary import cos_sin, inverse_frequencies, rotate
 from dccot.model.transformer import Transformer
 
 VOCABULARY = 301
@@ -95,15 +96,39 @@ def test_parameter_names_are_hugging_face_s(raw_config, write_checkpoint, tmp_pa
         assert names == {name: p.shape for name, p in theirs.named_parameters()}
 
 
-def test_fp64_is_fp64_throughout(raw_config):
-    """Two evaluations that differ only in how the matrix products are blocked agree to fp64's last digits, not to fp32's."""
-    model = Transformer(parse_config(raw_config("qwen3"))).double()
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_fp64_is_fp64_throughout(raw_config, model_type):
+    """Finite differences find the gradient to six digits; one rounding to fp32 anywhere in the forward would leave them none."""
+    model = Transformer(parse_config(raw_config(model_type))).double()
     model.init_weights(0)
-    tokens = torch.arange(90)
-    alone = model(tokens, tokens, TreeMask.causal([90]))
-    packed = model(tokens.repeat(2), tokens.repeat(2), TreeMask.causal([90, 90]))[90:]
-    assert alone.dtype == torch.float64
-    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-13)
+    tokens, rows, mask = torch.arange(60), torch.arange(40), TreeMask.causal([60])
+
+    def loss():
+        logprob, entropy = model(tokens, tokens, mask, rows, tokens[rows + 1], temperature=0.6)
+        return logprob.sum() + entropy.sum()
+
+    loss().backward()
+    generator = torch.Generator().manual_seed(0)
+    directions = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in model.parameters()]
+    expected = sum(float((p.grad * d).sum()) for p, d in zip(model.parameters(), directions))
+    step, values = 1e-7, []
+    with torch.no_grad():
+        for sign in (1, -2):
+            for p, d in zip(model.parameters(), directions):
+                p.add_(sign * step * d)
+            values.append(float(loss()))
+    assert (values[0] - values[1]) / (2 * step) == pytest.approx(expected, rel=1e-6)
+
+
+def test_rotation_of_bf16_rounds_once():
+    rope = RopeConfig(theta=10_000.0)
+    position = torch.arange(30_000, 30_050)
+    x = torch.randn(50, 3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    angle = position[:, None, None].double() * inverse_frequencies(rope, 64, position.device).double()
+    left, right = x.double().chunk(2, dim=-1)
+    exact = torch.cat([left * angle.cos() - right * angle.sin(), right * angle.cos() + left * angle.sin()], dim=-1)
+    error = (rotate(x, *cos_sin(position, rope, 64)).double() - exact).abs()
+    assert (error <= exact.abs() * 2**-8 + 0.01).all()  # half a unit in the last place; fp32 angles at 30,000 are good to 0.002
 
 
 def test_rotation_stays_fp32_in_a_bf16_model(raw_config, write_checkpoint, tmp_path):
