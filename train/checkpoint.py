@@ -6,7 +6,8 @@
     checkpoints/step_000010/manifest.json   size and checksum of every file above; written last
     latest                                  name of the newest whole checkpoint; moves last
 
-A checkpoint that does not match its manifest is reported and the one before it is used. The newest good one is never deleted.
+A checkpoint that does not match its manifest is reported and the one before it is used. The newest good one is never deleted. A disk
+that is full costs the checkpoint, not the run: the next one is tried as usual, and only the last one must succeed.
 """
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
@@ -56,16 +58,19 @@ class Checkpointer:
                 shutil.rmtree(leftover)
         runtime.barrier()
 
-    def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> bool:
-        """Write the checkpoint of `step`; False (and a message) if the disk would not take it, with everything older intact."""
+    def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any], *, last: bool = False) -> bool:
+        """Write the checkpoint of `step`; False (and a message) if the disk would not take it, with everything older intact.
+
+        Where it is the `last` of a run, there is no later one to make up for it: then that is an error.
+        """
         partial, final = self.folder / f".step_{step:06d}.partial", self.folder / f"step_{step:06d}"
         problem = None
         try:
             model_state, optimizer_state = get_state_dict(model, optimizer)
             dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial / "dcp")
             save_checkpoint(model, partial / "hf", source=self.source)
-        except (OSError, RuntimeError) as error:  # a full disk surfaces as either
-            problem = f"rank {self.runtime.rank}: {error}"
+        except (Exception, CheckpointException) as error:  # a full disk surfaces as OSError, RuntimeError, SafetensorError or this
+            problem = f"rank {self.runtime.rank}: {_first_line(error)}"
         problems = [text for [text] in self.runtime.gather([problem]) if text]
         if self.runtime.is_main and not problems:
             try:
@@ -74,28 +79,36 @@ class Checkpointer:
                 if final.exists():
                     shutil.rmtree(final)
                 os.replace(partial, final)
+                _flush(self.folder)
                 _point(self.latest, final.name)
                 self._retire(step)
             except OSError as error:
                 problems = [f"rank 0: {error}"]
         problems = self.runtime.share(problems)
         if problems:
-            log.error("checkpoint of step %d was not written (%s); training goes on, the one before it stays", step, problems[0])
             if self.runtime.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
+            if last:
+                raise OSError(f"the last checkpoint, step {step}, was not written ({problems[0]}); make room and run this again")
+            log.error("checkpoint of step %d was not written (%s); training goes on, the one before it stays", step, problems[0])
         return not problems
 
     def newest(self) -> Path | None:
         """The newest checkpoint that matches its manifest; damaged ones are reported and passed over."""
-        found = None
+        found, damaged = None, []
         if self.runtime.is_main:
-            for folder in sorted(self.folder.glob("step_*"), reverse=True):
+            whole = [folder for folder in self._steps() if (folder / "dcp").exists()]  # of others only hf/ was to stay
+            for folder in reversed(whole):
                 damage = verify_manifest(folder)
                 if damage is None:
                     found = folder
                     break
                 log.error("checkpoint %s is damaged (%s); trying the one before", folder, damage)
-        return self.runtime.share(found)
+                damaged.append(folder.name)
+        found, damaged = self.runtime.share((found, damaged))
+        if damaged and found is None:
+            raise FileExistsError(f"no checkpoint in {self.folder} is whole ({', '.join(damaged)}); remove that folder to start anew")
+        return found
 
     def resume(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
         """Restore the newest good checkpoint; returns its state, or None when the run is new."""
@@ -107,17 +120,35 @@ class Checkpointer:
         model_state, optimizer_state = get_state_dict(model, optimizer)
         dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / "dcp")
         set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        if self.runtime.is_main:
+            _point(self.latest, folder.name)  # it may name a damaged one, or lag behind if the run was killed before it moved
         return json.loads((folder / "state.json").read_text())
 
+    def _steps(self) -> list[Path]:
+        return sorted(self.folder.glob("step_*"), key=_step_of)
+
     def _retire(self, newest_step: int) -> None:
-        """Delete what is older than the newest `keep`; where an hf/ folder is to stay, only the rest of its checkpoint goes."""
-        for folder in sorted(self.folder.glob("step_*"))[: -self.config.keep]:
-            step = int(folder.name.removeprefix("step_"))
+        """Delete what is older than the newest `keep`; where an hf/ folder is to stay, only the rest of its checkpoint goes.
+
+        Anything past the newest step was damaged, and the run has gone back behind it.
+        """
+        for folder in [folder for folder in self._steps() if _step_of(folder) > newest_step]:
+            shutil.rmtree(folder)
+        for folder in self._steps()[: -self.config.keep]:
+            step = _step_of(folder)
             if self.config.keep_hf_every and step % self.config.keep_hf_every == 0:
                 shutil.rmtree(folder / "dcp", ignore_errors=True)
                 (folder / "manifest.json").unlink(missing_ok=True)
             else:
                 shutil.rmtree(folder)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def resolve_model(path: str | Path) -> Path:

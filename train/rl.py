@@ -356,7 +356,7 @@ def train(config: RLConfig, engine: Engine | None = None) -> None:
             recorder.write(step, metrics, {"sample": sample_text(batch.groups[0][0])} if step % 10 == 0 else None)
             progress.step(step + 1, console_line(step + 1, config.steps, metrics))
             if last or (step + 1) % config.checkpoint.every == 0:
-                rl.checkpointer.save(step + 1, rl.model, rl.optimizer, rl.state())
+                rl.checkpointer.save(step + 1, rl.model, rl.optimizer, rl.state(), last=last)
 
 
 def step_metrics(rl: RL, batch: Batch, reports: Sequence[StepReport]) -> dict[str, float]:

@@ -208,7 +208,7 @@ def train(config: SFTConfig) -> None:
             recorder.write(step, metrics)
             progress.step(step + 1, console_line(step + 1, config.steps, metrics))
             if last or (step + 1) % config.checkpoint.every == 0:
-                checkpointer.save(step + 1, model, optimizer, {"skipped": skipped, "stream": stream.state()})
+                checkpointer.save(step + 1, model, optimizer, {"skipped": skipped, "stream": stream.state()}, last=last)
     recorder.close()
     runtime.stop()
 
