@@ -18,7 +18,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -228,12 +228,13 @@ def _generate(
         progress = stack.enter_context(ResponseProgress(benchmark.title, len(requests), runtime.is_main))
         writes = runtime.rank % config.engine.tensor_parallel == 0  # the ranks of one replica hold the same responses
         file = stack.enter_context(JsonlWriter(out / "rollouts" / f"{benchmark.name}.rank{runtime.rank}.jsonl")) if writes else None
-        for request, response in generate(engine, requests, config.rollout, seed=(config.seed, "eval", benchmark.name)):
+        seed = (config.seed, "eval", benchmark.name)
+        for request, response in stack.enter_context(closing(generate(engine, requests, config.rollout, seed=seed))):
             problem, _ = known[request.problem]
             rollout = rollout_of(problem, request.sample, response, engine.tokenizer, config.prompt, config.rollout.workers)
             if file:
                 file.write(saved(rollout))
-            progress.advance(rollout)
+            progress.advance(response.longest_path)
 
 
 def saved(rollout: Rollout) -> dict:

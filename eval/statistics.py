@@ -24,13 +24,17 @@ class Estimate:
     stderr: float = math.nan
 
     def to_json(self) -> dict[str, float | None]:
-        """JSON has no nan; null stands for it."""
-        return {name: None if math.isnan(number) else number for name, number in self.__dict__.items()}
+        return {"value": plain(self.value), "stderr": plain(self.stderr)}
 
     @property
     def clear(self) -> bool:
         """Whether it is further than two standard errors from nothing."""
         return abs(self.value) > 2 * self.stderr
+
+
+def plain(number: float) -> float | None:
+    """For JSON, which has no nan."""
+    return None if math.isnan(number) else number
 
 
 def mean(values: Sequence[float]) -> float:

@@ -15,7 +15,6 @@ from dccot.config import ConfigError
 from dccot.data.jsonl import BadData
 from dccot.data.prompting import UnusablePrompt
 from dccot.eval.results import LABELS, Evaluation, shown
-from dccot.rollout.response import Rollout
 
 
 class ResponseProgress:
@@ -37,9 +36,9 @@ class ResponseProgress:
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
-    def advance(self, rollout: Rollout) -> None:
+    def advance(self, longest_path: int) -> None:
         self.done += 1
-        self.tokens += rollout.response.longest_path
+        self.tokens += longest_path
         self.bar.update(self.task, completed=self.done, description=f"{self.title}  longest path {self.tokens / self.done:,.0f}")
         now = time.monotonic()
         if self.active and not self.console.is_terminal and (now - self.said > 30 or self.done == self.total):

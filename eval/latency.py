@@ -1,0 +1,239 @@
+"""Wall-clock of a response, parallel against sequential on the same problems, and how well longest path predicts it.
+
+    dccot eval latency runs/hlp --baseline runs/base --problems mine.jsonl --concurrency 1,4,16
+
+At concurrency c the engine is always at work on c responses: each one that finishes makes room for the next. c others go before the
+measured ones and warm the engine up; more come behind them, so that the last measured one still runs under load. A response's seconds
+run from its first call to its last token.
+
+    seconds ≈ intercept + seconds per token · longest path      r²: the share of the variance of seconds that this line explains
+    ratio   = parallel / sequential, of the means               standard errors over problems, paired
+
+The two models run one after the other, each in a process of its own, so that neither finds the other's memory or caches.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from itertools import chain, count, cycle, islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+
+from dccot.data.jsonl import write_jsonl_atomic
+from dccot.data.problems import load_problems
+from dccot.data.prompting import prompts_of
+from dccot.eval.rollouts import Asked
+from dccot.eval.run import METHODS, EvalConfig, default_name, eval_config
+from dccot.eval.statistics import ByProblem, Estimate, fit_line, mean, over_problems, plain, relative_change
+from dccot.eval.terminal import ResponseProgress, positive, print_table, run_cleanly
+from dccot.rollout.generate import Request, Watch, generate
+from dccot.train.checkpoint import resolve_model
+
+if TYPE_CHECKING:
+    from dccot.rollout.engine import Engine
+
+REPORT = "latency.json"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One measured response."""
+
+    method: str
+    concurrency: int
+    problem: str
+    sample: int
+    seconds: float
+    longest_path: int
+    total_tokens: int
+
+
+class StopWatch(Watch):
+    """Seconds from a response's first call to its end."""
+
+    def __init__(self) -> None:
+        self.began: dict[tuple[str, int], float] = {}
+        self.seconds: dict[tuple[str, int], float] = {}
+
+    def started(self, request, call) -> None:
+        self.began.setdefault((request.problem, request.sample), time.perf_counter())
+
+    def done(self, request, response) -> None:
+        key = request.problem, request.sample
+        self.seconds[key] = time.perf_counter() - self.began[key]
+
+
+def measure(engine: Engine, asked: Sequence[Asked], config: EvalConfig, concurrency: int, samples: int) -> list[Timing]:
+    """`samples` responses to every problem, timed while `concurrency` responses are always going on."""
+    measured = [Request(problem.id, sample, ids) for sample in range(samples) for problem, ids in asked]
+    others = (Request(problem.id, samples + number, ids) for number, (problem, ids) in zip(count(), cycle(asked)))
+    requests = chain(islice(others, concurrency), measured, others)
+    wanted = {(request.problem, request.sample) for request in measured}
+    watch, timings = StopWatch(), []
+    engine.forget_prefixes()
+    running = generate(engine, requests, config.rollout, seed=(config.seed, "latency"), watch=watch, concurrency=concurrency)
+    title = f"{config.method}, {concurrency} at a time"
+    with closing(running), ResponseProgress(title, len(wanted), active=True) as progress:
+        while len(timings) < len(wanted):
+            request, response = next(running)
+            key = request.problem, request.sample
+            if key in wanted:
+                timings.append(Timing(config.method, concurrency, *key, watch.seconds[key], response.longest_path, response.total_tokens))
+                progress.advance(response.longest_path)
+    return timings
+
+
+def measure_model(path: Path, configs: Sequence[EvalConfig], problems: Path, concurrencies: Sequence[int], samples: int) -> list[Timing]:
+    """One engine, one or both methods."""
+    from dccot.rollout.engine import Engine
+
+    engine = Engine(path, configs[0].engine)
+    try:
+        timings = []
+        for config in configs:
+            asked = prompts_of(load_problems(problems), engine.tokenizer, config.prompt)
+            for concurrency in concurrencies:
+                timings += measure(engine, asked, config, concurrency, samples)
+        return timings
+    finally:
+        engine.shutdown()
+
+
+def by_problem(timings: Sequence[Timing], quantity: str) -> ByProblem:
+    values: dict[str, list[float]] = {}
+    for timing in timings:
+        values.setdefault(timing.problem, []).append(getattr(timing, quantity))
+    return {problem: mean(found) for problem, found in values.items()}
+
+
+def side(timings: Sequence[Timing]) -> dict:
+    """What one method took at one concurrency."""
+    seconds = [t.seconds for t in timings]
+    line = fit_line([t.longest_path for t in timings], seconds)
+    return {
+        "responses": len(timings),
+        "seconds": over_problems(by_problem(timings, "seconds")).to_json(),
+        "median_seconds": statistics.median(seconds),
+        "longest_path": over_problems(by_problem(timings, "longest_path")).to_json(),
+        "seconds_per_token": plain(line.slope),
+        "intercept": plain(line.intercept),
+        "r2": plain(line.r2),
+    }
+
+
+def compare(timings: Sequence[Timing]) -> list[dict]:
+    """Per concurrency: both methods, their ratio, and the line through both."""
+    levels = []
+    for concurrency in sorted({t.concurrency for t in timings}):
+        here = {method: [t for t in timings if t.concurrency == concurrency and t.method == method] for method in METHODS}
+        together = here["parallel"] + here["sequential"]
+        change = {q: relative_change(*(by_problem(here[method], q) for method in METHODS)) for q in ("seconds", "longest_path")}
+        levels.append(
+            {"concurrency": concurrency, **{method: side(found) for method, found in here.items()}}
+            | {f"{quantity}_ratio": Estimate(1 + found.value, found.stderr).to_json() for quantity, found in change.items()}
+            | {"r2": plain(fit_line([t.longest_path for t in together], [t.seconds for t in together]).r2)}
+        )
+    return levels
+
+
+def cells(level: dict) -> dict[str, str]:
+    """A level as a person reads it: column → cell."""
+    sides = [level[method] for method in METHODS]
+    return {
+        "at a time": str(level["concurrency"]),
+        **{f"{method} (s)": plus_minus(one["seconds"]) for method, one in zip(METHODS, sides)},
+        "ratio": plus_minus(level["seconds_ratio"]),
+        "ratio of longest paths": plus_minus(level["longest_path_ratio"]),
+        "ms per token": " / ".join(number(1e3 * (one["seconds_per_token"] or math.nan)) for one in sides),
+        "r²": " / ".join(number(one["r2"]) for one in sides),
+        "r² of both": number(level["r2"]),
+    }
+
+
+def number(value: float | None) -> str:
+    return "–" if value is None or math.isnan(value) else f"{value:.3g}"
+
+
+def plus_minus(estimate: dict) -> str:
+    return number(estimate["value"]) + ("" if estimate["stderr"] is None else f" ± {estimate['stderr']:.2g}")
+
+
+def table_of(levels: Sequence[dict]) -> Table:
+    table = Table(title="Wall-clock per response", title_justify="left", box=box.SIMPLE_HEAD)
+    rows = [cells(level) for level in levels]
+    for heading in rows[0]:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*row.values())
+    return table
+
+
+def device() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"a CPU with {os.cpu_count()} cores"
+
+
+def levels_of(text: str) -> list[int]:
+    return [positive(level) for level in text.split(",")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="dccot eval latency",
+        description="Wall-clock per response of a parallel model against a sequential one on the same problems.",
+        epilog="example: dccot eval latency runs/hlp --baseline runs/base --problems mine.jsonl --concurrency 1,4,16",
+    )
+    parser.add_argument("model", help="answers in parallel; a Hugging Face folder or a run")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="e.g. engine.dtype=float32 rollout.workers=3")
+    parser.add_argument("--baseline", required=True, help="answers sequentially; a Hugging Face folder or a run")
+    parser.add_argument("--problems", required=True, type=Path, metavar="FILE", help="JSONL with id, question, gold")
+    parser.add_argument("--concurrency", type=levels_of, default="1,4,16", help="responses going on at once (default: 1,4,16)")
+    parser.add_argument("--n", type=positive, default=1, help="measured responses per problem and concurrency (default: 1)")
+    parser.add_argument("--budget", type=positive, default=12_000, help="tokens on the longest path (default: 12000)")
+    parser.add_argument("--baseline-budget", type=positive, help="default: the same")
+    parser.add_argument("--out", type=Path, help="default: runs/latency/MODEL-METHOD-BUDGET")
+    arguments = parser.parse_intermixed_args(argv)
+
+    def work() -> None:
+        configs = [
+            eval_config("parallel", arguments.budget, arguments.settings),
+            eval_config("sequential", arguments.baseline_budget or arguments.budget, arguments.settings),
+        ]
+        paths = [resolve_model(arguments.model), resolve_model(arguments.baseline)]
+        load_problems(arguments.problems)
+        out = arguments.out or Path("runs/latency") / default_name(arguments.model, configs[0])
+        jobs = [(paths[0], configs)] if paths[0] == paths[1] else [(path, [config]) for path, config in zip(paths, configs)]
+        with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
+            load = arguments.problems, arguments.concurrency, arguments.n
+            found = [processes.submit(measure_model, path, asked, *load) for path, asked in jobs]
+            timings = [timing for job in found for timing in job.result()]
+        save(out, timings, model=str(paths[0]), baseline=str(paths[1]), budget=arguments.budget, device=device())
+        print_table(table_of(compare(timings)))
+        print(f"{out / REPORT}; every measured response in {out / 'timings.jsonl'}")
+
+    return run_cleanly(work)
+
+
+def save(out: Path, timings: Sequence[Timing], **facts: object) -> None:
+    write_jsonl_atomic(out / "timings.jsonl", map(asdict, timings))
+    (out / REPORT).write_text(json.dumps({"name": out.name, **facts, "levels": compare(timings)}, indent=1, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

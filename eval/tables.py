@@ -1,0 +1,175 @@
+"""The report's tables: the paper's tables 1 and 2 with our rows above the paper's, and what the responses are made of."""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dccot.config import ConfigError
+from dccot.eval import paper
+from dccot.eval.benchmarks import BENCHMARKS
+from dccot.eval.document import Cell, Fold, Row, Table
+from dccot.eval.results import LABELS, Evaluation, shown
+from dccot.eval.statistics import ByProblem, Estimate, difference, over_problems, relative_change
+
+PAPER = "paper"
+Titles = Mapping[str, str]  # benchmark → heading, in the order of the columns
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of table 1: an evaluation by single responses or by majority votes of three."""
+
+    evaluation: Evaluation
+    series: int
+    vote: bool = False
+
+    @property
+    def label(self) -> str:
+        return self.evaluation.name + (", maj@3" if self.vote else "")
+
+    def accuracy(self, benchmark: str) -> ByProblem | None:
+        return self.evaluation.measured(benchmark, "maj3_accuracy" if self.vote else "accuracy")
+
+    def longest_path(self, benchmark: str) -> ByProblem | None:
+        return self.evaluation.measured(benchmark, "maj3_longest_path" if self.vote else "longest_path")
+
+
+def methods_of(evaluations: Sequence[Evaluation]) -> list[Method]:
+    found = []
+    for number, evaluation in enumerate(evaluations):
+        voted = any(evaluation.measured(name, "maj3_accuracy") for name in evaluation.results)
+        found += [Method(evaluation, number), *([Method(evaluation, number, vote=True)] if voted else [])]
+    return found
+
+
+def compared_pairs(methods: Sequence[Method], baseline: str | Mapping[str, str] | None) -> list[tuple[Method, Method]]:
+    """Each row with the row it is compared with. Not told: with the first sequential evaluation, or the first; votes with votes."""
+    by_label = {method.label: method for method in methods}
+    wanted = baseline if isinstance(baseline, Mapping) else {}
+    unknown = [name for name in ({baseline} if isinstance(baseline, str) else {*wanted, *wanted.values()}) if name not in by_label]
+    if unknown:
+        raise ConfigError(f"no evaluation is called {unknown[0]!r}; there are {', '.join(by_label)}")
+    if isinstance(baseline, Mapping):
+        return [(by_label[ours], by_label[theirs]) for ours, theirs in wanted.items()]
+    names = [method.evaluation.name for method in methods]
+    sequential = [method.evaluation.name for method in methods if method.evaluation.method == "sequential"]
+    chosen = baseline or (sequential or names)[0]
+    others = [method for method in methods if method.evaluation.name != chosen]
+    labels = [chosen + (", maj@3" if method.vote else "") for method in others]
+    return [(method, by_label[label]) for method, label in zip(others, labels) if label in by_label]
+
+
+def table_1(methods: Sequence[Method], titles: Titles) -> Table:
+    rows = []
+    for method in methods:
+        cells = []
+        for name in titles:
+            accuracy, longest = method.accuracy(name), method.longest_path(name)
+            cells += [_cell("accuracy", accuracy), _cell("longest_path", longest)]
+        rows.append(Row(method.label, cells))
+    return Table("Table 1. Accuracy (pass@1 or maj@3, %) and longest path length (LPL, tokens).", "Method", _columns(titles),
+                 rows + papers_rows(titles))  # fmt: skip
+
+
+def _cell(measure: str, means: ByProblem | None) -> Cell:
+    return Cell(*shown(measure, over_problems(means))) if means else Cell("–")
+
+
+def _words(text: str) -> Cell:
+    return Cell(text, kind="words")
+
+
+def _columns(titles: Titles) -> list[tuple[str, Sequence[str]]]:
+    return [(title, ("Acc", "LPL")) for title in titles.values()]
+
+
+def papers_rows(titles: Titles) -> list[Row]:
+    """The paper's table 1, for those of its benchmarks that are among `titles`."""
+    if not set(titles) & set(paper.COLUMNS):
+        return []
+    rows = []
+    for number, (method, points) in enumerate(paper.RESULTS.items()):
+        cells = [cell for name in titles for cell in (_papers_cells(*points[name]) if name in points else (Cell("–"), Cell("–")))]
+        rows.append(Row(method, cells, tag=PAPER, begins_block=number == 0))
+    return rows
+
+
+def _papers_cells(accuracy: Estimate, longest: Estimate) -> tuple[Cell, Cell]:
+    return Cell(f"{accuracy.value:.2f}", f"{accuracy.stderr:.2f}"), Cell(f"{longest.value:.0f}", f"{longest.stderr:g}")
+
+
+def table_2(pairs: Sequence[tuple[Method, Method]], titles: Titles) -> Table:
+    rows = []
+    for ours, theirs in pairs:
+        cells = [_words(theirs.label)]
+        for name in titles:
+            sides = ours.accuracy(name), theirs.accuracy(name), ours.longest_path(name), theirs.longest_path(name)
+            cells += [_points(difference(*sides[:2])), _percent(relative_change(*sides[2:]))] if all(sides) else [Cell("–"), Cell("–")]
+        rows.append(Row(ours.label, cells))
+    return Table("Table 2. Change in accuracy (points) and longest path length (%) against the baseline.", "Method",
+                 [("", ("Baseline",)), *_columns(titles)], rows + papers_changes(titles))  # fmt: skip
+
+
+def papers_changes(titles: Titles) -> list[Row]:
+    """The paper's table 2, worked out from its table 1."""
+    if not set(titles) & set(paper.COLUMNS):
+        return []
+    rows = []
+    for number, (method, compared) in enumerate(paper.COMPARED_WITH.items()):
+        cells = [_words(compared)]
+        for name in titles:
+            if name not in paper.COLUMNS:
+                cells += [Cell("–"), Cell("–")]
+                continue
+            (accuracy, longest), (base_accuracy, base_longest) = paper.RESULTS[method][name], paper.RESULTS[compared][name]
+            cells.append(Cell(_signed(accuracy.value - base_accuracy.value, 2)))
+            cells.append(Cell(f"{_signed(100 * (longest.value / base_longest.value - 1), 1)}%"))
+        rows.append(Row(method, cells, tag=PAPER, begins_block=number == 0))
+    return rows
+
+
+def _points(change: Estimate) -> Cell:
+    kind = ("better" if change.value > 0 else "worse") if change.clear else ""
+    return Cell(_signed(100 * change.value, 2), _error(100 * change.stderr, 2), kind)
+
+
+def _percent(change: Estimate) -> Cell:
+    kind = ("better" if change.value < 0 else "worse") if change.clear else ""
+    return Cell(f"{_signed(100 * change.value, 1)}%", _error(100 * change.stderr, 1), kind)
+
+
+def _signed(number: float, decimals: int) -> str:
+    return f"{number:+.{decimals}f}".replace("-", "−")
+
+
+def _error(error: float, decimals: int) -> str:
+    return "" if math.isnan(error) else f"{error:.{decimals}f}"
+
+
+def responses_table(evaluations: Sequence[Evaluation], titles: Titles) -> Table:
+    measures = ("total_tokens", "parallelism", "spawned", "well_formed", "truncated")
+    rows = []
+    for name, title in titles.items():
+        ours = [evaluation for evaluation in evaluations if name in evaluation.results]
+        for number, evaluation in enumerate(ours):
+            result = evaluation.results[name]
+            asked = [_words(title), _words(evaluation.method), Cell(f"{evaluation.budget:,}"), Cell(f"{result.problems}×{result.samples}")]
+            measured = [_cell(measure, result.by_problem[measure]) for measure in measures]
+            rows.append(Row(evaluation.name, [*asked, *measured], begins_block=number == 0 and bool(rows)))
+    columns = ("Benchmark", "asked", "budget", "responses", *(LABELS[measure] for measure in measures))
+    caption = "What the responses are made of. Truncated: ended by budget or context rather than by itself."
+    return Table(caption, "Method", [("", columns)], rows)
+
+
+def papers_tables() -> Fold:
+    titles = {name: BENCHMARKS[name].title for name in paper.COLUMNS}
+    return Fold(
+        "The paper's own results on all its benchmarks",
+        [
+            Table("The paper's table 1, with the ± of its appendix.", "Method", _columns(titles), papers_rows(titles)),
+            Table("The paper's table 2.", "Method", [("", ("Baseline",)), *_columns(titles)], papers_changes(titles)),
+            Table("The paper's total tokens per response.", "Method", [("", tuple(titles.values()))],
+                  [Row(method, [Cell(str(total)) for total in totals.values()], PAPER) for method, totals in paper.TOTAL_TOKENS.items()]),
+        ],
+    )  # fmt: skip
