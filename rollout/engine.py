@@ -38,6 +38,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from dccot.rollout.director import Call, Completion, Stop
 from dccot.rollout.settings import EngineConfig
+from dccot.rollout.sync import differing
 
 ON_GPU = torch.cuda.is_available()
 
@@ -63,10 +64,14 @@ class Engine:
         self.tokenizer = self._engine.get_tokenizer()
         self._pending: dict[str, Call] = {}
         self._tag_tokens: dict[str, int | None] = {}
+        self._checkpoint_names = _names_in(Path(self.model), self._engine.model_config.hf_config.tie_word_embeddings)
+        self._whole, self._asleep = True, False  # all weights of one kind; memory given back
         self._last_finished = time.monotonic()
 
     def add(self, key: str, call: Call, *, seed: int, temperature: float, top_p: float = 1.0, priority: int = 0) -> None:
         """Queue a call; lower priority goes first. `key` names it in step()'s results and in errors."""
+        if not self._whole:
+            raise RuntimeError("the engine's weights are gone or mixed (it slept, or a load failed): load all of them before generating")
         if key in self._pending:
             raise ValueError(f"call {key!r} is already running; keys must be unique among pending calls")
         if not self._pending:
@@ -129,17 +134,39 @@ class Engine:
         if self._pending:
             raise RuntimeError(f"weights cannot change under {len(self._pending)} running calls; finish or abort {_some(self._pending)}")
         seen: set[str] = set()
+        faults: list[Exception] = []
 
         def watched() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in parameters:
-                seen.add(name)
-                yield name, tensor.detach()
+            try:
+                for name, tensor in parameters:
+                    if not tensor.isfinite().all():
+                        raise ValueError(f"{name} holds {int((~tensor.isfinite()).sum()):,} values that are not finite")
+                    seen.add(name)
+                    yield name, tensor.detach()
+            except Exception as fault:  # vLLM must come to the end of its reload, or it could never load again
+                faults.append(fault)
 
+        self._whole = False
         with torch.no_grad():
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": watched()})
+        if faults:
+            raise faults[0]
+        if missing := self._checkpoint_names - seen:
+            raise ValueError(f"{len(missing)} weights of {self.model} were not given: {_some(sorted(missing))}")
+        self._whole = True
+        if self._asleep:
+            self._engine.wake_up(tags=["kv_cache"])
+            self._asleep = False
         self.forget_prefixes()
-        if missing := self._checkpoint_names() - seen:
-            raise ValueError(f"{len(missing)} weights of {self.model} were not loaded: {_some(sorted(missing))}")
+
+    def verify(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise if the engine computes with other weights than these; collective where `parameters` is."""
+        if self.config.tensor_parallel > 1:
+            raise ValueError(f"verify compares whole weights; engine.tensor_parallel is {self.config.tensor_parallel}, which splits them")
+        model = self._engine.model_executor.driver_worker.worker.get_model()
+        wrong = differing(model, parameters, model.packed_modules_mapping, self._engine.model_config.dtype)
+        if wrong:
+            raise ValueError(f"the engine computes with other weights than the given ones: {_some(wrong)}; load them again")
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache, so that what follows does not depend on what ran before."""
@@ -147,13 +174,15 @@ class Engine:
             raise RuntimeError(f"the prefix cache could not be reset: {len(self._pending)} calls still use it")
 
     def sleep(self) -> None:
-        """Give the GPU memory back, weights included; `load` must follow the next wake. Does nothing on a CPU."""
-        if ON_GPU:
+        """Give the GPU memory back, weights and KV cache; `wake` and `load` bring them back. Does nothing on a CPU."""
+        if ON_GPU and not self._asleep:
             self._engine.sleep(level=2)
+            self._asleep, self._whole = True, False
 
     def wake(self) -> None:
-        if ON_GPU:
-            self._engine.wake_up()
+        """Make room for the weights that `load` must bring now; the KV cache follows when they are in."""
+        if self._asleep:
+            self._engine.wake_up(tags=["weights"])
 
     def shutdown(self) -> None:
         """Before the process group is destroyed."""
@@ -167,14 +196,6 @@ class Engine:
             self._tag_tokens[tag] = ids[0] if len(ids) == 1 else None
         return self._tag_tokens[tag]
 
-    def _checkpoint_names(self) -> set[str]:
-        names: set[str] = set()
-        for path in Path(self.model).glob("*.safetensors"):
-            with safe_open(path, "pt") as file:
-                names.update(file.keys())
-        tied = self._engine.model_config.hf_config.tie_word_embeddings
-        return names - {"lm_head.weight"} if tied else names
-
     def _stall_report(self, seconds: float) -> str:
         written = {key: len(ids) for key, ids in self.written().items()}
         calls = [f"{key} ({written.get(key, 0)}/{call.max_tokens} tokens)" for key, call in self._pending.items()]
@@ -183,6 +204,15 @@ class Engine:
             f"rank {rank}: no call finished for {seconds:.0f} s (engine.stall_seconds is {self.config.stall_seconds:g}); "
             f"{len(calls)} pending: {_some(calls)}"
         )
+
+
+def _names_in(folder: Path, tied: bool) -> set[str]:
+    """Names of the weights that a checkpoint holds; a tied LM head is no weight of its own."""
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names.update(file.keys())
+    return names - {"lm_head.weight"} if tied else names
 
 
 def _arguments(model: str, config: EngineConfig, distributed: bool) -> EngineArgs:

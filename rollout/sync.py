@@ -1,0 +1,49 @@
+"""Are the engine's weights the trainer's? Asked through the engine's own kernels, whatever they repacked the weights into.
+
+    fingerprint(W) = W · r          r: a fixed random vector, so a matrix leaves one number per row
+    fingerprint(b) = b              vectors are compared as they are
+
+The engine fuses some layers (q, k, v → qkv; gate, up → gate_up): their fingerprints are the parts' one after another.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+def probe(width: int, like: Tensor) -> Tensor:
+    """The vector r for matrices of this width: the same every time, of the dtype and on the device of `like`."""
+    return torch.randn(width, generator=torch.Generator().manual_seed(width)).to(like)
+
+
+@torch.no_grad()
+def differing(model: nn.Module, parameters: Iterable[tuple[str, Tensor]], fused: dict[str, list[str]], dtype: torch.dtype) -> list[str]:
+    """Names (Hugging Face) of the parameters that vLLM's `model` does not compute with. `fused`: its layer → ours, in order."""
+    tolerance = 1e-4 if dtype == torch.float32 else 0.03
+    home = {part: (whole, index) for whole, parts in fused.items() for index, part in enumerate(parts)}
+    collected: dict[tuple[str, str], dict[int, tuple[str, Tensor]]] = {}
+    wrong: list[str] = []
+    for name, tensor in parameters:
+        layer, _, kind = name.rpartition(".")
+        above, _, leaf = layer.rpartition(".")
+        whole, index = home.get(leaf, (leaf, 0))
+        parts = collected.setdefault((f"{above}.{whole}".lstrip("."), kind), {})
+        tensor = tensor.to(dtype)
+        parts[index] = name, (tensor.float() @ probe(tensor.shape[1], tensor).float() if tensor.ndim == 2 else tensor.float())
+    for (layer, kind), parts in collected.items():
+        have = _fingerprint(model.get_submodule(layer), kind, dtype)
+        for _, (name, expected) in sorted(parts.items()):
+            mine, have = have[: len(expected)].to(expected), have[len(expected) :]
+            if mine.shape != expected.shape or not torch.allclose(mine, expected, rtol=0, atol=tolerance * float(expected.abs().max())):
+                wrong.append(name)
+    return wrong
+
+
+def _fingerprint(layer: nn.Module, kind: str, dtype: torch.dtype) -> Tensor:
+    kernel = getattr(layer, "quant_method", None)
+    if kernel is None or kind == "bias":
+        return getattr(layer, kind).float()
+    vector = probe(layer.input_size_per_partition, torch.empty(0, dtype=dtype, device=layer.weight.device))
+    return kernel.apply(layer, vector.unsqueeze(0)).squeeze(0).float()
