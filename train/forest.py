@@ -133,6 +133,11 @@ def _size(response: Response) -> tuple[int, int, int]:
     return tokens, pairs, longest
 
 
+def longest_position(response: Response) -> int:
+    """How many positions the model must have for this response."""
+    return _size(response)[2]
+
+
 def _items(responses: Sequence[Response], token_budget: int, share_prompts: bool, max_positions: int | None) -> list[_Item]:
     """What is packed as a whole: neighbours with the same prompt, as many as the budget takes, or single responses."""
     items: list[_Item] = []

@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer
 
 from dccot.data.jsonl import BadData, read_jsonl, write_jsonl_atomic
-from dccot.data.problems import Problem, load_problems
+from dccot.data.problems import load_problems
 from dccot.data.prompting import prompts_of
 from dccot.data.stream import ProblemStream
 from dccot.eval.grading import Grader
-from dccot.eval.rollouts import grade, roll_out
+from dccot.eval.rollouts import Asked, grade, roll_out
 from dccot.model.checkpoint_io import full_parameters
 from dccot.model.sharding import DTYPES, build_model
 from dccot.rollout.director import RolloutConfig
@@ -80,22 +79,22 @@ class RL:
 
     def __init__(self, config: RLConfig, runtime: Runtime, stack: ExitStack, engine: Engine | None = None):
         self.config, self.runtime = config, runtime
-        model_path = check_model(config)
-        self.run = open_run(config, runtime)
-        self.tokenizer = AutoTokenizer.from_pretrained(model_path)
-        self.phases = Phases(runtime)
-        torch.manual_seed(config.seed)
-        self.model = build_model(model_path, config.sharding, device=runtime.device)
-        self.reference = self._frozen(model_path) if config.objective.kl_coefficient else None
-        self.optimizer = make_optimizer(self.model, config.optimizer)
-        self.stream, self.validation = None, []
-        self.engine = self.grader = None
+        model_path, self.tokenizer = check_model(config)
+        self.stream, self.validation, self.prompt_ids = None, [], {}
         if config.replay is None:
             problems = self._asked(config.data.train)
             self.stream = ProblemStream([problem for problem, _ in problems], config.seed, config.batch.prompts_rolled_out)
             self.prompt_ids = {problem.id: ids for problem, ids in problems}
             if config.data.validation:
                 self.validation = self._asked(config.data.validation)[: config.validation.problems]
+        self.run = open_run(config, runtime)
+        self.phases = Phases(runtime)
+        torch.manual_seed(config.seed)
+        self.model = build_model(model_path, config.sharding, device=runtime.device)
+        self.reference = self._frozen(model_path) if config.objective.kl_coefficient else None
+        self.optimizer = make_optimizer(self.model, config.optimizer)
+        self.engine = self.grader = None
+        if config.replay is None:
             self.grader = stack.enter_context(Grader(config.grading))
             self.engine = engine or self._own_engine(model_path, stack)
         self.checkpointer = Checkpointer(self.run, config.checkpoint, runtime, source=model_path)
@@ -118,7 +117,7 @@ class RL:
         sharding = replace(self.config.sharding, master_dtype=self.config.sharding.compute_dtype, activation_checkpointing=False)
         return build_model(path, sharding, device=self.runtime.device).requires_grad_(False).eval()
 
-    def _asked(self, path: str) -> list[tuple[Problem, list[int]]]:
+    def _asked(self, path: str) -> list[Asked]:
         report = log.warning if self.runtime.is_main else lambda message: None
         problems = load_problems(path, preset=self.config.data.preset, report=report)
         return prompts_of(problems, self.tokenizer, self.config.prompt, report=report)
@@ -141,7 +140,8 @@ class RL:
             problems = self.stream.next_batch()
             with self.phases("rollout"):
                 seed = (self.config.seed, step, batch.batches)
-                mine = self._roll_out(problems, range(self.config.batch.samples), self.config.rollout, seed)
+                asked = [(problem, self.prompt_ids[problem.id]) for problem in {problem.id: problem for problem in problems}.values()]
+                mine = self._roll_out(asked, range(self.config.batch.samples), self.config.rollout, seed)
             with self.phases("grade"):
                 rollouts = self._graded(mine)
             for rollout in rollouts:
@@ -160,10 +160,9 @@ class RL:
                 rollout.advantage = advantage
         return batch
 
-    def _roll_out(self, problems: Sequence[Problem], samples: Sequence[int], config: RolloutConfig, seed: tuple) -> list[Rollout]:
+    def _roll_out(self, asked: Sequence[Asked], samples: Sequence[int], config: RolloutConfig, seed: tuple) -> list[Rollout]:
         """This replica's share of the rollouts."""
-        unique = list({problem.id: problem for problem in problems}.values())
-        asked = [(problem, self.prompt_ids[problem.id]) for problem in unique[self.engine.replica :: self.engine.replicas]]
+        asked = asked[self.engine.replica :: self.engine.replicas]
         self.engine.forget_prefixes()  # what is cached must not depend on what ran before
         return list(roll_out(self.engine, asked, self.config.prompt, config, samples=samples, seed=seed))
 
@@ -177,8 +176,13 @@ class RL:
 
     def _replayed(self, path: str) -> Batch:
         groups: dict[str, Group] = {}
-        for _, row in read_jsonl(path, strict=True):
-            rollout = Rollout.from_json(row)
+        for line, row in read_jsonl(path, strict=True):
+            try:
+                rollout = Rollout.from_json(row)
+            except (KeyError, TypeError, ValueError) as error:
+                raise BadData(f"{path}:{line}: not a rollout ({type(error).__name__}: {error})") from None
+            if rollout.advantage is None:
+                raise BadData(f"{path}:{line}: the rollout has no advantage; replay a file that a training run wrote to its rollouts/")
             groups.setdefault(rollout.problem, []).append(rollout)
         wanted = self.config.batch.prompts
         if len(groups) < wanted:
@@ -258,9 +262,7 @@ class RL:
             return {}
         with self.phases("validate"):
             config = replace(self.config.rollout, top_p=self.config.validation.top_p)
-            self.prompt_ids |= {problem.id: ids for problem, ids in self.validation}
-            problems = [problem for problem, _ in self.validation]
-            mine = self._roll_out(problems, range(self.config.validation.samples), config, (self.config.seed, step, "validation"))
+            mine = self._roll_out(self.validation, range(self.config.validation.samples), config, (self.config.seed, step, "validation"))
             return validation_metrics(self._graded(mine))
 
     def save_rollouts(self, step: int, batch: Batch, folder: str = "rollouts") -> None:

@@ -4,22 +4,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerBase
 
 from dccot.config import ConfigError, at_least, one_of, require
 from dccot.data.prompting import PromptConfig
 from dccot.eval.grading import GradingConfig
-from dccot.model.config import read_config
 from dccot.model.sharding import ShardingConfig
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.protocol import TagIds
 from dccot.rollout.settings import EngineConfig
-from dccot.train.checkpoint import CheckpointConfig, resolve_model
+from dccot.train.checkpoint import CheckpointConfig
 from dccot.train.filters import FILTERS
 from dccot.train.objectives import ObjectiveConfig
 from dccot.train.phases import ProfileConfig
 from dccot.train.rewards import RewardConfig
-from dccot.train.run import check_run
+from dccot.train.run import check_run, open_model
 from dccot.train.sft import ModelPath
 from dccot.train.update import OptimizerConfig
 
@@ -112,10 +110,9 @@ class RLConfig:
         require(parallel == mode, f"prompt.kind={self.prompt.kind} does not go with rollout.parallel={mode}; change one of them")
 
 
-def check_model(config: RLConfig) -> Path:
-    """Refuse, before any weight is loaded, a model that cannot do what the configuration asks for."""
-    path = resolve_model(config.model.path)
-    model, tokenizer = read_config(path), AutoTokenizer.from_pretrained(path)
+def check_model(config: RLConfig) -> tuple[Path, PreTrainedTokenizerBase]:
+    """The model's folder and tokenizer; refused, before any weight is loaded, where they cannot do what the configuration asks for."""
+    path, model, tokenizer = open_model(config.model.path, config.prompt.kind, config.rollout.workers)
     context = config.engine.context or model.max_position
     longest = config.prompt.max_prompt_tokens + config.rollout.budget
     if longest > context:
@@ -123,13 +120,4 @@ def check_model(config: RLConfig) -> Path:
             f"prompt.max_prompt_tokens + rollout.budget is {longest:,}; the model's context is {context:,}: lower one of them"
             + (" or raise engine.context" if config.engine.context else "")
         )
-    if len(tokenizer) > model.vocab_size:
-        raise ConfigError(
-            f"the tokenizer of {path} has {len(tokenizer):,} tokens, the model embeds {model.vocab_size:,}; "
-            "use the tokenizer that belongs to the model"
-        )
-    try:
-        TagIds.of(tokenizer, config.rollout.workers)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    return path
+    return path, tokenizer

@@ -17,9 +17,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dccot.config import ConfigError, at_least, load_config, require, to_yaml
 from dccot.data.jsonl import BadData
+from dccot.data.prompting import check_tokenizer
+from dccot.model.config import ModelConfig, read_config
+from dccot.rollout.protocol import TagIds
+from dccot.train.checkpoint import resolve_model
 from dccot.train.runtime import Runtime
 
 log = logging.getLogger("dccot")
@@ -59,6 +64,23 @@ def check_run(config: Any) -> None:
     require(bool(config.name.strip()), f"name is {config.name!r}; it names the run's folder below output")
     require(0 <= config.seed < 2**63, f"seed is {config.seed}; it must be in [0, 2^63)")
     at_least(1, config.steps, "steps")
+
+
+def open_model(path: str, prompt_kind: str, workers: int) -> tuple[Path, ModelConfig, PreTrainedTokenizerBase]:
+    """Folder, configuration and tokenizer of the model a run starts from; refused, before any weight is loaded, where they do not fit."""
+    folder = resolve_model(path)
+    try:
+        model, tokenizer = read_config(folder), AutoTokenizer.from_pretrained(folder)
+        check_tokenizer(tokenizer, prompt_kind)
+        TagIds.of(tokenizer, workers)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"model {folder}: {' '.join(str(error).split())}") from None
+    if len(tokenizer) > model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer of {folder} has {len(tokenizer):,} tokens, the model embeds {model.vocab_size:,}; "
+            "use the tokenizer that belongs to the model"
+        )
+    return folder, model, tokenizer
 
 
 def open_run(config: Any, runtime: Runtime) -> Path:

@@ -6,7 +6,6 @@ code path serves both. Objects travel over gloo, tensors over nccl where there a
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,17 +25,15 @@ class Runtime:
     @classmethod
     def start(cls, timeout_seconds: float = 1800) -> Runtime:
         """Join the process group that torchrun announces, or make one of size 1."""
-        if "RANK" not in os.environ:
-            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         cuda = torch.cuda.is_available()
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(device)
         owned = not dist.is_initialized()
         if owned:
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+            alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **alone)
         return cls(dist.get_rank(), dist.get_world_size(), device, owned)
 
     @property
@@ -72,9 +69,3 @@ class Runtime:
     def stop(self) -> None:
         if self.owned:
             dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

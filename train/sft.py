@@ -11,27 +11,28 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from dccot.config import at_least, require
 from dccot.data.jsonl import BadData, read_jsonl
-from dccot.data.prompting import PromptConfig
+from dccot.data.prompting import PromptConfig, UnusablePrompt
 from dccot.data.stream import ProblemStream
 from dccot.model.sharding import DTYPES, ShardingConfig, build_model
 from dccot.rollout.protocol import THINK_OPEN, IllFormed, TagIds, parse
 from dccot.rollout.response import Response, Round, Segment
-from dccot.train.checkpoint import CheckpointConfig, Checkpointer, resolve_model
+from dccot.train.checkpoint import CheckpointConfig, Checkpointer
 from dccot.train.flops import pair_cost, training_speed
-from dccot.train.forest import Forest, forests_of_rank, pack
+from dccot.train.forest import Forest, forests_of_rank, longest_position, pack
 from dccot.train.metrics import Recorder, console_line, memory_metrics
 from dccot.train.phases import Phases, ProfileConfig, profiled
-from dccot.train.run import StepProgress, check_run, launch, open_run
+from dccot.train.run import StepProgress, check_run, launch, open_model, open_run
 from dccot.train.runtime import Runtime
 from dccot.train.update import OptimizerConfig, make_optimizer, score, update
 
@@ -108,32 +109,37 @@ def demonstration(completion: str, prompt: list[int], tokenizer, tags: TagIds, *
     return Response(prompt, rounds, Segment(list(tags.spawn_close), [*encode(parsed.final), tags.eos]))
 
 
-def load_examples(path: str | Path, config: SFTConfig, tokenizer) -> list[Example]:
+def load_examples(
+    path: str | Path, config: SFTConfig, tokenizer, max_positions: int | None = None, report: Callable[..., None] = log.warning
+) -> list[Example]:
     """Every usable demonstration of a file; what is left out is counted and said."""
     tags = TagIds.of(tokenizer, config.workers)
-    examples, too_long, ill_formed = [], 0, 0
-    for line, row in read_jsonl(path, report=log.warning):
+    prompt, examples, left_out = config.prompt, [], Counter()
+    for line, row in read_jsonl(path, report=report):
         missing = [name for name in ("question", "completion") if not isinstance(row.get(name), str)]
         if missing:
             raise BadData(f"{path}:{line}: no text field {missing[0]!r}; an SFT row has id, question and completion")
-        prompt = config.prompt.ids(tokenizer, row["question"])
         try:
+            asked = prompt.ids(tokenizer, row["question"])
             response = demonstration(
-                row["completion"], prompt, tokenizer, tags, parallel=config.prompt.kind == "parallel", open_think=config.prompt.open_think
+                row["completion"], asked, tokenizer, tags, parallel=prompt.kind == "parallel", open_think=prompt.open_think
             )
-        except IllFormed as error:
-            ill_formed += 1
-            log.warning("%s:%d left out: %s", path, line, error)
+        except (IllFormed, UnusablePrompt) as error:
+            left_out[type(error)] += 1
+            report("%s:%d left out: %s", path, line, error)
             continue
         duplicated = response.total_tokens + sum(map(sum, response.worker_lengths))
-        if len(prompt) + duplicated > config.data.max_tokens:
-            too_long += 1
-        else:
-            examples.append(Example(str(row.get("id", line)), response))
-    log.info("%s: %d examples; dropped %d over %d tokens, %d ill-formed", path, len(examples), too_long, config.data.max_tokens, ill_formed)
+        if len(asked) + duplicated > config.data.max_tokens:
+            left_out["long"] += 1
+            continue
+        if max_positions is not None and longest_position(response) > max_positions:
+            raise BadData(f"{path}:{line}: the example reaches position {longest_position(response):,}; the model takes {max_positions:,}")
+        examples.append(Example(str(row.get("id", line)), response))
+    dropped = f"dropped {left_out['long']} over {config.data.max_tokens} tokens, {left_out[IllFormed]} ill-formed, "
+    dropped += f"{left_out[UnusablePrompt]} with a prompt that cannot be used"
+    log.info("%s: %d examples; %s", path, len(examples), dropped)
     if not examples:
-        limit = f"data.max_tokens={config.data.max_tokens}"
-        raise BadData(f"{path}: no usable example (dropped: {too_long} over {limit}, {ill_formed} ill-formed)")
+        raise BadData(f"{path}: no usable example ({dropped}); see data.max_tokens and prompt.max_prompt_tokens")
     return examples
 
 
@@ -152,65 +158,78 @@ def validation_loss(model, forests: Sequence[Forest], runtime: Runtime) -> float
     return loss / max(1, tokens)
 
 
+class SFT:
+    """One run: what it is made of, and what a step does with it."""
+
+    def __init__(self, config: SFTConfig, runtime: Runtime):
+        self.config, self.runtime, self.phases = config, runtime, Phases(runtime)
+        path, shape, tokenizer = open_model(config.model.path, config.prompt.kind, config.workers)
+        report = log.warning if runtime.is_main else lambda *message: None
+        files = config.data.train, config.data.validation
+        examples, held_out = (load_examples(file, config, tokenizer, shape.max_position, report) if file else [] for file in files)
+        self.run = open_run(config, runtime)
+        torch.manual_seed(config.seed)
+        self.model = build_model(path, config.sharding, device=runtime.device)
+        self.optimizer = make_optimizer(self.model, config.optimizer)
+        self.stream = ProblemStream(examples, config.seed, config.batch)
+        self.held_out = self.forests(held_out) if held_out else []
+        self.checkpointer = Checkpointer(self.run, config.checkpoint, runtime, source=path)
+        state = self.checkpointer.resume(self.model, self.optimizer) or {}
+        self.first_step: int = state.get("step", 0)
+        self.skipped: int = state.get("skipped", 0)
+        if "stream" in state:
+            self.stream.restore(state["stream"])
+
+    def forests(self, examples: Sequence[Example]) -> list[Forest]:
+        """This rank's micro-batches."""
+        responses = [example.response for example in examples]
+        plan = pack(responses, self.config.token_budget, self.runtime.ranks, pair_cost=pair_cost(self.model.config))
+        return forests_of_rank(responses, plan, self.runtime.rank)
+
+    def train_on_next(self, step: int) -> dict[str, float]:
+        """One optimizer step on the next batch of examples, and what there is to say about it."""
+        config, seconds = self.config, self.phases.seconds
+        with self.phases("pack"):
+            forests = self.forests(self.stream.next_batch())
+        with self.phases("update"):
+            arguments = (config.optimizer, step, 1.0, self.runtime, config.sharding.reduce_once)
+            report = update(self.model, self.optimizer, forests, negative_logprob, *arguments)
+        self.skipped += not report.applied
+        return {
+            "policy/loss": report.loss,
+            "policy/grad_norm": report.grad_norm,
+            "policy/learning_rate": config.optimizer.rate(step),
+            "policy/skipped_updates": float(self.skipped),
+            "speed/trained_tokens": sum(map(len, forests)) * self.runtime.ranks / seconds["update"],
+            **training_speed(self.model.config, forests, seconds["update"], self.runtime.device, DTYPES[config.sharding.compute_dtype]),
+            **{f"time/{name}": took for name, took in seconds.items()},
+            **memory_metrics(),
+        }
+
+
 def train(config: SFTConfig) -> None:
-    runtime = Runtime.start()
-    run = open_run(config, runtime)
-    model_path = resolve_model(config.model.path)
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    examples = load_examples(config.data.train, config, tokenizer)
-    held_out = load_examples(config.data.validation, config, tokenizer) if config.data.validation else []
-
-    torch.manual_seed(config.seed)
-    model = build_model(model_path, config.sharding, device=runtime.device)
-    optimizer = make_optimizer(model, config.optimizer)
-    stream = ProblemStream(examples, config.seed, config.batch)
-    checkpointer = Checkpointer(run, config.checkpoint, runtime, source=model_path)
-    state = checkpointer.resume(model, optimizer) or {"step": 0, "skipped": 0}
-    if "stream" in state:
-        stream.restore(state["stream"])
-    first, skipped = state["step"], state["skipped"]
-
-    def micro_batches(batch: Sequence[Example]) -> list[Forest]:
-        responses = [example.response for example in batch]
-        shape = model.config
-        plan = pack(responses, config.token_budget, runtime.ranks, pair_cost=pair_cost(shape), max_positions=shape.max_position)
-        return forests_of_rank(responses, plan, runtime.rank)
-
-    held_out_forests = micro_batches(held_out) if held_out else []
-    phases, recorder = Phases(runtime), Recorder(run, first, runtime.is_main)
-    with StepProgress(config.name, first, config.steps, runtime.is_main) as progress:
-        for step in range(first, config.steps):
-            phases.begin_step(step)
+    """Run to the end, from the newest checkpoint if there is one."""
+    with ExitStack() as stack:
+        runtime = Runtime.start()
+        stack.callback(runtime.stop)
+        sft = SFT(config, runtime)
+        recorder = Recorder(sft.run, sft.first_step, runtime.is_main)
+        stack.callback(recorder.close)
+        progress = stack.enter_context(StepProgress(config.name, sft.first_step, config.steps, runtime.is_main))
+        for step in range(sft.first_step, config.steps):
+            sft.phases.begin_step(step)
             start = time.perf_counter()
-            with profiled(config.profile, step, run / "profile", runtime):
-                with phases("pack"):
-                    forests = micro_batches(stream.next_batch())
-                with phases("update"):
-                    report = update(
-                        model, optimizer, forests, negative_logprob, config.optimizer, step, 1.0, runtime, config.sharding.reduce_once
-                    )
-            skipped += not report.applied
-            seconds = time.perf_counter() - start
-            metrics = {
-                "policy/loss": report.loss,
-                "policy/grad_norm": report.grad_norm,
-                "policy/learning_rate": config.optimizer.rate(step),
-                "policy/skipped_steps": float(skipped),
-                "speed/trained_tokens": sum(map(len, forests)) * runtime.ranks / seconds,
-                **training_speed(model.config, forests, phases.seconds["update"], runtime.device, DTYPES[config.sharding.compute_dtype]),
-                "time/step": seconds,
-                **{f"time/{name}": took for name, took in phases.seconds.items()},
-                **memory_metrics(),
-            }
+            with profiled(config.profile, step, sft.run / "profile", runtime):
+                metrics = sft.train_on_next(step)
             last = step + 1 == config.steps
-            if held_out_forests and (last or (step + 1) % config.validate_every == 0):
-                metrics["validation/loss"] = validation_loss(model, held_out_forests, runtime)
+            if sft.held_out and (last or (step + 1) % config.validate_every == 0):
+                metrics["validation/loss"] = validation_loss(sft.model, sft.held_out, runtime)
+            metrics["time/step"] = time.perf_counter() - start
             recorder.write(step, metrics)
             progress.step(step + 1, console_line(step + 1, config.steps, metrics))
             if last or (step + 1) % config.checkpoint.every == 0:
-                checkpointer.save(step + 1, model, optimizer, {"skipped": skipped, "stream": stream.state()}, last=last)
-    recorder.close()
-    runtime.stop()
+                state = {"skipped": sft.skipped, "stream": sft.stream.state()}
+                sft.checkpointer.save(step + 1, sft.model, sft.optimizer, state, last=last)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
