@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from dccot.config import one_of, require
+from dccot.data.jsonl import BadData
 from dccot.data.problems import Problem
 from dccot.rollout.protocol import THINK_OPEN
 
@@ -30,7 +32,7 @@ TEMPLATES = {
 }
 
 
-class UnusablePrompt(ValueError):
+class UnusablePrompt(BadData):
     """A question that cannot be asked; the message says why, in the style `prompt has 1,893 tokens; … is 1,024`."""
 
 
@@ -41,10 +43,8 @@ class PromptConfig:
     max_prompt_tokens: int = 1024
 
     def check(self) -> None:
-        if self.kind not in TEMPLATES:
-            raise ValueError(f"prompt.kind is {self.kind!r}; it must be one of {', '.join(TEMPLATES)}")
-        if self.max_prompt_tokens < 1:
-            raise ValueError(f"prompt.max_prompt_tokens is {self.max_prompt_tokens}; it must be at least 1")
+        one_of(self.kind, TEMPLATES, "prompt.kind")
+        require(self.max_prompt_tokens > 0, f"prompt.max_prompt_tokens is {self.max_prompt_tokens}; it must be at least 1")
 
     def text(self, question: str) -> str:
         before, after = TEMPLATES[self.kind]
@@ -70,11 +70,11 @@ def check_tokenizer(tokenizer, kind: str = "parallel") -> None:
     """Refuse a tokenizer that does not know the chat tokens of this kind of prompt as single tokens."""
     needed = [token for token in CHAT_TOKENS if token in TEMPLATES[kind][0] + TEMPLATES[kind][1]]
     missing = [token for token in needed if len(tokenizer.encode(token, add_special_tokens=False)) != 1]
-    if missing:
-        raise ValueError(
-            f"tokenizer {tokenizer.name_or_path!r} does not have {', '.join(missing)} as single tokens; "
-            f"prompt.kind={kind} is written with them: use the model's own tokenizer or add them as special tokens"
-        )
+    require(
+        not missing,
+        f"tokenizer {tokenizer.name_or_path!r} does not have {', '.join(missing)} as single tokens; "
+        f"prompt.kind={kind} is written with them: use the model's own tokenizer or add them as special tokens",
+    )
 
 
 def prompts_of(

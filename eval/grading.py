@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from dccot.config import require
 from dccot.rollout.protocol import answer_block
 
 logger = logging.getLogger("dccot.grading")
@@ -50,8 +51,7 @@ class GradingConfig:
 
     def check(self) -> None:
         for name, least in (("workers", 1), ("seconds", 0.1), ("memory_mb", 64)):
-            if getattr(self, name) < least:
-                raise ValueError(f"grading.{name} is {getattr(self, name)}; it must be at least {least}")
+            require(getattr(self, name) >= least, f"grading.{name} is {getattr(self, name)}; it must be at least {least}")
 
 
 @dataclass
@@ -76,14 +76,21 @@ class Grader:
         self._processes = [_Process(self.config) for _ in range(self.config.workers)]
 
     def grade(self, pairs: Sequence[tuple[str, Gold]]) -> list[Verdict]:
-        """The verdict on each (response text, gold or golds)."""
+        """The verdict on each (response text, gold or golds) of a batch; `last` says what the batch looked like."""
+        verdicts = self._verdicts(pairs)
+        self._report(verdicts)
+        return verdicts
+
+    def judge(self, text: str, gold: Gold) -> Verdict:
+        """The verdict on one answer that is no batch: nothing is reported."""
+        return self._verdicts([(text, gold)])[0]
+
+    def _verdicts(self, pairs: Sequence[tuple[str, Gold]]) -> list[Verdict]:
         keys = [(self._scope(text), tuple(map(boxed, [gold] if isinstance(gold, str) else gold))) for text, gold in pairs]
         distinct = list(dict.fromkeys(keys))
         answers = dict(zip(distinct, self._ask_all([["grade", text, list(golds)] for text, golds in distinct])))
         self._complain_about({gold for (_, golds), answer in answers.items() if answer == "bad_gold" for gold in golds})
-        verdicts = [Verdict.UNPARSABLE if answers[key] == "bad_gold" else Verdict(answers[key]) for key in keys]
-        self._report(verdicts)
-        return verdicts
+        return [Verdict.UNPARSABLE if answers[key] == "bad_gold" else Verdict(answers[key]) for key in keys]
 
     def equivalence_classes(self, texts: Sequence[str]) -> list[int]:
         """A class number per response, by math-verify's equality of their final answers; classes are numbered as they appear.

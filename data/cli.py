@@ -1,0 +1,143 @@
+"""`dccot data COMMAND`: problem sets and the SFT set, step by step.
+
+    dccot data fetch deepscaler aime24                                       download and normalise
+    dccot data problems my.jsonl --question problem --gold answer            what is in a file, and what is wrong with it
+    dccot data sequential configs/data/sequential.yaml model=… problems=…    one correct sequential solution per problem
+    dccot data rewrite configs/data/rewrite.yaml source=…                    into the parallel format, by a stronger model
+    dccot data check runs/data/sft.jsonl                                     report on a finished set
+"""
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from dccot.config import ConfigError, load_config, to_yaml
+from dccot.data.jsonl import BadData
+from dccot.data.problems import PRESETS, Fields, fetch, load_problems
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(description="Problem sets and the SFT set.", epilog="example: dccot data fetch aime24 math500")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    known = "; ".join(f"{name} ({wanted.about})" for name, wanted in PRESETS.items())
+    one = commands.add_parser("fetch", help="download problem sets from the Hugging Face hub", epilog="example: dccot data fetch aime24")
+    one.add_argument("names", nargs="+", metavar="NAME", help=known)
+    one.add_argument("--folder", default="runs/data", help="where NAME.jsonl is written (default: %(default)s)")
+    one.set_defaults(run=_fetch)
+
+    one = commands.add_parser("problems", help="look at a file of problems", epilog="example: dccot data problems train.jsonl --strict")
+    one.add_argument("file", help="JSONL or parquet")
+    for name in ("id", "question", "gold"):
+        one.add_argument(f"--{name}", default=name, help=f"the field that holds the {name} (default: %(default)s)")
+    one.add_argument("--strict", action="store_true", help="stop at the first bad row")
+    one.set_defaults(run=_problems)
+
+    for name, run, about in (
+        ("sequential", _sequential, "sequential solutions by rejection sampling"),
+        ("rewrite", _rewrite, "sequential solutions rewritten into the parallel format by a stronger model"),
+    ):
+        one = commands.add_parser(name, help=about, epilog=f"example: dccot data {name} configs/data/{name}.yaml first=100")
+        one.add_argument("config", help="YAML file")
+        one.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+        one.add_argument("--print-config", action="store_true", help="show the resolved configuration and stop")
+        one.set_defaults(run=run)
+
+    one = commands.add_parser("check", help="report on a finished SFT set", epilog="example: dccot data check runs/data/sft.jsonl")
+    one.add_argument("file")
+    one.add_argument("--tokenizer", help="count tokens of this model instead of words")
+    one.add_argument("--workers", type=int, default=3)
+    one.add_argument("--json", action="store_true", help="for programs")
+    one.set_defaults(run=_check)
+    return top
+
+
+def _fetch(arguments: argparse.Namespace) -> None:
+    for name in arguments.names:
+        path = fetch(name, arguments.folder)
+        print(f"{path}: {len(load_problems(path)):,} problems")
+
+
+def _problems(arguments: argparse.Namespace) -> None:
+    fields = Fields(arguments.id, arguments.question, arguments.gold)
+    problems = load_problems(arguments.file, fields=fields, strict=arguments.strict)
+    first = problems[0]
+    print(f"{arguments.file}: {len(problems):,} problems; the first is {first.id}: {first.question[:100]!r} → {first.gold!r}")
+
+
+def _sequential(arguments: argparse.Namespace) -> None:
+    from dccot.data.sequential import SequentialConfig, run
+
+    config = _config(SequentialConfig, arguments)
+    if config is not None:
+        with progress_bar("solved") as progress:
+            summary = run(config, progress=progress)
+        if summary is not None:
+            print(f"{summary}\n→ {config.output}")
+
+
+def _rewrite(arguments: argparse.Namespace) -> None:
+    from dccot.data.rewrite import RewriteConfig, run
+
+    config = _config(RewriteConfig, arguments)
+    if config is not None:
+        with progress_bar("rewritten") as progress:
+            summary = asyncio.run(run(config, progress))
+        print(f"{summary}\n→ {config.output}")
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    from dccot.data.check import check_set
+
+    tokenizer = None
+    if arguments.tokenizer:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+    report = check_set(arguments.file, workers=arguments.workers, tokenizer=tokenizer)
+    print(json.dumps(report.to_json()) if arguments.json else report)
+
+
+def _config(kind: type, arguments: argparse.Namespace) -> Any:
+    """The resolved configuration; None when it was only to be shown."""
+    config = load_config(kind, arguments.config, arguments.overrides)
+    if arguments.print_config:
+        print(to_yaml(config), end="")
+        return None
+    return config
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on the first rank's terminal; `progress(done, total)` moves it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    quiet = os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), disable=quiet) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except (BadData, ConfigError, OSError) as error:
+        print(f"dccot: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on where it stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Sequential solutions for the SFT set by rejection sampling: up to three attempts per problem, the first correct one is kept.
+
+    dccot data sequential configs/data/sequential.yaml model=MODEL problems=runs/data/deepscaler.jsonl
+    torchrun --nproc_per_node 8 -m dccot.data.cli sequential configs/data/sequential.yaml …          # every rank takes its share
+
+    attempts   <output>.attempts.<rank>.jsonl: every graded attempt as it comes; a rerun reads them and goes on
+    output     id, question, gold, solution, attempt, tokens            correct ones in the order of the problems
+
+An attempt's seed is made of (seed, problem, attempt), so attempts differ and a rerun gives what an uninterrupted run would have.
+"""
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dccot.config import require
+from dccot.data.jsonl import JsonlWriter, read_jsonl, write_jsonl_atomic
+from dccot.data.problems import Problem, load_problems
+from dccot.data.prompting import PromptConfig, prompts_of
+from dccot.eval.grading import Grader, GradingConfig, Verdict
+from dccot.rollout.director import RolloutConfig
+from dccot.rollout.generate import Request, generate
+from dccot.rollout.settings import EngineConfig
+
+GRADED_TOGETHER = 64
+Progress = Callable[[int, int], None]  # (done, total)
+
+
+def _silent(done: int, total: int) -> None: ...
+
+
+@dataclass
+class SequentialConfig:
+    model: str = ""
+    problems: str = ""
+    output: str = "runs/data/sequential.jsonl"
+    first: int | None = 15_000  # only the first so many problems; None: all
+    attempts: int = 3
+    seed: int = 0
+    prompt: PromptConfig = field(default_factory=lambda: PromptConfig("raw_sequential"))
+    rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(budget=24_000, top_p=0.95, parallel=False))
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    grading: GradingConfig = field(default_factory=GradingConfig)
+
+    def check(self) -> None:
+        require(bool(self.model), "model is not set; name the Hugging Face folder of the model that solves")
+        require(bool(self.problems), "problems is not set; name a JSONL or parquet file")
+        require(self.attempts > 0, f"attempts is {self.attempts}; it must be at least 1")
+        require(not self.rollout.parallel, "rollout.parallel is true; sequential solutions are wanted: set it to false")
+        require(self.engine.tensor_parallel == 1, "engine.tensor_parallel must be 1 here: every rank solves its own share")
+
+
+@dataclass
+class SequentialSummary:
+    problems: int
+    kept: int
+    verdicts: dict[str, int]  # of single attempts
+    tokens: int
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{count:,} {verdict}" for verdict, count in self.verdicts.items())
+        return f"{self.kept:,} of {self.problems:,} problems solved; attempts: {said}; {self.tokens:,} tokens written"
+
+
+def attempts_path(output: str | Path, replica: int) -> Path:
+    return Path(output).with_suffix(f".attempts.{replica}.jsonl")
+
+
+def logged_attempts(output: str | Path) -> list[dict]:
+    """Every attempt that any rank of any earlier run has finished. A last line that a kill left unfinished is none."""
+    paths = sorted(Path(output).parent.glob(attempts_path(Path(output).name, 0).name.replace(".0.", ".*.")))
+    return [row for path in paths if path.stat().st_size for _, row in read_jsonl(path, report=lambda _: None)]
+
+
+def sample(
+    engine,
+    grader: Grader,
+    problems: Sequence[Problem],
+    config: SequentialConfig,
+    *,
+    progress: Progress = _silent,
+) -> None:
+    """Append this rank's attempts until each of its problems is solved or has none left."""
+    asked = prompts_of(problems, engine.tokenizer, config.prompt)[engine.replica :: engine.replicas]
+    earlier = logged_attempts(config.output)
+    with JsonlWriter(attempts_path(config.output, engine.replica)) as log:
+        solved = {row["id"] for row in earlier if row["verdict"] == Verdict.CORRECT}
+        tried = {(row["id"], row["attempt"]) for row in earlier}
+        for attempt in range(config.attempts):
+            due = [Request(problem.id, attempt, ids) for problem, ids in asked if problem.id not in solved]
+            due = [request for request in due if (request.problem, attempt) not in tried]
+            for row in _graded(engine, grader, problems, due, config):
+                log.write(row)
+                if row["verdict"] == Verdict.CORRECT:
+                    solved.add(row["id"])
+                progress(len(solved), len(asked))
+
+
+def _graded(engine, grader: Grader, problems: Sequence[Problem], due: list[Request], config: SequentialConfig) -> Iterator[dict]:
+    """Finished attempts as rows of the log, graded in small batches while others are still running."""
+    by_id = {problem.id: problem for problem in problems}
+    with closing(generate(engine, due, config.rollout, seed=(config.seed, "sequential"))) as responses:
+        while batch := list(itertools.islice(responses, GRADED_TOGETHER)):
+            texts = [config.prompt.whole_text(response.text(engine.tokenizer)) for _, response in batch]
+            verdicts = grader.grade([(text, by_id[request.problem].gold) for text, (request, _) in zip(texts, batch)])
+            for (request, response), text, verdict in zip(batch, texts, verdicts):
+                outcome = {"verdict": verdict.value, "finish": response.finish.value, "tokens": response.total_tokens}
+                yield {"id": request.problem, "attempt": request.sample, **outcome, "text": text}
+
+
+def keep(problems: Sequence[Problem], config: SequentialConfig) -> SequentialSummary:
+    """Write the first correct attempt of every problem, in the order of the problems."""
+    rows = logged_attempts(config.output)
+    correct: dict[str, dict] = {}
+    for row in sorted((row for row in rows if row["verdict"] == Verdict.CORRECT), key=lambda row: row["attempt"]):
+        correct.setdefault(row["id"], row)
+    kept = [
+        {
+            "id": problem.id,
+            "question": problem.question,
+            "gold": problem.gold,
+            "solution": correct[problem.id]["text"],
+            "attempt": correct[problem.id]["attempt"],
+            "tokens": correct[problem.id]["tokens"],
+        }
+        for problem in problems
+        if problem.id in correct
+    ]
+    write_jsonl_atomic(config.output, kept)
+    return SequentialSummary(len(problems), len(kept), dict(Counter(row["verdict"] for row in rows)), sum(row["tokens"] for row in rows))
+
+
+def run(config: SequentialConfig, engine=None, *, progress: Progress = _silent) -> SequentialSummary | None:
+    """The whole command; None on ranks other than the first. An engine that is given is used and left running."""
+    problems = load_problems(config.problems)[: config.first]
+    given = engine is not None
+    with Grader(config.grading) as grader:
+        if not given:
+            from dccot.rollout.engine import Engine
+
+            engine = Engine(config.model, config.engine)
+        try:
+            sample(engine, grader, problems, config, progress=progress)
+            _wait_for_all()
+        finally:
+            if not given:
+                engine.shutdown()
+    return keep(problems, config) if os.environ.get("RANK", "0") == "0" else None
+
+
+def _wait_for_all() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,340 @@
+"""Rewriting against a real HTTP server on loopback that speaks each protocol and misbehaves in every way that matters."""
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from dccot.config import ConfigError
+from dccot.data.check import leaks_in, verbatim_share, word_runs
+from dccot.data.endpoints import EndpointConfig, Unusable, retry_after
+from dccot.data.jsonl import BadData, read_jsonl, write_jsonl_atomic
+from dccot.data.problems import Problem
+from dccot.data.rewrite import RewriteConfig, accept, attempts_path, load_solutions, prompt_text, rewrite_by_rule, run
+from dccot.eval.grading import Grader, GradingConfig
+from dccot.rollout.protocol import flaw_of, parse
+
+KEY = "sk-planted-4f1c"
+WELL_FORMED = (
+    "<think>\nSplit it.<spawn_workers><worker_1>a</worker_1><worker_2>b</worker_2><worker_3>c</worker_3></spawn_workers>\nSum.</think>"
+    "<answer>\\boxed{%s}</answer>"
+)
+SCRIPT = {  # what the server does with the first, second, ... request for a problem
+    "fine": ["right"],
+    "ill-formed once": ["no spawn", "right"],
+    "wrong once": ["wrong", "right"],
+    "never good": ["wrong", "no spawn", "wrong"],
+    "rate limited": ["429", "429", "right"],
+    "server error": ["500", "529", "right"],
+    "dropped": ["drop", "drop half way", "right"],
+    "slow": ["hang", "right"],
+    "garbled": ["html", "right"],
+    "cut": ["cut", "right"],
+    "impossible": ["400"],
+}
+OUTCOMES = {
+    "fine": ["accepted"],
+    "ill-formed once": ["ill-formed: no_spawn", "accepted"],
+    "wrong once": ["wrong", "accepted"],
+    "never good": ["wrong", "ill-formed: no_spawn", "wrong"],
+    "rate limited": ["accepted"],
+    "server error": ["accepted"],
+    "dropped": ["accepted"],
+    "slow": ["accepted"],
+    "garbled": ["accepted"],
+    "cut": ["cut by max_tokens", "accepted"],
+    "impossible": ["failed"],
+}
+TIMEOUT = 0.5
+
+
+class Server(ThreadingHTTPServer):
+    """Answers by a script: problem → what to do with its first, second, … request; anything else is answered right."""
+
+    daemon_threads = True
+
+    def __init__(self, protocol: str, script: dict[str, list[str]], delay: float = 0.0):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.protocol, self.script, self.delay = protocol, script, delay
+        self.requests: list[tuple[str, float, dict, dict]] = []  # problem, time, body, headers
+        self.lock = threading.Lock()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}" + ("/v1" if self.protocol == "openai" else "")
+
+    def handle_error(self, request, client_address):  # a client that hung up is no news here
+        pass
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_POST(self):
+        server: Server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        question = body["messages"][-1]["content"].split("Problem:\n\n")[1].split("\n\n")[0]
+        with server.lock:
+            number = sum(1 for request in server.requests if request[0] == question)
+            server.requests.append((question, time.monotonic(), body, dict(self.headers)))
+        time.sleep(server.delay)
+        script = server.script.get(question, ["right"])
+        self.act(script[min(number, len(script) - 1)])
+
+    def act(self, action: str):
+        if action in ("400", "401", "429", "500", "529"):
+            extra = {"retry-after": "0.3"} if action == "429" else {}
+            message = f"trouble with {self.headers.get('x-api-key') or self.headers.get('authorization')}"
+            self.send(int(action), json.dumps({"type": "error", "error": {"type": "trouble", "message": message}}), extra)
+        elif action == "drop":
+            self.close_connection = True
+        elif action == "drop half way":
+            whole = self.reply(WELL_FORMED % 7, "end")
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(whole)))
+            self.end_headers()
+            self.wfile.write(whole[: len(whole) // 2].encode())
+            self.close_connection = True
+        elif action == "hang":
+            time.sleep(2 * TIMEOUT)
+            self.close_connection = True
+        elif action == "html":
+            self.send(200, "<html>Please log in</html>", {"content-type": "text/html"})
+        else:
+            texts = {"right": WELL_FORMED % 7, "wrong": WELL_FORMED % 8, "no spawn": "<think>alone</think><answer>\\boxed{7}</answer>"}
+            self.send(200, self.reply(texts.get(action, "<think>\nSplit it and"), "length" if action == "cut" else "end"))
+
+    def reply(self, text: str, why: str) -> str:
+        if self.server.protocol == "openai":
+            message = {"role": "assistant", "content": text}
+            choice = {"index": 0, "message": message, "finish_reason": {"end": "stop", "length": "length"}[why]}
+            usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
+            return json.dumps({"id": "c", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "usage": usage})
+        content, stop = [{"type": "text", "text": text}], {"end": "end_turn", "length": "max_tokens"}[why]
+        usage = {"input_tokens": 40, "cache_read_input_tokens": 60, "cache_creation_input_tokens": 0, "output_tokens": 10}
+        head = {"id": "m", "type": "message", "role": "assistant", "model": "m", "stop_sequence": None}
+        return json.dumps({**head, "content": content, "stop_reason": stop, "usage": usage})
+
+    def send(self, status: int, body: str, headers: dict | None = None):
+        self.send_response(status)
+        for name, value in {"content-type": "application/json", "content-length": str(len(body.encode())), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+
+def source_file(folder: Path, questions) -> Path:
+    solution = "<think>\nthought %d</think>\\boxed{7}"
+    rows = [{"id": f"p{n}", "question": question, "gold": "7", "solution": solution % n} for n, question in enumerate(questions)]
+    write_jsonl_atomic(folder / "source.jsonl", rows)
+    return folder / "source.jsonl"
+
+
+def config_for(server: Server, folder: Path, questions, **endpoint) -> RewriteConfig:
+    place = EndpointConfig(
+        server.protocol, "the-model", server.url, "TEST_KEY", timeout_seconds=TIMEOUT, first_backoff_seconds=0.02, **endpoint
+    )
+    return RewriteConfig(str(source_file(folder, questions)), str(folder / "sft.jsonl"), endpoint=place, concurrency=4)
+
+
+def rewrite(config: RewriteConfig):
+    config.check()
+    return asyncio.run(run(config, lambda done, total: None))
+
+
+def log_of(config: RewriteConfig) -> list[dict]:
+    return [row for _, row in read_jsonl(attempts_path(config.output))]
+
+
+@pytest.fixture(scope="module", params=["openai", "anthropic"])
+def ordeal(request, tmp_path_factory):
+    """Everything that can go wrong, once for each protocol."""
+    folder = tmp_path_factory.mktemp(request.param)
+    server = Server(request.param, SCRIPT)
+    os.environ["TEST_KEY"] = KEY
+    try:
+        config = config_for(server, folder, SCRIPT)
+        yield server, config, rewrite(config)
+    finally:
+        del os.environ["TEST_KEY"]
+        server.shutdown()
+        server.server_close()
+
+
+def test_every_attempt_is_logged_with_its_outcome_and_transport_errors_are_none(ordeal):
+    _, config, _ = ordeal
+    seen = {name: [] for name in SCRIPT}
+    for row in sorted(log_of(config), key=lambda row: row["attempt"]):
+        seen[list(SCRIPT)[int(row["id"][1:])]].append(row["outcome"])
+    assert seen == OUTCOMES
+
+
+def test_output_holds_the_accepted_ones_in_source_order(ordeal):
+    _, config, _ = ordeal
+    rows = [row for _, row in read_jsonl(config.output)]
+    good = [n for n, name in enumerate(SCRIPT) if OUTCOMES[name][-1] == "accepted"]
+    assert [row["id"] for row in rows] == [f"p{n}" for n in good]
+    assert rows[0] == {
+        "id": "p0", "question": "fine", "gold": "7", "completion": WELL_FORMED % 7, "source": "<think>\nthought 0</think>\\boxed{7}",
+    }  # fmt: skip
+
+
+def test_summary_counts_outcomes_and_tokens(ordeal):
+    _, config, summary = ordeal
+    outcomes = Counter(outcome for outcomes in OUTCOMES.values() for outcome in outcomes)
+    assert (summary.solutions, summary.accepted, summary.exhausted, summary.failed) == (11, 9, 1, 1)
+    assert summary.outcomes == outcomes
+    answered = sum(outcomes.values()) - outcomes["failed"]
+    assert (summary.input_tokens, summary.output_tokens) == (100 * answered, 10 * answered)
+    assert "2 attempts ill-formed: no_spawn" in str(summary)
+    assert json.loads(Path(config.output).with_suffix(".summary.json").read_text())["accepted"] == 9
+
+
+def test_requests_are_as_configured_and_the_key_goes_to_the_server_alone(ordeal):
+    server, config, _ = ordeal
+    for _, _, body, headers in server.requests:
+        assert (body["model"], body["temperature"], body["max_tokens"]) == ("the-model", 0.7, 12_000)
+        sent = {name.lower(): value for name, value in headers.items()}
+        assert KEY in (sent.get("x-api-key") or sent["authorization"])
+        instruction = body["system"][0]["text"] if server.protocol == "anthropic" else body["messages"][0]["content"]
+        assert instruction == prompt_text("rewrite.txt")
+    for path in Path(config.output).parent.iterdir():
+        assert KEY not in path.read_text()
+
+
+def test_retry_after_is_waited_for(ordeal):
+    server, _, _ = ordeal
+    times = [at for question, at, *_ in server.requests if question == "rate limited"]
+    assert len(times) == 3 and all(later - earlier >= 0.3 for earlier, later in pairwise(times))
+
+
+def test_rerun_asks_again_only_for_what_failed(ordeal):
+    server, config, first = ordeal
+    before, log = len(server.requests), log_of(config)
+    again = rewrite(config)
+    assert [question for question, *_ in server.requests[before:]] == ["impossible"]
+    assert log_of(config)[: len(log)] == log and again.accepted == first.accepted
+
+
+def test_wrong_key_stops_everything_at_once_in_one_line_without_the_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("TEST_KEY", KEY)
+    server = Server("openai", {f"q{n}": ["401"] for n in range(50)})
+    with pytest.raises(Unusable, match=r"check the key, endpoint\.model and endpoint\.base_url") as caught:
+        rewrite(config_for(server, tmp_path, [f"q{n}" for n in range(50)]))
+    assert KEY not in str(caught.value) and "[key]" in str(caught.value)
+    assert len(server.requests) <= 8
+
+
+def test_missing_key_is_said_by_the_name_of_its_variable(tmp_path, monkeypatch):
+    monkeypatch.delenv("TEST_KEY", raising=False)
+    with pytest.raises(ConfigError, match="environment variable TEST_KEY"):
+        rewrite(config_for(Server("openai", {}), tmp_path, ["q"]))
+
+
+def test_dead_server_fails_after_our_patience_not_before(tmp_path, monkeypatch):
+    monkeypatch.setenv("TEST_KEY", KEY)
+    server = Server("anthropic", {"q": ["500"]})
+    summary = rewrite(config_for(server, tmp_path, ["q"], patience_seconds=0.5))
+    assert (summary.accepted, summary.failed) == (0, 1)
+    assert len(server.requests) >= 3 and "no answer within" in log_of(config_for(server, tmp_path, ["q"]))[0]["reason"]
+
+
+@pytest.mark.parametrize("protocol", ["openai", "anthropic"])
+def test_killed_and_resumed_loses_nothing_repeats_nothing_and_shows_no_key(tmp_path, protocol):
+    """The command itself, with the SDKs' debug logs on, killed twice on the way."""
+    questions = [f"q{n}" for n in range(40)]
+    server = Server(protocol, {"q3": ["wrong", "right"], "q7": ["500", "right"]}, delay=0.15)
+    config = config_for(server, tmp_path, questions)
+    overrides = [
+        f"source={config.source}", f"output={config.output}", f"endpoint.protocol={protocol}", f"endpoint.base_url={server.url}",
+        "endpoint.key_variable=TEST_KEY", "endpoint.model=m", "concurrency=4",
+    ]  # fmt: skip
+    (tmp_path / "rewrite.yaml").write_text("attempts: 3\n")
+    command = [sys.executable, "-m", "dccot.data.cli", "rewrite", str(tmp_path / "rewrite.yaml"), *overrides]
+    environment = {**os.environ, "TEST_KEY": KEY, "OPENAI_LOG": "debug", "ANTHROPIC_LOG": "debug", "PYTHONASYNCIODEBUG": "1"}
+    log = attempts_path(config.output)
+    for enough in (8, 22, None):
+        with (tmp_path / "said").open("a") as output:
+            child = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        while enough and child.poll() is None and (log.read_bytes().count(b"\n") if log.exists() else 0) < enough:
+            time.sleep(0.01)
+        if enough:
+            child.send_signal(signal.SIGKILL)
+        child.wait(timeout=120)
+    said = (tmp_path / "said").read_text()
+    rows = log_of(config)
+    assert child.returncode == 0 and "40 of 40 solutions accepted" in said
+    assert Counter((row["id"], row["attempt"]) for row in rows).most_common(1)[0][1] == 1
+    assert [row["id"] for _, row in read_jsonl(config.output)] == [f"p{n}" for n in range(40)]
+    assert len(server.requests) <= 42 + 2 * 4  # what was under way at each kill is asked again, nothing else
+    assert "DEBUG" in said and all(KEY not in path.read_text() for path in tmp_path.iterdir())
+
+
+def test_retry_after_understands_seconds_milliseconds_and_dates():
+    from email.utils import formatdate
+
+    assert retry_after({"retry-after": "2.5"}) == 2.5
+    assert retry_after({"retry-after-ms": "1500", "retry-after": "9"}) == 1.5
+    assert 25 < retry_after({"retry-after": formatdate(time.time() + 30, usegmt=True)}) <= 30
+    assert retry_after({"retry-after": "soon"}) is None and retry_after({}) is None
+
+
+@pytest.fixture(scope="module")
+def grader():
+    with Grader(GradingConfig(workers=1)) as shared:
+        yield shared
+
+
+def test_acceptance_gives_the_reason(grader):
+    problem = Problem("1", "?", ["7", "seven"])
+    assert accept(problem, WELL_FORMED % 7, grader) is None
+    assert accept(problem, WELL_FORMED % 8, grader) == "wrong"
+    assert accept(problem, "<think>x</think><answer>7</answer>", grader) == "ill-formed: no_spawn"
+    assert accept(problem, (WELL_FORMED % 7) + " thanks", grader) == "ill-formed: text_after_answer"
+
+
+def test_rule_based_rewriting_uses_the_same_attempts_and_acceptance(grader, tmp_path):
+    solutions = load_solutions(source_file(tmp_path, ["a", "b"]))
+    config = RewriteConfig("unused", str(tmp_path / "sft.jsonl"), attempts=2)
+
+    def rewrite(problem: Problem, text: str, *, attempt: int) -> str:
+        return WELL_FORMED % (7 if attempt == 1 and problem.question == "b" else 8)
+
+    summary = rewrite_by_rule(solutions, rewrite, grader, config)
+    assert (summary.accepted, summary.exhausted, summary.outcomes) == (1, 1, {"wrong": 3, "accepted": 1})
+    assert [row["id"] for _, row in read_jsonl(config.output)] == ["p1"]
+
+
+def test_source_rows_without_a_solution_are_named(tmp_path):
+    write_jsonl_atomic(tmp_path / "s.jsonl", [{"id": "1", "question": "?", "gold": "2"}])
+    with pytest.raises(BadData, match=r"s\.jsonl:1: no field 'solution'"):
+        load_solutions(tmp_path / "s.jsonl")
+
+
+def test_worked_example_of_our_instruction_obeys_its_own_rules(grader):
+    text = prompt_text("rewrite.txt")
+    _, _, example = text.partition("# An example")
+    source, _, result = example.partition("Result:\n\n")
+    counted = sum(any(n % d == 0 for d in (4, 6, 9)) for n in range(1, 201))
+    problem = Problem("1", source.split("Problem:\n\n")[1].split("\n\n")[0], str(counted))
+    assert accept(problem, result, grader) is None
+    given = source.split("Given solution:\n\n")[1]
+    block = parse(result).rounds[0]
+    assert given.startswith("<think>\nOkay") and block.director.startswith(given[:300])
+    assert all(verbatim_share(worker, word_runs(given)) > 0.95 for worker in block.workers)
+    assert list(leaks_in(block.workers, problem.question + block.director)) == []
+    assert flaw_of(text.partition("# Who knows")[0].split("looks like\n\n")[1].split("\n\n- ")[0]) is None
