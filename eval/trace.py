@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dccot.rollout.engine import Engine
 
 RESPONSE, ENGINE = 1, 2  # the trace's "processes"
+DIRECTOR, STEPS = 10, 1000  # thread ids, unique over both: Perfetto names threads by their id alone; worker i is DIRECTOR + i
 
 
 @dataclass
@@ -128,27 +129,29 @@ class Timeline(Watch):
             return {"ph": "X", "name": name, "pid": process, "tid": thread, "ts": at(start), "dur": at(end) - at(start), "args": arguments}
 
         workers = max((lane.worker for lane in self.lanes), default=0)
-        names = {(RESPONSE, 0): "director", (ENGINE, 0): "steps"} | {(RESPONSE, i): f"worker {i}" for i in range(1, workers + 1)}
+        names = {DIRECTOR: "director"} | {DIRECTOR + i: f"worker {i}" for i in range(1, workers + 1)} | {STEPS: "steps"}
         for process, name in ((RESPONSE, "response"), (ENGINE, "engine")):
             yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
             yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
-        for (process, thread), name in names.items():
+        for thread, name in names.items():
+            process = ENGINE if thread == STEPS else RESPONSE
             yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
             yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": {"sort_index": thread}}
         finished = [lane for lane in self.lanes if lane.completion]
         for lane in finished:
-            name = f"{names[RESPONSE, lane.worker]}, {'round' if lane.worker else 'part'} {lane.call.path[0] + 1}"
-            yield piece(name, RESPONSE, lane.worker, lane.start, lane.end, {
+            name = f"{names[DIRECTOR + lane.worker]}, {'round' if lane.worker else 'part'} {lane.call.path[0] + 1}"
+            yield piece(name, RESPONSE, DIRECTOR + lane.worker, lane.start, lane.end, {
                 "sampled": len(lane.ids), "inserted": len(lane.call.inserted), "prompt": len(lane.call.prompt),
                 "cached": lane.completion.cached, "stop": lane.completion.stop.value,
             })  # fmt: skip
         for number, (source, target) in enumerate(_arrows(finished)):
             arrow = {"name": "spawn" if target.worker else "read", "cat": "tree", "id": number, "pid": RESPONSE}
-            yield {"ph": "s", "tid": source.worker, "ts": at(source.end) - 0.001, **arrow}  # an arrow leaves from inside its slice
-            yield {"ph": "f", "bp": "e", "tid": target.worker, "ts": at(target.start), **arrow}
+            last_moment = at(source.end) - 0.001  # an arrow leaves from inside its slice
+            yield {"ph": "s", "tid": DIRECTOR + source.worker, "ts": last_moment, **arrow}
+            yield {"ph": "f", "bp": "e", "tid": DIRECTOR + target.worker, "ts": at(target.start), **arrow}
         for step in self.steps:
             counts = {name: value for name, value in asdict(step).items() if name not in ("start", "end")}
-            yield piece(f"batch {step.batch}", ENGINE, 0, step.start, step.end, counts)
+            yield piece(f"batch {step.batch}", ENGINE, STEPS, step.start, step.end, counts)
             yield {"ph": "C", "name": "batch", "pid": ENGINE, "ts": at(step.start), "args": {"calls": step.batch}}
         if self.steps:
             yield {"ph": "C", "name": "batch", "pid": ENGINE, "ts": at(self.steps[-1].end), "args": {"calls": 0}}

@@ -55,16 +55,17 @@ def test_watching_changes_nothing(model, engine):
     assert watched.response.as_read == plain.as_read
 
 
-def test_the_trace_has_a_slice_for_every_segment(solution, tmp_path):
+def test_the_trace_has_a_slice_for_every_segment_in_its_writers_lane(solution, tmp_path):
     solution.timeline.write(tmp_path / "trace.json", {"model": "tiny"})
     trace = json.loads((tmp_path / "trace.json").read_text())
+    lanes = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
     expected = []
     for number, round_ in enumerate(solution.response.rounds, start=1):
-        expected.append((f"director, part {number}", 0, len(round_.director.sampled)))
-        expected += [(f"worker {i}, round {number}", i, len(w.sampled)) for i, w in enumerate(round_.workers, start=1)]
-    expected.append((f"director, part {len(solution.response.rounds) + 1}", 0, len(solution.response.final.sampled)))
+        expected.append(("director", f"director, part {number}", len(round_.director.sampled)))
+        expected += [(f"worker {i}", f"worker {i}, round {number}", len(w.sampled)) for i, w in enumerate(round_.workers, start=1)]
+    expected.append(("director", f"director, part {len(solution.response.rounds) + 1}", len(solution.response.final.sampled)))
     slices = complete_events(trace, "response")
-    assert sorted((e["name"], e["tid"], e["args"]["sampled"]) for e in slices) == sorted(expected)
+    assert sorted((lanes[e["tid"]], e["name"], e["args"]["sampled"]) for e in slices) == sorted(expected)
 
 
 def test_workers_begin_when_their_director_ends_and_end_before_it_goes_on(solution):
