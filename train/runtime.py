@@ -67,5 +67,5 @@ class Runtime:
         dist.barrier()
 
     def stop(self) -> None:
-        if self.owned:
+        if self.owned and dist.is_initialized():  # an engine that shuts down takes the group with it
             dist.destroy_process_group()
