@@ -21,7 +21,7 @@ from dccot.rollout.protocol import TAG_PATTERN, IllFormed, Parsed, parse
 
 RUN = 5  # words that must match in a row to count as copied
 NAMED_WORKER = re.compile(r"\bworkers?[ _#]?(\d+)\b|\b(?:the )?other workers?\b", re.IGNORECASE)
-RESULT = re.compile(r"(?<![\w\\])([A-Za-z]\w*(?:\([^()=]{1,20}\))?)=(-?\d+(?:\.\d+)?(?:/\d+)?)")
+RESULT = re.compile(r"(?<![\w\\])([A-Za-z]\w*(?:_\{\w+\})?(?:\([^()=]{1,20}\))?)\s*=\s*(-?\d+(?:\.\d+)?(?:/\d+)?)")
 
 
 @dataclass
@@ -126,7 +126,7 @@ def leaks_in(workers: list[str], known: str) -> Iterable[tuple[int, str]]:
 
 
 def _results(text: str) -> set[str]:
-    return {f"{name}={value}" for name, value in RESULT.findall(re.sub(r"[\s$]", "", text))}
+    return {f"{name}={value}" for name, value in RESULT.findall(text)}
 
 
 def _words(text: str) -> list[str]:

@@ -36,7 +36,7 @@ def _silent(done: int, total: int) -> None: ...
 
 @dataclass
 class SequentialConfig:
-    model: str = ""
+    model: str = ""  # a Hugging Face folder, or a run whose newest checkpoint is meant
     problems: str = ""
     output: str = "runs/data/sequential.jsonl"
     first: int | None = 15_000  # only the first so many problems; None: all
@@ -48,7 +48,7 @@ class SequentialConfig:
     grading: GradingConfig = field(default_factory=GradingConfig)
 
     def check(self) -> None:
-        require(bool(self.model), "model is not set; name the Hugging Face folder of the model that solves")
+        require(bool(self.model), "model is not set; name a Hugging Face folder or a run, e.g. model=runs/base")
         require(bool(self.problems), "problems is not set; name a JSONL or parquet file")
         require(self.attempts > 0, f"attempts is {self.attempts}; it must be at least 1")
         require(not self.rollout.parallel, "rollout.parallel is true; sequential solutions are wanted: set it to false")
@@ -142,8 +142,9 @@ def run(config: SequentialConfig, engine=None, *, progress: Progress = _silent) 
     with Grader(config.grading) as grader:
         if not given:
             from dccot.rollout.engine import Engine
+            from dccot.train.checkpoint import resolve_model
 
-            engine = Engine(config.model, config.engine)
+            engine = Engine(resolve_model(config.model), config.engine)
         try:
             sample(engine, grader, problems, config, progress=progress)
             _wait_for_all()
