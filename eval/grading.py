@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 from dccot.config import require
 from dccot.rollout.protocol import answer_block
@@ -112,6 +113,11 @@ class Grader:
         numbers: dict = {}
         return [numbers.setdefault(leader.get(form_of[text], index), len(numbers)) for index, text in enumerate(scoped)]
 
+    def pids(self) -> list[int]:
+        """The grading processes, each followed by its workers, for monitoring."""
+        keepers = [process.pid for process in self._processes]
+        return [pid for keeper in keepers for pid in (keeper, *_children(keeper))]
+
     def close(self) -> None:
         for process in self._processes:
             process.stop()
@@ -190,6 +196,13 @@ def boxed(gold: str) -> str:
     return rf"\boxed{{{gold}}}"
 
 
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
 class _Process:
     """One grading process, started anew when it is gone."""
 
@@ -197,6 +210,10 @@ class _Process:
         self._command = [sys.executable, "-P", "-m", "dccot.eval.grading_process", str(config.seconds), str(config.memory_mb)]
         self._answered = False
         self._start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def _start(self) -> None:
         # No keys and no CUDA settings go along; a fixed hash seed makes sympy's set order, and so every verdict, repeatable.

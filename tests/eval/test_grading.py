@@ -197,32 +197,23 @@ def test_empty_batch_is_empty(grader):
     assert grader.grade([]) == [] and grader.equivalence_classes([]) == []
 
 
-def processes_of(grader) -> list[int]:
-    """Pids of the grading processes and of their workers."""
-    found = []
-    for process in grader._processes:
-        pid = process._process.pid
-        found += [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
-    return found
-
-
 ENDLESS = r"\boxed{\sum_{i=1}^{1000000000} i^{i}}"
 
 
 def test_killed_worker_costs_its_own_answer_only():
     with Grader(GradingConfig(workers=1, seconds=60)) as fragile:
         assert fragile.grade([(r"\boxed{1}", "1")]) == [C]
-        keeper, worker = processes_of(fragile)
+        keeper, worker = fragile.pids()
         killer = threading.Timer(0.5, os.kill, (worker, signal.SIGKILL))
         killer.start()
         assert fragile.grade([(ENDLESS, "1"), (r"\boxed{2}", "2")]) == [Verdict.CRASHED, C]
-        assert processes_of(fragile)[0] == keeper
+        assert fragile.pids()[0] == keeper
 
 
 def test_killed_grading_process_costs_nothing():
     with Grader(GradingConfig(workers=1)) as fragile:
         assert fragile.grade([(r"\boxed{1}", "1")]) == [C]
-        os.kill(processes_of(fragile)[0], signal.SIGKILL)
+        os.kill(fragile.pids()[0], signal.SIGKILL)
         assert fragile.grade([(r"\boxed{2}", "2"), (r"\boxed{3}", "2")]) == [C, W]
 
 
@@ -231,16 +222,15 @@ import sys, threading
 from dccot.eval.grading import Grader, GradingConfig
 grader = Grader(GradingConfig(workers=1, seconds=600))
 grader.grade([(r"\boxed{1}", "1")])
-print(grader._processes[0]._process.pid, flush=True)
+print(*grader.pids(), flush=True)
 grader.grade([(sys.argv[1], "1")])
 """
 
 
 def test_no_process_survives_a_killed_grader():
     child = subprocess.Popen([sys.executable, "-c", ORPHAN, ENDLESS], stdout=subprocess.PIPE, text=True)
-    keeper = int(child.stdout.readline())
+    keeper, worker = map(int, child.stdout.readline().split())
     time.sleep(0.3)
-    worker = int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text())
     child.kill()
     child.wait()
     child.stdout.close()
@@ -271,7 +261,7 @@ def test_grading_processes_are_light_and_know_no_secrets(grader, monkeypatch):
     monkeypatch.setenv("PLANTED_API_KEY", "sk-planted")
     with Grader(GradingConfig(workers=1)) as fresh:
         fresh.grade([(r"\boxed{1}", "1")])
-        for pid in processes_of(fresh):
+        for pid in fresh.pids():
             assert "sk-planted" not in Path(f"/proc/{pid}/environ").read_text()
             assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
 
