@@ -81,10 +81,11 @@ def _compare(parameters: Mapping[str, Tensor], tensors: Mapping, *, tied: bool, 
     def redundant(name: str) -> bool:  # tensors that some checkpoints carry although they follow from the rest
         if name.endswith("rotary_emb.inv_freq"):
             return True
-        return tied and name == "lm_head.weight" and torch.equal(tensors[name][:], tensors["model.embed_tokens.weight"][:])
+        embedding = tensors.get("model.embed_tokens.weight")
+        return tied and name == "lm_head.weight" and embedding is not None and torch.equal(tensors[name][:], embedding[:])
 
     missing = sorted(parameters.keys() - tensors.keys())
-    unexpected = [name for name in sorted(tensors.keys() - parameters.keys()) if missing or not redundant(name)]
+    unexpected = [name for name in sorted(tensors.keys() - parameters.keys()) if not redundant(name)]
     wrong = []
     for name in sorted(parameters.keys() & tensors.keys()):
         has, needs = tuple(tensors[name].get_shape()), tuple(parameters[name].shape)
@@ -132,15 +133,20 @@ def save_checkpoint(
 
     No more than `max_shard_bytes` of weights are held in memory at a time, and files are no larger.
     """
+    gathered, problem = full_parameters(model), None
     if _rank() == 0:
-        with written_whole(folder) as partial:
-            _write(model, partial, dtype, max_shard_bytes)
-            _copy_companions(source, partial)
-    else:
-        for _ in full_parameters(model):
-            pass
+        try:
+            with written_whole(folder) as partial:
+                _write(model, gathered, partial, dtype, max_shard_bytes)
+                _copy_companions(source, partial)
+        except Exception as error:
+            problem = error
+    for _ in gathered:  # gathering is collective: every rank walks to the end, also when rank 0 could not write
+        pass
     if dist.is_initialized():
         dist.barrier()
+    if problem is not None:
+        raise problem
 
 
 def create_checkpoint(config: Mapping, folder: str | Path, *, tokenizer, seed: int, dtype: torch.dtype = torch.float32) -> None:
@@ -148,7 +154,7 @@ def create_checkpoint(config: Mapping, folder: str | Path, *, tokenizer, seed: i
     model = Transformer(parse_config(config)).to(dtype)
     model.init_weights(seed)
     with written_whole(folder) as partial:
-        _write(model, partial, dtype, max_shard_bytes=5 * 10**9)
+        _write(model, full_parameters(model), partial, dtype, max_shard_bytes=5 * 10**9)
         _write_tokenizer(tokenizer, partial)
         token_ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
         _write_json(partial / "generation_config.json", token_ids)
@@ -156,12 +162,19 @@ def create_checkpoint(config: Mapping, folder: str | Path, *, tokenizer, seed: i
 
 @contextlib.contextmanager
 def written_whole(folder: str | Path) -> Iterator[Path]:
-    """A folder to fill beside `folder`, which takes its name when the block ends; after an exception or a kill the old one still stands."""
+    """A folder to fill beside `folder`, which takes its name when the block ends. After an exception or a kill the old one still stands.
+
+    A folder cannot be replaced in one step: for a moment the old one is called `.<name>.old`, and it goes when the new one stands.
+    """
     folder = Path(folder)
     partial, old = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old")
     shutil.rmtree(partial, ignore_errors=True)  # left by a writer that was killed
     partial.mkdir(parents=True)
-    yield partial
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     for path in partial.iterdir():
         _flush(path)
     if folder.exists():
@@ -178,12 +191,14 @@ def _flush(path: Path) -> None:
     os.close(descriptor)
 
 
-def _write(model: Transformer, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+def _write(
+    model: Transformer, parameters: Iterator[tuple[str, Tensor]], folder: Path, dtype: torch.dtype | None, max_shard_bytes: int
+) -> None:
     sizes = {name: p.numel() * (dtype or p.dtype).itemsize for name, p in model.named_parameters()}
     file_of = _plan_files(sizes, max_shard_bytes)
     last_of = {file: name for name, file in file_of.items()}
     held: dict[str, Tensor] = {}
-    for name, tensor in full_parameters(model):
+    for name, tensor in parameters:
         held[name] = tensor.to(device="cpu", dtype=dtype).contiguous()
         if name == last_of[file_of[name]]:
             save_file(held, folder / file_of[name], metadata={"format": "pt"})

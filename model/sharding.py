@@ -58,7 +58,7 @@ def build_model(
     for block in model.model.layers:
         block.recompute = sharding.activation_checkpointing
         if sharding.compile:
-            block.compile(dynamic=True)  # the number of tokens differs from one micro-batch to the next
+            block.compile()  # once for the first number of tokens, once more for any number
     if dist.is_initialized():
         _shard(model, _mesh(device, sharding.replicate), sharding.reshard_after_forward, compute)
     elif master != compute:

@@ -187,3 +187,4 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_whole(raw_config, write_che
     with pytest.raises(OSError):
         save_checkpoint(model, folder, source=folder.parent / "source")
     assert digest(folder) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "source"]

@@ -29,8 +29,10 @@ def launch(checkpoint: Path, ranks: int) -> Path:
     out = checkpoint.with_name(f"{ranks}_ranks")
     out.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), str(PROGRAM)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    done = subprocess.run([*command, str(checkpoint), str(out)], capture_output=True, text=True, timeout=300, env=environment)
+    # a compiler cache of its own: the shared one does not notice when a custom operator changes
+    compiler = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(out / "compiled")}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | compiler
+    done = subprocess.run([*command, str(checkpoint), str(out)], capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return out
 
