@@ -1,0 +1,96 @@
+"""RL for real: torchrun, FSDP over gloo, a vLLM engine in every rank, on a miniature task whose start is known exactly."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+PROGRAM = Path(__file__).with_name("rl_program.py")
+STEPS = {1: 3, 2: 8}  # by ranks: the longer one is there to see it learn
+
+# Of the task in rl_program.py. One step rolls out 8 · 4 responses.
+START_MEAN = 0.25 * (0.5 * 1.0 + 0.5 * 0.5)
+START_VARIANCE = 0.25 * (0.5 * 1.0 + 0.5 * 0.25) - START_MEAN**2
+ROLLOUTS = 32
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def runs(request, tmp_path_factory) -> tuple[int, Path]:
+    ranks, out = request.param, tmp_path_factory.mktemp("rl")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command += [str(PROGRAM), str(out), str(STEPS[ranks])]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    return ranks, out
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(run: Path, step: int) -> dict[str, bytes]:
+    tensors = load_file(run / "checkpoints" / f"step_{step:06d}" / "hf" / "model.safetensors")
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def test_a_run_that_was_stopped_ends_in_the_same_bits(runs):
+    _, out = runs
+    assert weights(out / "stopped", 3) == weights(out / "whole", 3)
+    assert weights(out / "whole", 3) != weights(out / "whole", 2)
+
+
+def test_a_run_that_was_stopped_has_every_step_once_in_its_metrics(runs):
+    _, out = runs
+    assert [row["step"] for row in metrics(out / "stopped")] == [0, 1, 2]
+    same = ("reward/mean", "policy/loss", "policy/grad_norm", "policy/entropy", "gap/kl", "length/longest_path")
+    for stopped, whole in zip(metrics(out / "stopped"), metrics(out / "whole"), strict=False):
+        assert {name: stopped[name] for name in same} == {name: whole[name] for name in same}
+
+
+def test_replaying_a_saved_batch_gives_the_update_that_was_made_with_it(runs):
+    _, out = runs
+    assert weights(out / "replayed", 1) == weights(out / "whole", 1)
+
+
+def test_the_trainer_finds_the_log_probs_that_the_engine_sampled_with(runs):
+    """After every weight sync anew; at each step the largest difference over all sampled tokens."""
+    ranks, out = runs
+    found = [row["gap/max_abs_logprob"] for row in metrics(out / "whole")]
+    assert len(found) == STEPS[ranks]
+    assert max(found) < 1e-4
+
+
+def test_every_rank_leaves_a_trace_with_the_phases_by_name(runs):
+    ranks, out = runs
+    traces = sorted((out / "whole" / "profile").rglob("rank*.pt.trace.json"))
+    assert [trace.name for trace in traces] == [f"rank{rank}.pt.trace.json" for rank in range(ranks)]
+    for trace in traces:
+        names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+        assert {"rollout", "grade", "old_logprob", "reference", "update", "sync"} <= names
+
+
+def test_saved_rollouts_hold_text_verdict_reward_and_lengths(runs):
+    _, out = runs
+    rows = [json.loads(line) for line in (out / "whole" / "rollouts" / "step_000000.jsonl").read_text().splitlines()]
+    assert len(rows) == ROLLOUTS
+    for row in rows:
+        right, formed = "\\boxed{3}" in row["text"], "<spawn_workers>" in row["text"] and row["text"].endswith("</answer>")
+        assert row["verdict"] == ("correct" if right else "unparsable" if "\\boxed" not in row["text"] else "wrong")
+        assert (row["flaw"] is None) == formed
+        assert row["reward"] == (right and (1.0 if formed else 0.5))
+        assert row["lengths"]["total_tokens"] >= row["lengths"]["longest_path"] > 0
+
+
+@pytest.mark.parametrize("runs", [2], indirect=True, ids=["two ranks"])
+def test_reward_rises_by_more_than_noise_can_explain(runs):
+    """The margin: six standard errors of the mean over the last three steps of a policy that had learnt nothing (32 rollouts each)."""
+    _, out = runs
+    rewards = [row["reward/mean"] for row in metrics(out / "whole")]
+    standard_error = math.sqrt(START_VARIANCE / ROLLOUTS)
+    assert abs(rewards[0] - START_MEAN) < 4 * standard_error
+    assert sum(rewards[-3:]) / 3 > START_MEAN + 6 * standard_error / math.sqrt(3)
