@@ -1,0 +1,51 @@
+"""One engine per kind of tokenizer for the whole session: starting one takes 15 s, the second in the same process a second.
+
+Engines in one process share vLLM's process groups, and the first to be shut down or collected takes these with it. So every engine
+that a test builds is kept until the session ends.
+"""
+from pathlib import Path
+
+import pytest
+
+from dccot.rollout import tiny
+from dccot.rollout.settings import EngineConfig
+
+KINDS = ("single", "spelled")
+CONTEXT = 512
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory) -> dict[str, Path]:
+    return {kind: tiny.save(tmp_path_factory.mktemp("tiny") / kind, kind, context=CONTEXT) for kind in KINDS}
+
+
+@pytest.fixture(scope="session")
+def build_engine():
+    from dccot.rollout.engine import Engine
+
+    kept = []
+
+    def build(folder: Path, **settings) -> Engine:
+        kept.append(Engine(folder, EngineConfig(dtype="float32", kv_cache_gb=0.125, **settings)))
+        return kept[-1]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def engines(checkpoints, build_engine) -> dict:
+    return {kind: build_engine(checkpoints[kind]) for kind in KINDS}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def engine(engines, kind):
+    """An engine with nothing running and nothing cached."""
+    engine = engines[kind]
+    engine.abort(list(engine.pending))
+    engine.forget_prefixes()
+    return engine

@@ -1,0 +1,306 @@
+"""The state machine alone: a scripted sampler stands for the engine, so that every way a call can end is met.
+
+Tags here are made of ids above 900; a sampler writes ids below 100. Context of a call and longest path are worked out anew from
+what the sampler was asked and what it wrote, not from the response's own arithmetic.
+"""
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from dccot.config import ConfigError
+from dccot.rollout.director import Call, Completion, Director, RolloutConfig, Stop
+from dccot.rollout.protocol import TagIds
+from dccot.rollout.response import Finish, Response, Round, Segment
+
+EOS = 0
+CLOSE = (901, 902)
+NO_LIMIT = 10**9
+
+
+def tags(workers: int, length: int = 3) -> TagIds:
+    return TagIds(workers, CLOSE, tuple(tuple(1000 + 10 * i + j for j in range(length)) for i in range(1, workers + 1)), EOS)
+
+
+def director(prompt=(7, 8, 9), context=NO_LIMIT, workers=3, tag_length=3, **settings) -> Director:
+    return Director(list(prompt), RolloutConfig(workers=workers, **settings), tags(workers, tag_length), context)
+
+
+def written(count: int, stop: Stop) -> Completion:
+    ids = [random.randrange(1, 100) for _ in range(count)]
+    if stop is Stop.EOS:
+        ids[-1] = EOS
+    return Completion(ids, [-0.1] * count, stop)
+
+
+def only(calls: list[Call]) -> Call:
+    assert len(calls) == 1
+    return calls[0]
+
+
+def spawn(machine: Director, count: int = 5) -> list[Call]:
+    return machine.finished(only(machine.start()), written(count, Stop.TAG))
+
+
+# ---- the paper's algorithm, step by step ----
+
+
+def test_the_director_goes_on_with_all_workers_read_between_its_tags():
+    machine = director(prompt=[1, 2], budget=100)
+    first = only(machine.start())
+    assert (first.path, first.prompt, first.inserted, first.stop) == ((0, 0), [1, 2], [], "<spawn_workers>")
+    workers = machine.finished(first, Completion([11, 12], [0.0, 0.0], Stop.TAG))
+    opens = [list(ids) for ids in tags(3).worker_open]
+    assert [call.path for call in workers] == [(0, 1), (0, 2), (0, 3)]
+    assert [call.prompt for call in workers] == [[1, 2, 11, 12, *tag] for tag in opens]
+    assert [call.inserted for call in workers] == opens
+    assert [call.stop for call in workers] == ["</worker_1>", "</worker_2>", "</worker_3>"]
+    assert machine.finished(workers[2], Completion([33], [0.0], Stop.TAG)) == []
+    assert machine.finished(workers[0], Completion([31], [0.0], Stop.TAG)) == []
+    second = only(machine.finished(workers[1], Completion([32, 32], [0.0, 0.0], Stop.TAG)))
+    read = [*opens[0], 31, *opens[1], 32, 32, *opens[2], 33]
+    assert (second.path, second.prompt, second.inserted) == ((1, 0), [1, 2, 11, 12, *read, *CLOSE], list(CLOSE))
+    assert not machine.done
+    assert machine.finished(second, Completion([13, EOS], [-1.0, -2.0], Stop.EOS)) == []
+    assert machine.done
+    assert machine.response == Response(
+        [1, 2],
+        [Round(Segment([], [11, 12], [0.0, 0.0]), [
+            Segment(opens[0], [31], [0.0]), Segment(opens[1], [32, 32], [0.0, 0.0]), Segment(opens[2], [33], [0.0]),
+        ])],
+        Segment(list(CLOSE), [13, EOS], [-1.0, -2.0]),
+        Finish.ANSWERED,
+    )  # fmt: skip
+
+
+def test_a_director_that_never_spawns_answers_alone():
+    machine = director(budget=10)
+    machine.finished(only(machine.start()), written(4, Stop.EOS))
+    assert (machine.done, machine.response.finish, machine.response.rounds, machine.response.longest_path) == (True, Finish.ANSWERED, [], 4)
+
+
+def test_sequential_mode_is_one_call_without_a_stop():
+    machine = director(budget=10, parallel=False)
+    call = only(machine.start())
+    assert (call.stop, call.max_tokens) == (None, 10)
+    machine.finished(call, written(10, Stop.LENGTH))
+    assert machine.response.finish is Finish.BUDGET
+
+
+# ---- the budget ----
+
+
+def test_tags_are_charged_to_the_budget_and_room_to_close_is_reserved():
+    machine = director(budget=100)
+    assert only(machine.start()).max_tokens == 100
+    workers = machine.finished(machine.start()[0], written(40, Stop.TAG))
+    assert [call.max_tokens for call in workers] == [100 - 40 - 3 - (2 + 1)] * 3
+    for call, count in zip(workers, (5, 20, 10)):
+        following = machine.finished(call, written(count, Stop.TAG))
+    assert only(following).max_tokens == 100 - 40 - (3 + 20) - 2
+
+
+def test_a_worker_that_closes_with_its_last_token_is_still_read():
+    machine = director(budget=30)
+    workers = spawn(machine, 10)
+    following = []
+    for call in workers:
+        following = machine.finished(call, written(call.max_tokens, Stop.TAG))
+    last = only(following)
+    assert last.max_tokens == 1
+    machine.finished(last, written(1, Stop.LENGTH))
+    assert (machine.response.longest_path, machine.response.finish) == (30, Finish.BUDGET)
+
+
+def test_a_worker_that_writes_eos_keeps_it_and_no_closing_tag_is_forced():
+    machine = director(budget=100)
+    workers = spawn(machine)
+    machine.finished(workers[0], Completion([21, EOS], [0.0, 0.0], Stop.EOS))
+    machine.finished(workers[1], written(3, Stop.TAG))
+    call = only(machine.finished(workers[2], written(3, Stop.TAG)))
+    assert machine.response.rounds[0].workers[0].sampled == [21, EOS]
+    opening, second = tags(3).worker_open[:2]
+    assert call.prompt[3 + 5 :][: 3 + 2 + 3] == [*opening, 21, EOS, *second]
+
+
+def test_a_worker_that_uses_up_the_budget_ends_the_response_after_its_round():
+    machine = director(budget=100)
+    workers = spawn(machine)
+    assert machine.finished(workers[1], written(workers[1].max_tokens, Stop.LENGTH)) == []
+    assert not machine.done  # the others are still writing
+    machine.finished(workers[0], written(3, Stop.TAG))
+    assert machine.finished(workers[2], written(4, Stop.TAG)) == []
+    assert (machine.done, machine.response.finish, machine.response.final) == (True, Finish.BUDGET, None)
+    assert [len(w.sampled) for w in machine.response.rounds[0].workers] == [3, workers[1].max_tokens, 4]
+
+
+@pytest.mark.parametrize(("left", "spawns"), [(7, True), (6, False), (1, False), (0, False)])
+def test_a_director_that_spawns_with_too_little_left_ends_with_its_own_text(left, spawns):
+    """A worker needs its opening tag (3) and a token, and behind it </spawn_workers> (2) and a token must fit."""
+    machine = director(budget=20 + left)
+    calls = spawn(machine, 20)
+    assert len(calls) == (3 if spawns else 0)
+    if not spawns:
+        assert (machine.done, machine.response.finish, machine.response.rounds) == (True, Finish.BUDGET, [])
+        assert len(machine.response.final.sampled) == 20
+
+
+def test_an_overshooting_stop_keeps_its_ids_and_is_charged():
+    machine = director(budget=100)
+    call = only(machine.start())
+    workers = machine.finished(call, Completion([11, 12, 99], [0.0] * 3, Stop.TAG))  # 99: the end of the tag and some more
+    assert workers[0].prompt == [*call.prompt, 11, 12, 99, *tags(3).worker_open[0]]
+    assert workers[0].max_tokens == 100 - 3 - 3 - 3
+
+
+def test_the_round_after_the_last_allowed_one_ends_the_response():
+    machine = director(budget=1000, max_rounds=1)
+    following = []
+    for call in spawn(machine):
+        following = machine.finished(call, written(4, Stop.TAG))
+    assert machine.finished(only(following), written(6, Stop.TAG)) == []
+    assert (machine.response.finish, len(machine.response.rounds), len(machine.response.final.sampled)) == (Finish.MAX_ROUNDS, 1, 6)
+
+
+def test_no_rounds_allowed_means_the_first_spawn_ends_it():
+    machine = director(budget=1000, max_rounds=0)
+    assert spawn(machine) == []
+    assert (machine.response.finish, machine.response.rounds) == (Finish.MAX_ROUNDS, [])
+
+
+# ---- the model's context ----
+
+
+def test_a_director_stops_where_the_context_ends():
+    machine = director(prompt=[1] * 10, budget=100, context=30)
+    call = only(machine.start())
+    assert call.max_tokens == 20
+    machine.finished(call, written(20, Stop.LENGTH))
+    assert machine.response.finish is Finish.CONTEXT
+
+
+def test_a_worker_cut_by_the_context_ends_the_response():
+    machine = director(prompt=[1] * 10, budget=100, context=40)
+    workers = spawn(machine, 10)
+    assert [call.max_tokens for call in workers] == [40 - 10 - 10 - 3] * 3
+    for call in workers:
+        machine.finished(call, written(call.max_tokens, Stop.LENGTH))
+    assert (machine.response.finish, machine.response.final) == (Finish.CONTEXT, None)
+
+
+def test_workers_that_together_fill_the_context_are_not_read():
+    machine = director(prompt=[1] * 10, budget=100, context=60)
+    for call in spawn(machine, 10):  # 20 in, then three times 3 + 10 leaves 1: too little for </spawn_workers>
+        following = machine.finished(call, written(10, Stop.TAG))
+    assert following == []
+    assert (machine.done, machine.response.finish, machine.response.final) == (True, Finish.CONTEXT, None)
+
+
+def test_a_director_that_spawns_at_the_end_of_the_context_ends_with_its_own_text():
+    machine = director(prompt=[1] * 10, budget=100, context=23)
+    assert spawn(machine, 10) == []
+    assert (machine.response.finish, machine.response.rounds) == (Finish.CONTEXT, [])
+
+
+def test_a_prompt_that_fills_the_context_is_refused():
+    with pytest.raises(ValueError, match=r"prompt has 1,200 tokens; engine.context is 1,200"):
+        director(prompt=[1] * 1200, context=1200)
+
+
+# ---- properties over random responses ----
+
+
+@dataclass
+class Asked:
+    """One call as the sampler saw it, with what it wrote."""
+
+    call: Call
+    ids: list[int]
+
+
+def adversarial(rng: random.Random, call: Call) -> Completion:
+    """Stops everywhere, and most often where limits are: at the first token, at the last allowed one, and just before it."""
+    assert call.max_tokens >= 1
+    count = min(rng.choice([1, 2, rng.randint(1, call.max_tokens), call.max_tokens - 1, call.max_tokens]) or 1, call.max_tokens)
+    stops = [Stop.EOS] + [Stop.TAG] * (4 if call.stop else 0) + [Stop.LENGTH] * (count == call.max_tokens)
+    stop = rng.choice(stops)
+    ids = [rng.randrange(1, 100) for _ in range(count)]
+    ids[-1] = EOS if stop is Stop.EOS else ids[-1]
+    return Completion(ids, [-rng.random() for _ in ids], stop)
+
+
+def drawn(rng: random.Random) -> tuple[Director, list[Asked]]:
+    machine = director(
+        prompt=[5] * rng.randint(1, 9),
+        workers=rng.randint(1, 5),
+        tag_length=rng.randint(1, 7),
+        budget=rng.choice([rng.randint(1, 12), rng.randint(1, 60), rng.randint(1, 400)]),
+        context=rng.choice([NO_LIMIT, rng.randint(10, 300)]),
+        max_rounds=rng.choice([None, None, 0, 1, 2]),
+        parallel=rng.random() < 0.95,
+    )
+    asked, running = [], machine.start()
+    while running:
+        call = running.pop(rng.randrange(len(running)))  # calls finish in any order
+        completion = adversarial(rng, call)
+        asked.append(Asked(call, completion.ids))
+        running += machine.finished(call, completion)
+    return machine, asked
+
+
+def longest_path_of(asked: list[Asked]) -> int:
+    """Director calls one after another, of each round's workers the longest."""
+    lengths: dict[tuple[int, bool], int] = {}
+    for one in asked:
+        round_, worker = one.call.path
+        key = (round_, worker > 0)
+        lengths[key] = max(lengths.get(key, 0), len(one.call.inserted) + len(one.ids))
+    return sum(lengths.values())
+
+
+def test_the_longest_path_never_exceeds_the_budget_in_ten_thousand_random_responses():
+    met: set[tuple] = set()
+    for number in range(10_000):
+        machine, asked = drawn(random.Random(number))
+        response, config = machine.response, machine.config
+        assert machine.done, number
+        assert longest_path_of(asked) == response.longest_path <= config.budget, number
+        assert all(len(one.call.prompt) + len(one.ids) <= machine.context for one in asked), number
+        met.add((response.finish, response.final is None, min(len(response.rounds), 2)))
+    assert {finish for finish, _, _ in met} == set(Finish)
+    assert len(met) >= 10  # the draw reaches every end, with and without a final part, after none, one and more rounds
+
+
+def test_every_call_reads_what_algorithm_1_says_and_every_sampled_id_is_kept():
+    for number in range(2_000):
+        machine, asked = drawn(random.Random(number))
+        response, names = machine.response, machine.tags
+        by_path = {one.call.path: one for one in asked}
+        assert len(by_path) == len(asked), number
+        context, kept = list(response.prompt), []
+        for index, round_ in enumerate(response.rounds):
+            director_call = by_path[index, 0]
+            assert director_call.call.prompt == context + round_.director.inserted, number
+            assert round_.director.inserted == (list(CLOSE) if index else []), number
+            context += round_.director.tokens
+            assert len(round_.workers) == names.workers, number
+            for i, worker in enumerate(round_.workers, start=1):
+                assert worker.inserted == list(names.worker_open[i - 1]), number
+                assert by_path[index, i].call.prompt == context + worker.inserted, number
+            context += [token for worker in round_.workers for token in worker.tokens]
+            kept += [((index, 0), round_.director), *(((index, i), w) for i, w in enumerate(round_.workers, start=1))]
+        if response.final is not None:
+            last = len(response.rounds)
+            assert by_path[last, 0].call.prompt == context + response.final.inserted, number
+            kept.append(((last, 0), response.final))
+        assert {path: segment.sampled for path, segment in kept} == {path: one.ids for path, one in by_path.items()}, number
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [({"workers": 0}, "workers is 0"), ({"budget": 0}, "budget is 0"), ({"max_rounds": -1}, "max_rounds is -1"),
+     ({"temperature": -0.1}, "temperature is -0.1"), ({"top_p": 0.0}, "top_p is 0.0"), ({"top_p": 1.5}, "top_p is 1.5")],
+)  # fmt: skip
+def test_impossible_settings_are_refused_by_name(setting, named):
+    with pytest.raises(ConfigError, match=f"rollout.{named}"):
+        RolloutConfig(**setting).check()

@@ -1,0 +1,82 @@
+"""Lengths of a response worked out by hand, and nothing lost on the way through JSON."""
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dccot.rollout import tiny
+from dccot.rollout.response import Finish, Response, Rollout, Round, Segment
+
+ids = st.lists(st.integers(0, 2**31), max_size=6)
+floats = st.floats(allow_nan=False, allow_infinity=False, max_value=0)
+
+
+@st.composite
+def segments(draw):
+    sampled = draw(ids)
+    return Segment(draw(ids), sampled, draw(st.lists(floats, min_size=len(sampled), max_size=len(sampled))))
+
+
+rounds = st.builds(Round, segments(), st.lists(segments(), min_size=1, max_size=4))
+responses = st.builds(Response, ids, st.lists(rounds, max_size=3), st.none() | segments(), st.sampled_from(Finish))
+rollouts = st.builds(
+    Rollout, problem=st.text(), sample=st.integers(0, 200), question=st.text(), gold=st.text() | st.lists(st.text()), text=st.text(),
+    response=responses, flaw=st.none() | st.text(), verdict=st.none() | st.text(), reward=st.none() | floats,
+    advantage=st.none() | floats, step=st.none() | st.integers(0, 9),
+)  # fmt: skip
+
+
+def segment(inserted: int, sampled: int) -> Segment:
+    return Segment([1] * inserted, [2] * sampled, [-0.5] * sampled)
+
+
+def two_rounds() -> Response:
+    first = Round(segment(0, 10), [segment(2, 5), segment(2, 9), segment(2, 1)])
+    second = Round(segment(3, 4), [segment(2, 2), segment(2, 2), segment(2, 3)])
+    return Response([0] * 100, [first, second], segment(3, 7))
+
+
+def test_the_longest_path_takes_the_longest_worker_of_each_round():
+    assert two_rounds().longest_path == 10 + (2 + 9) + (3 + 4) + (2 + 3) + (3 + 7)
+
+
+def test_total_tokens_count_every_worker_and_every_inserted_tag_but_not_the_prompt():
+    response = two_rounds()
+    assert response.total_tokens == 10 + 7 + 11 + 3 + 7 + 4 + 4 + 5 + 10
+    assert response.sampled_tokens == 10 + 5 + 9 + 1 + 4 + 2 + 2 + 3 + 7
+    assert response.parallelism == 61 / 43
+    assert response.worker_lengths == [[7, 11, 3], [4, 4, 5]]
+
+
+def test_a_sequential_response_is_its_own_longest_path():
+    response = Response([0], final=segment(0, 8))
+    assert (response.longest_path, response.total_tokens, response.parallelism, response.worker_lengths) == (8, 8, 1.0, [])
+
+
+def test_a_response_that_ended_among_its_workers_has_no_final_part():
+    response = Response([0], [Round(segment(0, 3), [segment(1, 4), segment(1, 6)])], None, Finish.BUDGET)
+    assert (response.longest_path, response.total_tokens) == (3 + 7, 3 + 5 + 7)
+
+
+def test_the_text_reads_in_order_with_tags_and_without_eos():
+    words = tiny.tokenizer("spelled")
+
+    def write(inserted: str, sampled: str) -> Segment:
+        return Segment(words.encode(inserted), words.encode(sampled))
+
+    workers = [write("<worker_1>", "b</worker_1>\n"), write("<worker_2>", f"c{tiny.EOS}")]
+    response = Response([1, 2], [Round(write("", "a <spawn_workers>"), workers)], write("</spawn_workers>", f"d{tiny.EOS}"))
+    assert response.text(words) == "a <spawn_workers><worker_1>b</worker_1>\n<worker_2>c</spawn_workers>d"
+
+
+@given(rollouts)
+def test_json_loses_nothing(rollout):
+    assert Rollout.from_json(json.loads(json.dumps(rollout.to_json()))) == rollout
+
+
+@given(responses)
+def test_json_says_how_long_each_part_was(response):
+    row = Rollout("p", 0, "q", "g", "t", response).to_json()
+    assert row["lengths"] == {
+        "longest_path": response.longest_path, "total_tokens": response.total_tokens, "workers": response.worker_lengths,
+    }  # fmt: skip

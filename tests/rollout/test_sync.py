@@ -1,0 +1,146 @@
+"""Weights streamed into the live engine: afterwards it is the engine that would have been built from them."""
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dccot.rollout.director import RolloutConfig
+from dccot.rollout.generate import Request, generate
+
+GREEDY = RolloutConfig(budget=80, temperature=0.0)
+
+
+def greedy(engine) -> list[list[int]]:
+    prompts = [engine.tokenizer.encode(text) for text in ("abc", "what is love", "x" * 70)]
+    done = generate(engine, [Request("p", i, prompt) for i, prompt in enumerate(prompts)], GREEDY, seed=(0,))
+    return [response.as_read for _, response in sorted(done, key=lambda pair: pair[0].sample)]
+
+
+def perturbed(folder, seed: int, scale: float = 0.3):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(scale * parameter.std() * torch.randn(parameter.shape, generator=noise))
+    return model
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoints, build_engine):
+    """An engine of its own: these tests change its weights."""
+    return build_engine(checkpoints["single"])
+
+
+def test_after_a_sync_greedy_output_equals_a_fresh_engines(engine, checkpoints, build_engine, tmp_path):
+    before = greedy(engine)
+    model = perturbed(checkpoints["single"], seed=1)
+    engine.load(model.named_parameters())
+    model.save_pretrained(tmp_path / "new")
+    AutoTokenizer.from_pretrained(checkpoints["single"]).save_pretrained(tmp_path / "new")
+    after = greedy(engine)
+    assert after == greedy(build_engine(tmp_path / "new"))
+    assert after != before
+
+
+def test_blocks_cached_under_the_old_weights_are_forgotten(engine, checkpoints):
+    engine.load(perturbed(checkpoints["single"], seed=2).named_parameters())
+    first = greedy(engine)
+    engine.load(perturbed(checkpoints["single"], seed=3).named_parameters())
+    greedy(engine)
+    engine.load(perturbed(checkpoints["single"], seed=2).named_parameters())
+    assert greedy(engine) == first
+
+
+def test_weights_are_taken_one_at_a_time(engine, checkpoints):
+    """The iterator may gather each tensor when asked: it is not emptied into memory first."""
+    model, alive, most = perturbed(checkpoints["single"], seed=4), set(), 0
+
+    class Counted(torch.Tensor):
+        pass
+
+    def gathered():
+        nonlocal most
+        for name, parameter in model.named_parameters():
+            tensor = parameter.detach().clone().as_subclass(Counted)
+            alive.add(id(tensor))
+            torch.utils.weak.WeakIdRef(tensor)
+            most = max(most, len(alive))
+            yield name, tensor
+            alive.discard(id(tensor))
+
+    engine.load(gathered())
+    assert most == 1
+
+
+def test_verify_finds_the_one_value_that_differs(engine, checkpoints):
+    model = perturbed(checkpoints["single"], seed=5)
+    engine.load(model.named_parameters())
+    engine.verify(model.named_parameters())
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            place = tuple(size // 2 for size in parameter.shape)
+            old = parameter[place].item()
+            parameter[place] += parameter.abs().max()
+            with pytest.raises(ValueError, match=f"other weights than the given ones: {name};"):
+                engine.verify(model.named_parameters())
+            parameter[place] = old
+
+
+def test_a_missing_weight_is_named_and_stops_the_engine_until_all_are_there(engine, checkpoints):
+    model = perturbed(checkpoints["single"], seed=6)
+    lost = "model.layers.1.self_attn.k_proj.weight"
+    with pytest.raises(ValueError, match=f"1 weights of .* were not given: {lost}"):
+        engine.load((name, tensor) for name, tensor in model.named_parameters() if name != lost)
+    with pytest.raises(RuntimeError, match="weights are gone or mixed"):
+        greedy(engine)
+    engine.load(model.named_parameters())
+    engine.verify(model.named_parameters())
+    assert greedy(engine)
+
+
+def test_a_weight_that_is_not_finite_is_named_and_the_engine_can_load_again(engine, checkpoints):
+    model = perturbed(checkpoints["single"], seed=7)
+    parameters = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    parameters["model.layers.0.mlp.up_proj.weight"][3, 4:6] = float("nan")
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.up_proj.weight holds 2 values that are not finite"):
+        engine.load(parameters.items())
+    engine.load(model.named_parameters())
+    engine.verify(model.named_parameters())
+
+
+def test_an_error_while_gathering_comes_out_and_the_engine_can_load_again(engine, checkpoints):
+    model = perturbed(checkpoints["single"], seed=8)
+
+    def gathered():
+        for number, item in enumerate(model.named_parameters()):
+            if number == 11:
+                raise ConnectionError("a rank is gone")
+            yield item
+
+    with pytest.raises(ConnectionError, match="a rank is gone"):
+        engine.load(gathered())
+    engine.load(model.named_parameters())
+    engine.verify(model.named_parameters())
+
+
+def test_weights_do_not_change_under_running_calls(engine, checkpoints):
+    model = perturbed(checkpoints["single"], seed=9)
+    loop = generate(engine, [Request("p", i, [5] * 9) for i in range(3)], RolloutConfig(budget=300, parallel=False), seed=(0,))
+    next(loop)
+    with pytest.raises(RuntimeError, match=r"weights cannot change under \d running calls; finish or abort p/"):
+        engine.load(model.named_parameters())
+    loop.close()
+
+
+def test_a_tied_head_need_not_be_given(checkpoints, build_engine, tmp_path):
+    source = AutoModelForCausalLM.from_pretrained(checkpoints["single"], dtype=torch.float32)
+    source.config.tie_word_embeddings = True
+    source.tie_weights()
+    source.save_pretrained(tmp_path)
+    both = {name: tensor.contiguous() for name, tensor in source.state_dict().items()}
+    save_file({name: tensor.clone() for name, tensor in both.items()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    AutoTokenizer.from_pretrained(checkpoints["single"]).save_pretrained(tmp_path)
+    engine = build_engine(tmp_path)
+    weights = [(name, tensor) for name, tensor in source.named_parameters() if name != "lm_head.weight"]
+    engine.load(weights)
+    engine.verify(weights)
