@@ -131,7 +131,8 @@ def save_checkpoint(
 ) -> None:
     """Writes `model` to `folder`, with tokenizer and generation config copied from `source`. Collective; rank 0 writes.
 
-    No more than `max_shard_bytes` of weights are held in memory at a time, and files are no larger.
+    No more than `max_shard_bytes` of weights are held in memory at a time, and files are no larger. When it returns, the checkpoint
+    stands; when it cannot be written (a full disk), that is an error on every rank, and the ranks can go on together.
     """
     gathered, problem = full_parameters(model), None
     if _rank() == 0:
@@ -143,9 +144,17 @@ def save_checkpoint(
             problem = error
     for _ in gathered:  # gathering is collective: every rank walks to the end, also when rank 0 could not write
         pass
+    _raise_everywhere(problem, f"rank 0 could not write {folder}")
+
+
+def _raise_everywhere(problem: Exception | None, what: str) -> None:
+    """Waits for rank 0, and raises its problem on every rank."""
     if dist.is_initialized():
-        dist.barrier()
-    if problem is not None:
+        verdict = [f"{type(problem).__name__}: {problem}" if problem else None]
+        dist.broadcast_object_list(verdict, src=0)
+        if verdict[0] and not problem:
+            raise OSError(f"{what}: {verdict[0]}")
+    if problem:
         raise problem
 
 

@@ -54,6 +54,17 @@ def evaluate(model) -> dict[str, torch.Tensor]:
     return {"logits": logits} | gradients | parameters
 
 
+def complaints_about_a_save_that_must_fail(model, out: Path) -> list[str]:
+    """What each rank raises when the place to write to cannot be made."""
+    (out / "file").touch()
+    complaints = [""] * dist.get_world_size()
+    try:
+        save_checkpoint(model, out / "file" / "checkpoint")
+    except OSError as error:
+        dist.all_gather_object(complaints, str(error))
+    return complaints
+
+
 def main(folder: Path, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -67,6 +78,7 @@ def main(folder: Path, out: Path) -> None:
         results = evaluate(model)
         if dist.get_rank() == 0:
             save_file(results, out / f"{name}.safetensors")
+    facts["failed save"] = complaints_about_a_save_that_must_fail(model, out)
     save_checkpoint(model, out / "saved", source=folder, max_shard_bytes=300_000)
     random = {name: tensor.clone() for name, tensor in full_parameters(build_model(folder, ShardingConfig(), seed=4))}
     if dist.get_rank() == 0:

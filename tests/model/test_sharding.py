@@ -113,6 +113,12 @@ def test_two_ranks_save_the_same_bytes_as_one(two_ranks, one_rank):
     assert first == second and len(first) > 3
 
 
+def test_a_save_that_fails_is_an_error_on_every_rank_and_the_ranks_go_on(two_ranks):
+    complaints = json.loads((two_ranks / "facts.json").read_text())["failed save"]
+    assert len(complaints) == 2 and all("Not a directory" in complaint for complaint in complaints)
+    assert (two_ranks / "saved/config.json").exists()  # written afterwards
+
+
 def test_initial_weights_do_not_depend_on_the_sharding(two_ranks, checkpoint):
     model = Transformer(read_config(checkpoint))
     model.init_weights(4)
