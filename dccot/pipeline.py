@@ -47,6 +47,8 @@ class Recipe:
     seed: int = 0
     model: str | None = None  # where the first stage starts from
     stages: list[Stage] = field(default_factory=list)
+    common: dict[str, Any] = field(default_factory=dict)  # kind of stage → keys that all stages of this kind share
+    settings: dict[str, Any] = field(default_factory=dict)  # stage → its keys: what a shorter version of a recipe changes
 
     def check(self) -> None:
         require(bool(self.stages), "the recipe has no stages")
@@ -54,6 +56,10 @@ class Recipe:
         for stage in self.stages:
             one_of(stage.run, KINDS, f"run of stage {stage.name}")
             require(names.count(stage.name) == 1, f"two stages are called {stage.name!r}; give each its own name")
+        for section, known in (("common", KINDS), ("settings", names)):
+            for name, keys in getattr(self, section).items():
+                one_of(name, known, f"a key of {section}")
+                require(isinstance(keys, dict), f"{section}.{name} is {keys!r}; it must be keys and values of a stage's configuration")
 
     @property
     def folder(self) -> Path:
@@ -105,8 +111,8 @@ class Context:
         return load_config(kind, self.config, self.overrides)
 
     def place(self, name: str) -> str:
-        """A stage's folder by its name; anything else is a path already."""
-        return str(self.recipe.folder / name) if name in {stage.name for stage in self.recipe.stages} else name
+        """`stage` or `stage/inside` as a path in the recipe's folder; anything else is a path already."""
+        return str(self.recipe.folder / name) if name.split("/")[0] in {stage.name for stage in self.recipe.stages} else name
 
     def say(self, message: object) -> None:
         if self.runtime.is_main and message is not None:
@@ -116,7 +122,8 @@ class Context:
 def stage_overrides(recipe: Recipe, stage: Stage, start: str | None, extra: dict[str, list[str]]) -> list[str]:
     """The `key=value` list of a stage: where it starts from, what the recipe sets, what the command line says; later ones win."""
     found = [f"model.path={start}"] if start and stage.run in TRAINING else []
-    for key, value in stage.set.items():
+    chosen = recipe.common.get(stage.run, {}) | stage.set | recipe.settings.get(stage.name, {})
+    for key, value in chosen.items():
         text = value if isinstance(value, str) else json.dumps(value)
         found.append(f"{key}={text.replace('{run}', str(recipe.folder))}")
     return found + extra.get(stage.name, [])

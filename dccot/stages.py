@@ -108,6 +108,63 @@ def run_eval(context: Context) -> None:
     evaluate(model, benchmarks, config, context.folder, engine=context.engines.on(model, stage.engine))
 
 
+@dataclass
+class LatencyStage:
+    parallel: str = ""  # stages or folders
+    sequential: str = ""
+    problems: str = ""
+    budget: int = 12_000
+    concurrency: list[int] = field(default_factory=lambda: [1, 4, 16])
+    n: int = 1
+    max_prompt_tokens: int = 4096
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+def run_latency(context: Context) -> None:
+    from dccot.data.problems import load_problems
+    from dccot.data.prompting import prompts_of
+    from dccot.eval.latency import device, measure, save
+    from dccot.eval.run import eval_config
+
+    stage = context.load(LatencyStage)
+    timings = []
+    for method, name in (("parallel", stage.parallel), ("sequential", stage.sequential)):
+        model = resolve_model(context.place(name))
+        config = eval_config(method, stage.budget, [f"prompt.max_prompt_tokens={stage.max_prompt_tokens}", f"seed={context.recipe.seed}"])
+        engine = context.engines.on(model, stage.engine)
+        asked = prompts_of(load_problems(stage.problems), engine.tokenizer, config.prompt)
+        for concurrency in stage.concurrency:
+            timings += measure(engine, asked, config, concurrency, stage.n)
+    if context.runtime.is_main:
+        context.folder.mkdir(parents=True, exist_ok=True)
+        save(context.folder, timings, model=stage.parallel, baseline=stage.sequential, budget=stage.budget, device=device())
+
+
+@dataclass
+class ReportStage:
+    title: str = "Divide-and-Conquer CoT"
+    rows: dict[str, str] = field(default_factory=dict)  # stage → its name in the tables
+    baselines: dict[str, str] = field(default_factory=dict)  # name in the tables → name it is compared with
+    notes: list[str] = field(default_factory=list)
+
+
+def run_report(context: Context) -> None:
+    from dccot.eval.report import write_report
+    from dccot.eval.results import Evaluation
+
+    stage = context.load(ReportStage)
+    if not context.runtime.is_main:
+        return
+    folder, kinds = context.recipe.folder, {s.name: s.run for s in context.recipe.stages}
+    evaluations = [Evaluation.load(folder / name) for name in stage.rows]
+    for evaluation, shown in zip(evaluations, stage.rows.values()):
+        evaluation.name = shown
+    trained = [folder / name for name, kind in kinds.items() if kind == "rl"]
+    latencies = [folder / name for name, kind in kinds.items() if kind == "latency"]
+    page = write_report(evaluations, trained, context.folder, stage.title, stage.notes, baseline=stage.baselines, latencies=latencies)
+    context.say(f"report: {page}")
+
+
 KINDS: dict[str, Callable[[Context], None]] = {
     "world": run_world,
     "sft": run_sft,
@@ -115,5 +172,7 @@ KINDS: dict[str, Callable[[Context], None]] = {
     "sequential": run_sequential,
     "rewrite": run_rewrite,
     "eval": run_eval,
+    "latency": run_latency,
+    "report": run_report,
 }
 TRAINING = ("sft", "rl")
