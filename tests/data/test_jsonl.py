@@ -174,3 +174,6 @@ def test_atomic_write_replaces_all_or_nothing(tmp_path):
         write_jsonl_atomic(path, failing())
     assert [row for _, row in read_jsonl(path)] == [{"a": 1}, {"a": 2}]
     assert os.listdir(tmp_path) == ["rows.jsonl"]
+    with path.open() as reader:  # whoever is reading keeps the old file
+        write_jsonl_atomic(path, [{"a": 3}])
+        assert reader.read() == '{"a": 1}\n{"a": 2}\n'

@@ -6,6 +6,8 @@ import sys
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dccot.data import problems as module
 from dccot.data.jsonl import BadData
@@ -105,3 +107,17 @@ def test_fetch_without_a_network_fails_with_one_sentence():
     done = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, timeout=60)
     assert "cannot reach http://127.0.0.1:9 to download HuggingFaceH4/aime_2024" in done.stdout
     assert done.stdout.count("\n") == 1 and not done.stderr
+
+
+@given(st.lists(st.tuples(st.integers(0, 10_000), st.binary(min_size=1, max_size=3)), max_size=12), st.booleans())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_mutated_files_end_in_problems_or_in_one_clear_error(tmp_path, damages, strict):
+    content = bytearray(b"".join(b'{"id": "%d", "question": "What is %d?", "gold": ["%d", 1.5]}\n' % (n, n, n) for n in range(20)))
+    for at, patch in damages:
+        content[at % len(content) : at % len(content) + 1] = patch
+    path = tmp_path / "mutated.jsonl"
+    path.write_bytes(bytes(content))
+    try:
+        assert all(isinstance(p, Problem) and p.question.strip() for p in load_problems(path, strict=strict, report=lambda _: None))
+    except BadData as error:
+        assert str(path) in str(error)

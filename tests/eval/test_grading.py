@@ -217,6 +217,15 @@ def test_killed_grading_process_costs_nothing():
         assert fragile.grade([(r"\boxed{2}", "2"), (r"\boxed{3}", "2")]) == [C, W]
 
 
+def test_worker_dies_with_its_keeper_and_its_answer_is_tried_again():
+    with Grader(GradingConfig(workers=1, seconds=1)) as fragile:
+        fragile.grade([(r"\boxed{1}", "1")])
+        keeper, worker = fragile.pids()
+        threading.Timer(0.3, os.kill, (keeper, signal.SIGKILL)).start()
+        assert fragile.grade([(ENDLESS, "1")]) == [Verdict.TIMED_OUT]
+        assert not alive(worker)
+
+
 ORPHAN = r"""
 import sys, threading
 from dccot.eval.grading import Grader, GradingConfig
