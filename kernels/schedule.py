@@ -1,12 +1,13 @@
 """Which tiles of the attention matrix the Triton kernels visit, and in which order.
 
-The N×N matrix is cut into tiles of block_q queries × block_k keys. From the smallest and largest `visible_until` of a key tile follows,
-exactly and for every query tile at once, whether the tile is
+Queries are cut into tiles of at most block_q, keys into tiles of at most block_k tokens. Tiles start anew where a long branch ends and
+another long one begins: no tile then straddles two branches that cannot see each other, at the price of one shorter tile in front.
+From the smallest and largest `visible_until` in a key tile follows, exactly and for every query tile at once, whether the pair is
     empty   largest ≤ first query, or all keys lie behind all queries: never visited
-    full    smallest > last query, and all keys lie before all queries: no mask arithmetic
+    full    smallest > last query, all keys lie before all queries, and the tile being streamed is whole: no mask arithmetic
     edge    anything else: visited with the mask
-This takes O(N + tiles²) and nothing N×N ever exists. A schedule is a list of tiles per row (query tile, for the forward and dQ) or per
-column (key tile, for dK/dV), full ones first, and rows sorted so that the longest start first and short ones fill up the end.
+This takes O(N + tiles²) and nothing N×N ever exists. A schedule is a list of tiles per query tile (for the forward and dQ) and per key
+tile (for dK/dV), full ones first; the longest lists come first, so that short ones fill up the end.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# Tiles start anew between branches of at least this many tiles each.
+LONG_BRANCH_TILES = 2
+
 
 class Lists(NamedTuple):
-    """Program p works on tile `order[p]`, which visits `tiles[first[p]:middle[p]]` without and `tiles[middle[p]:last[p]]` with the mask."""
+    """Program p owns tokens start[p]:stop[p].  It visits the tiles [first[p], middle[p]) without, [middle[p], last[p]) with the mask."""
 
-    order: Tensor
+    start: Tensor
+    stop: Tensor
     first: Tensor
     middle: Tensor
     last: Tensor
-    tiles: Tensor
+    tile_start: Tensor
+    tile_stop: Tensor
 
 
 @dataclass(frozen=True)
@@ -34,37 +40,51 @@ class Schedule:
     by_query: Lists
     by_key: Lists
     visited: int
-    edges: int
+    edges: tuple[int, int]  # by query, by key
 
 
 def build(visible_until: Tensor, block_q: int, block_k: int) -> Schedule:
-    full, edge = classify(visible_until.cpu().numpy(), block_q, block_k)
-    device = visible_until.device
-    return Schedule(_lists(full, edge, device), _lists(full.T, edge.T, device), int(full.sum() + edge.sum()), int(edge.sum()))
+    ends = visible_until.cpu().numpy()
+    queries, keys = cut(ends, block_q), cut(ends, block_k)
+    visited, unmasked = classify(ends, queries, keys)
+    by_query = visited, unmasked & (np.diff(keys) == block_k)
+    by_key = visited.T, (unmasked & (np.diff(queries) == block_q)[:, None]).T
+    lists = [_lists(visited, full, own, streamed, visible_until.device)
+             for (visited, full), own, streamed in ((by_query, queries, keys), (by_key, keys, queries))]  # fmt: skip
+    visits = int(visited.sum())
+    return Schedule(*lists, visits, (visits - int(by_query[1].sum()), visits - int(by_key[1].sum())))
 
 
-def classify(visible_until: np.ndarray, block_q: int, block_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """bool [query tiles, key tiles]: which tiles are full and which are edges."""
-    tokens = len(visible_until)
-    first_key = np.arange(0, tokens, block_k)
-    first_query = np.arange(0, tokens, block_q)[:, None]
-    smallest = np.minimum.reduceat(visible_until, first_key)
-    largest = np.maximum.reduceat(visible_until, first_key)
-    visited = (first_key < first_query + block_q) & (first_query < largest)
-    # A tile that reaches past the last token is never full: `visible_until` is at most N.
-    full = visited & (first_key + block_k <= first_query + 1) & (first_query + block_q <= smallest)
-    return full, visited & ~full
+def cut(ends: np.ndarray, block: int) -> np.ndarray:
+    """Boundaries 0 = b₀ < b₁ < … < N of tiles, none longer than `block`."""
+    tokens = len(ends)
+    runs = np.flatnonzero(np.diff(ends, prepend=-1))
+    closing, oldest = np.unique(ends[runs], return_index=True)  # where subtrees end, and the largest that ends there
+    ended, closing = (closing - runs[oldest])[:-1], closing[:-1]  # the last one ends at N
+    long = LONG_BRANCH_TILES * block
+    anew = np.concatenate([[0], closing[(ended >= long) & (ends[closing] - closing >= long)], [tokens]])
+    tiles = -(np.diff(anew) // -block)
+    within = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    return np.append(np.repeat(anew[:-1], tiles) + within * block, tokens)
 
 
-def _lists(full: np.ndarray, edge: np.ndarray, device: torch.device) -> Lists:
+def classify(ends: np.ndarray, queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """bool [query tiles, key tiles]: where any pair is visible, and where all are."""
+    first_query, past_query = queries[:-1, None], queries[1:, None]
+    first_key, past_key = keys[:-1], keys[1:]
+    smallest, largest = np.minimum.reduceat(ends, first_key), np.maximum.reduceat(ends, first_key)
+    visited = (first_key < past_query) & (first_query < largest)
+    return visited, visited & (past_key <= first_query + 1) & (past_query <= smallest)
+
+
+def _lists(visited: np.ndarray, full: np.ndarray, own: np.ndarray, streamed: np.ndarray, device: torch.device) -> Lists:
     """One list per row of the tile matrix."""
-    fulls, edges = full.sum(1), edge.sum(1)
-    order = np.argsort(-(fulls + edges), kind="stable")
-    kinds = np.stack([full[order], edge[order]], axis=1)
-    tiles = np.nonzero(kinds)[2]
-    counts = (fulls + edges)[order]
-    last = np.cumsum(counts)
-    first = last - counts
-    arrays = (order, first, first + fulls[order], last, tiles)
+    counts, fulls = visited.sum(1), full.sum(1)
+    order = np.argsort(-counts, kind="stable")
+    tiles = np.nonzero(np.stack([full, visited & ~full], axis=1)[order])[2]
+    last = np.cumsum(counts[order])
+    first = last - counts[order]
+    tiles = np.append(tiles, 0)  # kernels look one tile ahead
+    arrays = own[order], own[order + 1], first, first + fulls[order], last, streamed[tiles], streamed[tiles + 1]
     packed = torch.from_numpy(np.concatenate(arrays).astype(np.int32)).to(device, non_blocking=True)
     return Lists(*packed.split([len(array) for array in arrays]))
