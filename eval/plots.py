@@ -20,6 +20,7 @@ from matplotlib.transforms import Bbox
 from dccot.eval.statistics import Estimate, pareto_front
 
 PERCENTILES = (60, 70, 80, 90, 100)
+MARKED = "o-"  # measured at some steps only: marked there, and joined
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,7 @@ class Line:
     metric: str
     label: str
     colour: int
-    sparse: bool = False  # measured at some steps only: marked there, and joined
-    dashes: bool = False
+    style: str = "-"
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,11 @@ class Panel:
 
 
 def _rollouts_and_validation(training: str, validation: str) -> list[Line]:
-    return [Line(training, "training rollouts", 0), Line(validation, "validation", 1, sparse=True)]
+    return [Line(training, "training rollouts", 0), Line(validation, "validation", 1, MARKED)]
 
 
 SUPERVISED = Panel(
-    "Loss of supervised fine-tuning", [Line("policy/loss", "training", 0), Line("validation/loss", "held out", 1, sparse=True)]
+    "Loss of supervised fine-tuning", [Line("policy/loss", "training", 0), Line("validation/loss", "held out", 1, MARKED)]
 )
 PANELS = [
     SUPERVISED,
@@ -174,7 +174,7 @@ PANELS = [
     Panel("Parallelism: total tokens / longest path", _rollouts_and_validation("parallel/degree", "validation/parallelism")),
     Panel(
         "Entropy per token (nats): mean and percentiles",
-        [Line("policy/entropy", "mean", 0, dashes=True), *(Line(f"policy/entropy_p{p}", f"p{p}", i) for i, p in enumerate(PERCENTILES, start=1))],
+        [Line("policy/entropy", "mean", 0, "--"), *(Line(f"policy/entropy_p{p}", f"p{p}", i) for i, p in enumerate(PERCENTILES, start=1))],
         log=True,
     ),
 ]
@@ -219,11 +219,11 @@ def _draw_line(axes: Axes, line: Line, points: Sequence[tuple[float, float]], th
         return
     colour = theme.series[line.colour % len(theme.series)]
     x, y = zip(*points)
-    window = 1 if line.sparse else max(1, len(y) // 40)
+    window = 1 if line.style == MARKED else max(1, len(y) // 40)
     if window > 1:
         axes.plot(x, y, color=colour, linewidth=0.6, alpha=0.3)
     label = None if line.label in axes.get_legend_handles_labels()[1] else line.label
-    axes.plot(x, smoothed(y, window), "o-" if line.sparse else "--" if line.dashes else "-", color=colour, linewidth=1.4, ms=3.2, label=label)
+    axes.plot(x, smoothed(y, window), line.style, color=colour, linewidth=1.4, ms=3.2, label=label)
 
 
 def _finish_panel(axes: Axes, panel: Panel, boundaries: Sequence[int], theme: Theme) -> None:

@@ -2,7 +2,7 @@
 
     dccot eval runs/hlp --bench aime24,math500                             n, temperature and top_p are the paper's unless given
     dccot eval runs/base --problems mine.jsonl --n 16 --method sequential --budget 32768 engine.max_sequences=64
-    torchrun --nproc_per_node 8 -m dccot.eval.run runs/hlp --bench aime24
+    torchrun --nproc_per_node 8 -m dccot.eval.run runs/hlp --bench aime24 --samples 50           (torchrun takes --n for its own)
     dccot eval latency …                                                   wall-clock instead of accuracy: latency.py
 
 generate what is missing → grade what is ungraded → summarise. Every response is appended to its rank's file as it finishes, so
@@ -283,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("settings", nargs="*", metavar="key=value", help="e.g. rollout.temperature=1 engine.dtype=float32 seed=1")
     parser.add_argument("--bench", default="", help=f"some of {','.join(BENCHMARKS)}")
     parser.add_argument("--problems", action="append", default=[], metavar="FILE", help="JSONL with id, question, gold; may be repeated")
-    parser.add_argument("--n", type=positive, help="responses per problem; default: the paper's for each benchmark, 16 for a file")
+    parser.add_argument("--n", "--samples", type=positive, help="responses per problem; default: the paper's (200 or 16), 16 for a file")
     parser.add_argument("--method", choices=METHODS, default="parallel", help="how the model is asked")
     parser.add_argument("--budget", type=positive, default=12_000, help="tokens on the longest path (default: 12000)")
     parser.add_argument("--out", type=Path, help="default: runs/eval/MODEL-METHOD-BUDGET")

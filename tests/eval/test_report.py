@@ -1,0 +1,215 @@
+"""The report: tables that agree with the paper and with the evaluations, and a page that a browser shows without asking for anything."""
+import json
+import math
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from dccot.config import ConfigError
+from dccot.eval import paper
+from dccot.eval.benchmarks import BENCHMARKS, Benchmark
+from dccot.eval.document import Cell
+from dccot.eval.latency import Timing
+from dccot.eval.latency import save as save_latency
+from dccot.eval.plots import smoothed
+from dccot.eval.report import chains, main, write_report
+from dccot.eval.results import BenchmarkResult, Evaluation, Sample, summarise
+from dccot.eval.tables import compared_pairs, methods_of, papers_changes, table_1, table_2
+
+TITLES = {name: BENCHMARKS[name].title for name in paper.COLUMNS}
+PAPERS_TABLE_2 = {  # as printed
+    "DC-CoT": "+1.67 -37.4% -0.97 -34.6% -0.21 -36.3% -0.30 -37.1% -1.49 -41.3% -0.75 -36.3%",
+    "DC-CoT-HLP": "+1.82 -21.3% -0.28 -22.0% -0.30 -19.0% +0.36 -21.7% -2.34 -21.4% -0.27 -21.6%",
+    "DC-CoT-Maj": "+1.83 -23.5% -0.85 -27.0% +0.15 -18.7% -0.36 -32.8% -1.64 -35.8% -0.84 -28.8%",
+}
+
+
+def evaluation(name: str, method: str = "parallel", accuracy=0.0, length=100.0, benchmarks=("arithmetic",), seed=0) -> Evaluation:
+    """A made-up evaluation of 12 problems with 4 responses each."""
+    rng = random.Random(seed)
+    found = Evaluation(name, f"runs/{name}", method, 1000)
+    for benchmark in benchmarks:
+        samples = []
+        for problem in range(12):
+            right = 1 / (1 + math.exp(-accuracy - problem / 3 + 2))
+            for number in range(4):
+                verdict, path = "correct" if rng.random() < right else "wrong", int(length * rng.uniform(0.8, 1.2))
+                samples.append(Sample(f"p{problem}", number, "", verdict, True, True, int(method == "parallel"), path, 2 * path))
+        title = TITLES.get(benchmark, benchmark)
+        found.results[benchmark] = summarise(Benchmark(benchmark, title, 4), samples, {f"p{p}": [0, 0, 1, 2] for p in range(12)})
+    return found
+
+
+def exactly(name: str, method: str, accuracy: float, length: float) -> Evaluation:
+    """An evaluation of two problems with the given means on AIME 24."""
+    problems = {measure: {"a": value, "b": value} for measure, value in (("accuracy", accuracy / 100), ("longest_path", length))}
+    return Evaluation(name, "", method, 12000, {"aime24": BenchmarkResult("aime24", "AIME 24", 1, {}, problems)})
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory):
+    """A supervised run, two stages of RL that follow it, and one from elsewhere."""
+    tmp_path = tmp_path_factory.mktemp("training")
+
+    def run(name: str, start: str | None, rows: list[dict]) -> Path:
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": i, **row}) + "\n" for i, row in enumerate(rows)))
+        if start:
+            (folder / "config.yaml").write_text(f"model:\n  path: {start}\n")
+        return folder
+
+    def stage(steps: int) -> list[dict]:
+        entropy = {f"policy/entropy_p{p}": p / 50 for p in (60, 70, 80, 90, 100)}
+        row = {"reward/correct": 0.5, "length/longest_path": 90.0, "parallel/degree": 1.2, "policy/entropy": 0.4, **entropy}
+        return [row | ({"validation/accuracy": 0.6, "validation/longest_path": 80.0} if i % 5 == 0 else {}) for i in range(steps)]
+
+    sft = run("sft", None, [{"policy/loss": 1 / (1 + i)} for i in range(10)])
+    first = run("stage1", str(sft), stage(20))
+    second = run("stage2", str(first / "checkpoints" / "step_000020" / "hf"), stage(15))
+    return [sft, first, second, run("elsewhere", str(tmp_path / "other"), stage(8))]
+
+
+# ---- tables --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_papers_table_2_follows_from_its_table_1():
+    printed = {row.label: " ".join(cell.text for cell in row.cells[1:]).replace("−", "-") for row in papers_changes(TITLES)}
+    assert printed == PAPERS_TABLE_2
+
+
+def test_our_rows_with_the_papers_numbers_change_as_the_paper_says():
+    methods = methods_of([exactly("DSR-32K", "sequential", 40.20, 9540), exactly("DC-CoT", "parallel", 41.87, 5974)])
+    [row] = [row for row in table_2(compared_pairs(methods, None), {"aime24": "AIME 24"}).rows if not row.tag]
+    assert [cell.text for cell in row.cells] == ["DSR-32K", "+1.67", "−37.4%"]
+    ours, theirs = ({row.label: row for row in table_1(methods, {"aime24": ""}).rows if bool(row.tag) == tag} for tag in (False, True))
+    for label in ours:
+        assert [cell.text for cell in ours[label].cells] == [cell.text for cell in theirs[label].cells]
+
+
+def test_votes_are_compared_with_votes():
+    methods = methods_of([evaluation("seq", "sequential"), evaluation("par")])
+    pairs = compared_pairs(methods, "seq")
+    assert [(ours.label, theirs.label) for ours, theirs in pairs] == [("par", "seq"), ("par, maj@3", "seq, maj@3")]
+    chosen = compared_pairs(methods, {"par, maj@3": "seq"})
+    assert [(ours.label, theirs.label) for ours, theirs in chosen] == [("par, maj@3", "seq")]
+
+
+def test_an_unknown_baseline_names_the_known_ones():
+    with pytest.raises(ConfigError, match="no evaluation is called 'sequential'; there are seq, seq, maj@3, par"):
+        compared_pairs(methods_of([evaluation("seq"), evaluation("par")]), "sequential")
+
+
+def test_only_changes_beyond_two_standard_errors_are_coloured():
+    longer, shorter = evaluation("longer", "sequential", length=100, seed=1), evaluation("shorter", length=60, seed=2)
+    row = table_2(compared_pairs(methods_of([longer, shorter]), None), {"arithmetic": "arithmetic"}).rows[0]
+    assert row.cells[2].kind == "better"  # 40 % shorter with lengths that vary by 20 %
+    same = table_2(compared_pairs(methods_of([longer, evaluation("same", length=100, seed=3)]), None), {"arithmetic": ""}).rows[0]
+    assert same.cells[2].kind == ""
+
+
+def test_a_benchmark_that_one_evaluation_lacks_is_a_dash():
+    methods = methods_of([evaluation("a", benchmarks=("x", "y")), evaluation("b", benchmarks=("x",))])
+    rows = {row.label: row.cells for row in table_1(methods, {"x": "X", "y": "Y"}).rows}
+    assert rows["b"][2:] == [Cell("–"), Cell("–")] and rows["a"][2].text != "–"
+
+
+# ---- training curves -----------------------------------------------------------------------------------------------------
+
+
+def test_stages_share_a_figure_while_each_starts_from_the_one_before(training):
+    assert [[stage.name for stage in figure] for figure in chains(training)] == [["sft", "stage1", "stage2"], ["elsewhere"]]
+
+
+def test_smoothing_keeps_a_straight_line_inside():
+    line = [2.0 * i for i in range(20)]
+    assert smoothed(line, 3)[3:-3] == pytest.approx(line[3:-3])
+    assert smoothed([1.0, 5.0], 1) == [3.0, 3.0]
+
+
+# ---- the page ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def page(training, tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("page")
+    evaluations = [
+        evaluation("base", "sequential", 0, 200, ("aime24", "arithmetic"), 1),
+        evaluation("dc_cot", "parallel", 0.5, 120, ("aime24", "arithmetic"), 2),
+        evaluation("<script>alert(1)</script>|x", "parallel", 0.2, 90, ("arithmetic",), 3),
+    ]
+    timings = [
+        Timing(method, level, f"p{i}", 0, 0.1 + 0.01 * i * level, 10 * i, 10 * i)
+        for method in ("parallel", "sequential") for level in (1, 4) for i in range(1, 6)
+    ]  # fmt: skip
+    save_latency(tmp_path / "latency", timings, device="a test")
+    notes = ["What was learnt: 3 < 4 & 5 > 4."]
+    return write_report(evaluations, training, tmp_path / "report", "A title & more", notes, latencies=[tmp_path / "latency"])
+
+
+def test_the_page_shows_in_a_browser_and_requests_nothing(page, browser):
+    browser.open(page)
+    assert browser.run("return document.title") == "A title & more"
+    tables = browser.run("return [...document.querySelectorAll('table')].map(t => [t.ariaLabel, t.checkVisibility() && t.offsetHeight])")
+    shown = [caption for caption, height in tables if height > 40]
+    assert [caption.split()[:2] for caption in shown] == [["Table", "1."], ["Table", "2."], ["What", "the"], ["latency,", "on"]]
+    assert len(tables) == len(shown) + 3  # the paper's, folded away
+    images = browser.run("return [...document.images].map(i => [i.alt, i.complete, i.naturalWidth, i.getBoundingClientRect().width])")
+    assert len(images) == 2 + 1 + 2  # trade-offs, latency, two trainings
+    assert all(complete and natural > 500 and width > 300 for _, complete, natural, width in images)
+    assert browser.run("return document.documentElement.scrollWidth <= innerWidth")  # wide tables scroll by themselves
+    assert "3 < 4 & 5 > 4" in browser.run("return document.body.innerText")
+    assert "<script>alert(1)</script>|x" in browser.run("return document.body.innerText")
+    assert browser.complaints() == []
+    outside = [url for url in browser.requested() if not url.startswith(("data:", page.resolve().as_uri()))]
+    assert outside == []
+
+
+def test_the_page_follows_the_screen_into_the_dark(page, browser):
+    browser.open(page)
+    dark = browser.run("return matchMedia('(prefers-color-scheme: dark)').matches")
+    brightness = "return getComputedStyle(document.documentElement).backgroundColor.match(/\\d+/g).map(Number).reduce((a, b) => a + b)"
+    assert (browser.run(brightness) < 300) == dark
+    corner = """const c = document.createElement('canvas').getContext('2d'); c.drawImage(document.images[0], 0, 0);
+                return c.getImageData(1, 1, 1, 1).data.slice(0, 3).reduce((a, b) => a + b)"""
+    assert (browser.run(corner) < 300) == dark
+
+
+def test_the_page_names_no_address(page):
+    text = page.read_text()
+    assert not re.findall(r"https?:|//[a-z]|@import|<link|<script", re.sub(r"base64,[A-Za-z0-9+/=]+", "", text))
+    assert all(source.startswith("data:image/png;base64,") for source in re.findall(r'(?:src|srcset|href)="([^"]*)"', text))
+
+
+def test_the_markdown_has_the_same_numbers_and_its_figures_beside_it(page):
+    text = (page.parent / "report.md").read_text()
+    cells = re.findall(r'<td class="[^"]*">([^<]*)<', page.read_text())
+    assert len(cells) > 100 and all(cell in text for cell in cells)
+    figures = re.findall(r"\]\((figures/[^)]+)\)", text)
+    assert len(figures) == 5 and all((page.parent / figure).read_bytes().startswith(b"\x89PNG") for figure in figures)
+    assert "\\<script\\>alert(1)\\</script\\>\\|x" in text
+
+
+def test_the_papers_rows_are_marked(page):
+    rows = re.findall(r"<tr class=\"[^\"]*\">.*?</tr>", page.read_text())
+    theirs = [row for row in rows if '<span class="tag">paper</span>' in row]
+    assert any("46.02" in row for row in theirs) and all("46.02" not in row for row in rows if row not in theirs)
+
+
+def test_the_command_tells_runs_apart_by_what_they_hold(training, tmp_path, capsys):
+    for name in ("base", "dc_cot"):
+        (tmp_path / name).mkdir()
+        evaluation(name, "sequential" if name == "base" else "parallel").save(tmp_path / name)
+    runs = [str(tmp_path / "base"), str(training[1]), str(tmp_path / "dc_cot")]
+    assert main([*runs, "--baseline", "base", "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "| dc\\_cot | base |" in text and "training_stage1.png" in text
+    assert str(tmp_path / "out" / "report.html") in capsys.readouterr().out
+
+
+def test_a_folder_that_holds_no_run_costs_one_line(tmp_path, capsys):
+    assert main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    printed = capsys.readouterr().err
+    assert "holds neither summary.json" in printed and printed.count("\n") == 1
