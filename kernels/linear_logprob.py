@@ -1,13 +1,171 @@
-"""LM head fused with the log-prob and entropy of the chosen tokens."""
+"""LM head fused with the log-prob and entropy of the chosen tokens: logits never exist as a whole.
+
+    z = h Wᵀ / T        lse = log Σ exp z        log p(t) = z_t − lse        H = lse − Σ p z
+    ∂/∂z of g·log p(t) + e·H   =   g·1_t − p·(g + e·(z − lse + H))
+
+The M×V matrix is visited block by block, vocabulary first. The forward keeps running softmax statistics per row, the backward computes
+every block again and turns it into its own gradient in place; of dW each block yields finished rows. Extra memory is one block, whatever
+M and V are, and the price is one more matrix product. Matrix products are torch's; what lies between is a Triton kernel on a GPU
+(logprob_triton.py) and cache-sized strips of torch operations on a CPU.
+Legend: M rows, V vocabulary, d hidden size.
+"""
 
 from __future__ import annotations
 
+import itertools
+import os
+
+import torch
 from torch import Tensor
 
-from .reference import dense_logprob
+DEFAULT_CHUNK_ROWS = 8192
+BLOCK_ELEMENTS = 2**26  # of logits: 256 MB in fp32
+STRIP_ELEMENTS = 2**18  # of logits: what a CPU core's cache holds
 
 
 def linear_logprob(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, *, chunk_rows: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    return dense_logprob(hidden, weight, targets, temperature)
+    """hidden [M, d], weight [V, d], targets int [M] → log-prob and entropy [M] of softmax(hidden weightᵀ / temperature).
+
+    Results are fp32 (fp64 for fp64 inputs); both carry gradients to hidden and weight. `chunk_rows` limits the rows of a block.
+    """
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
+        shapes = f"{tuple(hidden.shape)}, {tuple(weight.shape)}, {tuple(targets.shape)}"
+        raise ValueError(f"linear_logprob takes hidden [M, d], weight [V, d] and targets [M], got {shapes}")
+    if hidden.dtype != weight.dtype or not hidden.is_floating_point():
+        raise TypeError(f"hidden and weight must share one floating-point dtype, got {hidden.dtype} and {weight.dtype}: cast one of them")
+    if temperature <= 0 or (chunk_rows is not None and chunk_rows < 1):
+        raise ValueError(f"temperature and chunk_rows must be positive, got {temperature} and {chunk_rows}")
+    return _forward(hidden, weight, targets, temperature, chunk_rows or DEFAULT_CHUNK_ROWS)[:2]
+
+
+@torch.library.custom_op("dccot::linear_logprob", mutates_args=())
+def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    if targets.device.type == "cpu" and len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
+        raise ValueError(f"targets must lie in [0, {len(weight)}), got {int(targets.min())} to {int(targets.max())}")
+    update = _kernels(hidden).update_statistics
+    # Per row: the largest z so far, Σ exp(z − largest), Σ exp(z − largest)·(z − largest), the target's z.
+    statistics = hidden.new_zeros(4, len(hidden), dtype=_wide(hidden))
+    statistics[0], statistics[3] = -torch.inf, torch.nan
+    row_slices, word_slices = _blocks(len(hidden), len(weight), chunk_rows)
+    for words, rows in itertools.product(word_slices, row_slices):
+        logits = _product(hidden[rows], weight[words].t())
+        update(logits, targets[rows] - words.start, statistics[:, rows], 1 / temperature)
+    largest, total, weighted, chosen = statistics
+    lse = largest + total.log()
+    return chosen - lse, total.log() - weighted / total, lse
+
+
+@_forward.register_fake
+def _(hidden, weight, targets, temperature, chunk_rows):
+    return tuple(hidden.new_empty(len(hidden), dtype=_wide(hidden)) for _ in range(3))
+
+
+@torch.library.custom_op("dccot::linear_logprob_backward", mutates_args=())
+def _backward(
+    grad_logprob: Tensor, grad_entropy: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, entropy: Tensor,
+    temperature: float, chunk_rows: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    to_gradient = _kernels(hidden).logits_to_gradient
+    row_values = torch.stack([lse, entropy, grad_logprob, grad_entropy])
+    hidden_grad, weight_grad = torch.zeros_like(hidden, dtype=_wide(hidden)), torch.empty_like(weight)
+    row_slices, word_slices = _blocks(len(hidden), len(weight), chunk_rows)
+    for words in word_slices:
+        words_grad = torch.zeros_like(weight[words], dtype=_wide(weight))
+        for rows in row_slices:
+            logits = _product(hidden[rows], weight[words].t())
+            to_gradient(logits, targets[rows] - words.start, row_values[:, rows], 1 / temperature)
+            gradient = logits.to(hidden.dtype) if hidden.is_cuda else logits
+            hidden_grad[rows] += _product(gradient, weight[words])
+            words_grad += _product(gradient.t(), hidden[rows])
+        weight_grad[words] = words_grad
+    return hidden_grad.to(hidden.dtype), weight_grad
+
+
+@_backward.register_fake
+def _(grad_logprob, grad_entropy, hidden, weight, targets, lse, entropy, temperature, chunk_rows):
+    return torch.empty_like(hidden), torch.empty_like(weight)
+
+
+def _save(ctx, inputs, output) -> None:
+    hidden, weight, targets, ctx.temperature, ctx.chunk_rows = inputs
+    _, entropy, lse = output
+    ctx.save_for_backward(hidden, weight, targets, lse, entropy)
+    ctx.mark_non_differentiable(lse)
+
+
+def _gradients(ctx, grad_logprob: Tensor, grad_entropy: Tensor, _):
+    return *_backward(grad_logprob, grad_entropy, *ctx.saved_tensors, ctx.temperature, ctx.chunk_rows), None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def _blocks(rows: int, words: int, chunk_rows: int) -> tuple[list[slice], list[slice]]:
+    """How the M×V matrix is cut into blocks: slices of rows and of the vocabulary."""
+    height = max(1, min(rows, chunk_rows))
+    width = max(1, BLOCK_ELEMENTS // height)
+    return _slices(rows, height), _slices(words, width)
+
+
+def _slices(length: int, step: int) -> list[slice]:
+    return [slice(first, min(first + step, length)) for first in range(0, length, step)]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b, accumulated and returned in fp32 or better: logits rounded to bf16 would spoil log-probs."""
+    if a.is_cuda and a.dtype != _wide(a):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.to(_wide(a)) @ b.to(_wide(b))
+
+
+def _kernels(x: Tensor):
+    if x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
+        from . import logprob_triton
+
+        return logprob_triton
+    return Strips
+
+
+class Strips:
+    """The two steps between matrix products on a CPU, a few rows at a time so that passes after the first find them in cache."""
+
+    @staticmethod
+    def update_statistics(logits: Tensor, targets: Tensor, statistics: Tensor, inverse_temperature: float) -> None:
+        largest, total, weighted, chosen = statistics
+        here = (targets >= 0) & (targets < logits.shape[1])
+        picked = logits.gather(1, targets.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+        torch.where(here, picked * inverse_temperature, chosen, out=chosen)
+        for rows in _slices(len(logits), max(1, STRIP_ELEMENTS // logits.shape[1])):
+            z = logits[rows].mul_(inverse_temperature)
+            higher = torch.maximum(largest[rows], z.amax(1))
+            gap = largest[rows] - higher
+            shrink = gap.exp()
+            # Before the first block the largest is −inf, and everything it weighs is 0.
+            weighted[rows] = shrink * (weighted[rows] + torch.where(shrink > 0, gap, 0.0) * total[rows])
+            total[rows] *= shrink
+            z.sub_(higher[:, None])
+            p = z.exp()
+            total[rows] += p.sum(1)
+            weighted[rows] += p.mul_(z).sum(1)
+            largest[rows] = higher
+
+    @staticmethod
+    def logits_to_gradient(logits: Tensor, targets: Tensor, row_values: Tensor, inverse_temperature: float) -> None:
+        lse, entropy, grad_logprob, grad_entropy = (value[:, None] for value in row_values)
+        with_entropy = bool(grad_entropy.any())
+        for rows in _slices(len(logits), max(1, STRIP_ELEMENTS // logits.shape[1])):
+            logprob = logits[rows].mul_(inverse_temperature).sub_(lse[rows])
+            factor = -inverse_temperature * grad_logprob[rows]
+            if with_entropy:
+                slope = -inverse_temperature * grad_entropy[rows]
+                factor = torch.addcmul(factor + slope * entropy[rows], slope, logprob)
+            logprob.exp_().mul_(factor)
+        here = (targets >= 0) & (targets < logits.shape[1])
+        own = torch.where(here, grad_logprob[:, 0] * inverse_temperature, 0.0)
+        logits.scatter_add_(1, targets.clamp(0, logits.shape[1] - 1)[:, None], own[:, None])

@@ -26,3 +26,5 @@ def architecture(device: torch.device) -> str:
 
 def tile_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> Tile:
     return INTERPRETER[kernel]
+STRETCH = 1024
+STRETCH_WARPS = 4
