@@ -17,6 +17,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import contextlib
+import json
 import random
 import sys
 import tempfile
@@ -62,9 +63,11 @@ class Engine:
             self._engine = LLMEngine.from_engine_args(_arguments(self.model, config, distributed=world > 1))
         self.context: int = self._engine.model_config.max_model_len
         self.tokenizer = self._engine.get_tokenizer()
+        self._network = self._engine.model_executor.driver_worker.worker.get_model()
         self._pending: dict[str, Call] = {}
         self._tag_tokens: dict[str, int | None] = {}
-        self._checkpoint_names = _names_in(Path(self.model), self._engine.model_config.hf_config.tie_word_embeddings)
+        self._checkpoint_names = _names_in(Path(self.model))
+        self._tied = bool(json.loads((Path(self.model) / "config.json").read_text()).get("tie_word_embeddings"))
         self._whole, self._asleep = True, False  # all weights of one kind; memory given back
         self._last_finished = time.monotonic()
 
@@ -138,7 +141,7 @@ class Engine:
 
         def watched() -> Iterator[tuple[str, Tensor]]:
             try:
-                for name, tensor in parameters:
+                for name, tensor in self._with_head(parameters, wanted="lm_head.weight" in self._checkpoint_names):
                     if not tensor.isfinite().all():
                         raise ValueError(f"{name} holds {int((~tensor.isfinite()).sum()):,} values that are not finite")
                     seen.add(name)
@@ -149,6 +152,8 @@ class Engine:
         self._whole = False
         with torch.no_grad():
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": watched()})
+            if self._tied and not ON_GPU:  # vLLM repacks what it loads for the CPU's kernels, and a tied head is not loaded
+                self._network.lm_head.quant_method.process_weights_after_loading(self._network.lm_head)
         if faults:
             raise faults[0]
         if missing := self._checkpoint_names - seen:
@@ -163,10 +168,17 @@ class Engine:
         """Raise if the engine computes with other weights than these; collective where `parameters` is."""
         if self.config.tensor_parallel > 1:
             raise ValueError(f"verify compares whole weights; engine.tensor_parallel is {self.config.tensor_parallel}, which splits them")
-        model = self._engine.model_executor.driver_worker.worker.get_model()
-        wrong = differing(model, parameters, model.packed_modules_mapping, self._engine.model_config.dtype)
+        whole = self._with_head(parameters, wanted=True)
+        wrong = differing(self._network, whole, self._network.packed_modules_mapping, self._engine.model_config.dtype)
         if wrong:
             raise ValueError(f"the engine computes with other weights than the given ones: {_some(wrong)}; load them again")
+
+    def _with_head(self, parameters: Iterable[tuple[str, Tensor]], wanted: bool) -> Iterator[tuple[str, Tensor]]:
+        """A tied head is no parameter of the trainer's; vLLM has it nevertheless, and loads it where the checkpoint holds it, too."""
+        for name, tensor in parameters:
+            yield name, tensor
+            if self._tied and wanted and name == "model.embed_tokens.weight":
+                yield "lm_head.weight", tensor
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache, so that what follows does not depend on what ran before."""
@@ -206,13 +218,13 @@ class Engine:
         )
 
 
-def _names_in(folder: Path, tied: bool) -> set[str]:
-    """Names of the weights that a checkpoint holds; a tied LM head is no weight of its own."""
+def _names_in(folder: Path) -> set[str]:
+    """Names of the weights that a checkpoint holds."""
     names: set[str] = set()
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             names.update(file.keys())
-    return names - {"lm_head.weight"} if tied else names
+    return names
 
 
 def _arguments(model: str, config: EngineConfig, distributed: bool) -> EngineArgs:

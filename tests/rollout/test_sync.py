@@ -1,4 +1,6 @@
 """Weights streamed into the live engine: afterwards it is the engine that would have been built from them."""
+import weakref
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -52,24 +54,20 @@ def test_blocks_cached_under_the_old_weights_are_forgotten(engine, checkpoints):
 
 
 def test_weights_are_taken_one_at_a_time(engine, checkpoints):
-    """The iterator may gather each tensor when asked: it is not emptied into memory first."""
-    model, alive, most = perturbed(checkpoints["single"], seed=4), set(), 0
-
-    class Counted(torch.Tensor):
-        pass
+    """Each tensor is gathered when it is asked for, and let go when its layer is complete (at most q, k, v with their biases)."""
+    model, given, most = perturbed(checkpoints["single"], seed=4), [], 0
 
     def gathered():
         nonlocal most
         for name, parameter in model.named_parameters():
-            tensor = parameter.detach().clone().as_subclass(Counted)
-            alive.add(id(tensor))
-            torch.utils.weak.WeakIdRef(tensor)
-            most = max(most, len(alive))
+            most = max(most, sum(tensor() is not None for tensor in given))
+            tensor = parameter.detach().clone()
+            given.append(weakref.ref(tensor))
             yield name, tensor
-            alive.discard(id(tensor))
+            del tensor
 
     engine.load(gathered())
-    assert most == 1
+    assert most <= 6 < len(given)
 
 
 def test_verify_finds_the_one_value_that_differs(engine, checkpoints):
@@ -80,7 +78,7 @@ def test_verify_finds_the_one_value_that_differs(engine, checkpoints):
         with torch.no_grad():
             place = tuple(size // 2 for size in parameter.shape)
             old = parameter[place].item()
-            parameter[place] += parameter.abs().max()
+            parameter[place] += 1.0
             with pytest.raises(ValueError, match=f"other weights than the given ones: {name};"):
                 engine.verify(model.named_parameters())
             parameter[place] = old
@@ -132,15 +130,21 @@ def test_weights_do_not_change_under_running_calls(engine, checkpoints):
     loop.close()
 
 
-def test_a_tied_head_need_not_be_given(checkpoints, build_engine, tmp_path):
-    source = AutoModelForCausalLM.from_pretrained(checkpoints["single"], dtype=torch.float32)
-    source.config.tie_word_embeddings = True
-    source.tie_weights()
-    source.save_pretrained(tmp_path)
-    both = {name: tensor.contiguous() for name, tensor in source.state_dict().items()}
-    save_file({name: tensor.clone() for name, tensor in both.items()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+@pytest.mark.parametrize("holds_the_head", [True, False])
+def test_a_tied_head_follows_the_embedding(checkpoints, build_engine, tmp_path, holds_the_head):
+    """Some checkpoints hold the head although it is tied; the trainer has no such parameter either way."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoints["single"], dtype=torch.float32)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(checkpoints["single"]).save_pretrained(tmp_path)
+    if holds_the_head:
+        save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors", {"format": "pt"})
     engine = build_engine(tmp_path)
-    weights = [(name, tensor) for name, tensor in source.named_parameters() if name != "lm_head.weight"]
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(0.5).add_(0.1)
+    weights = [(name, tensor) for name, tensor in model.named_parameters() if name != "lm_head.weight"]
     engine.load(weights)
     engine.verify(weights)
+    for ids in greedy(engine):
+        assert ids  # nothing was left on the meta device
