@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 COMMANDS = {
-    "demo": ("dccot.eval.demo", "the whole paper in miniature, on a CPU: base → SFT → RL → evaluation → report"),
+    "demo": ("dccot.demo", "the whole paper in miniature, on a CPU: base → SFT → RL → evaluation → report"),
     "pipeline": ("dccot.pipeline", "all stages of a training recipe, each from the one before"),
     "sft": ("dccot.train.sft", "supervised fine-tuning"),
     "rl": ("dccot.train.rl", "one stage of reinforcement learning"),
