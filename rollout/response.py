@@ -89,7 +89,8 @@ class Response:
 
     def text(self, tokenizer) -> str:
         """The response as text, tags included, EOS left out."""
-        return tokenizer.decode([t for t in self.as_read if t != tokenizer.eos_token_id], skip_special_tokens=False)
+        eos = tokenizer.eos_token_id  # looked up once: transformers makes that slow
+        return tokenizer.decode([t for t in self.as_read if t != eos], skip_special_tokens=False)
 
     def to_json(self) -> dict:
         def plain(segment: Segment) -> dict:
