@@ -122,7 +122,8 @@ class _Asked:
     tokenizer: Any
 
     def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode([token for token in ids if token != self.tokenizer.eos_token_id], skip_special_tokens=False)
+        eos = self.tokenizer.eos_token_id
+        return self.tokenizer.decode([token for token in ids if token != eos], skip_special_tokens=False)
 
 
 def _ask(model: str | Path, problem: str, budget: int | None, temperature: float | None, sequential: bool) -> _Asked:

@@ -1,0 +1,67 @@
+"""Entropy of every sampled token, recomputed from the weights: rollouts keep log-probs only.
+
+    Scorer(folder, temperature=0.6)(responses)  →  per response, per segment in reading order: one number per sampled id
+
+The same packed forests as in training, so that a response with workers costs one pass.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from dccot.model.checkpoint_io import load_weights
+from dccot.model.config import read_config
+from dccot.model.transformer import Transformer
+from dccot.rollout.response import Response
+from dccot.train.forest import forests_of_rank, pack
+from dccot.train.update import score
+
+TOKEN_BUDGET = 8192  # of one pass
+
+
+class Scorer:
+    def __init__(self, folder: str | Path, temperature: float):
+        self.temperature = temperature
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = torch.device(device)
+        self._model = Transformer(read_config(folder)).requires_grad_(False).eval().to(self._device)
+        load_weights(self._model, folder)
+        self._differences, self._tokens = 0.0, 0
+
+    @property
+    def difference(self) -> float:
+        """Mean distance of the recomputed from the recorded log-probs: large for another model or another temperature."""
+        return self._differences / max(1, self._tokens)
+
+    @torch.no_grad()
+    def __call__(self, responses: Sequence[Response]) -> list[list[list[float]]]:
+        found: list[list[list[float]]] = [[] for _ in responses]
+        for forest in forests_of_rank(responses, pack(responses, TOKEN_BUDGET), 0):
+            forest = forest.to(self._device)
+            logprob, entropy = score(self._model, forest, self.temperature)
+            self._differences += float((logprob - forest.logprob[forest.targets]).abs().sum())
+            self._tokens += len(logprob)
+            owner = forest.response[forest.targets]
+            for index in owner.unique().tolist():
+                found[index] = _by_segment(responses[index], entropy[owner == index].tolist())
+        return found
+
+
+def _by_segment(response: Response, values: list[float]) -> list[list[float]]:
+    """Values in the forest's order, where worker 1 comes behind the others of its round, in reading order."""
+    order: list[int] = []
+    at = 0
+    for round_ in response.rounds:
+        workers = len(round_.workers)
+        order += [at, *range(at + 2, at + 1 + workers), at + 1] if workers else [at]
+        at += 1 + workers
+    order += [at] if response.final is not None else []
+    segments = list(response.segments())
+    parts: list[list[float]] = [[] for _ in segments]
+    start = 0
+    for number in order:
+        end = start + len(segments[number].sampled)
+        parts[number], start = values[start:end], end
+    return parts

@@ -1,0 +1,269 @@
+"""Rollouts as one HTML page to browse: a list with filters and search, and every response as a tree to scale with its texts.
+
+    dccot view runs/rl/rollouts/step_000010.jsonl                        →  runs/rl/rollouts/step_000010.html
+    dccot view a.jsonl b.jsonl --out page.html --model runs/rl --entropy
+
+The page needs no server and no network, and forbids itself any request. Its data travels compressed, as base64 in script elements:
+
+    index        one column per fact (problem, verdict, reward, lengths, …): all that list, filters and sorting need
+    block 0…     the texts and log-probs of BLOCK responses each; unpacked when one of them is looked at
+
+Tokens are coloured one by one when their tokenizer is known: from --model, or from the run that the file lies in. Otherwise texts are
+cut at the tags, and only the lanes of the tree can be coloured.
+"""
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from dccot.config import ConfigError
+from dccot.data.jsonl import BadData, read_jsonl
+from dccot.eval.entropy import Scorer
+from dccot.eval.solve import Parser, answer_in, settings_of
+from dccot.eval.terminal import run_cleanly
+from dccot.rollout.protocol import SPAWN_CLOSE, SPAWN_OPEN, worker_close, worker_open
+from dccot.rollout.response import Response, Rollout
+from dccot.train.checkpoint import resolve_model
+
+BLOCK = 32  # responses that are unpacked together
+HARDLY = 9999  # log-probs are kept as hundredths of a nat below zero, up to this
+
+
+def read_rollouts(paths: Iterable[Path], report=print) -> Iterator[Rollout]:
+    """Every rollout of the files; lines that hold none are reported and passed over."""
+    for path in paths:
+        for line, row in read_jsonl(path, report=report):
+            try:
+                yield Rollout.from_json(row)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                report(f"{path}:{line}: not a rollout ({type(error).__name__}: {error}); line left out")
+
+
+def cut(text: str, response: Response) -> list[str]:
+    """The text of every segment in reading order, told by the tags alone; joined they are the text again.
+
+    A tag that a worker wrote out of turn may mislead it: token ids would tell better, but need their tokenizer.
+    """
+    found, at = [], 0
+
+    def until(position: int) -> None:
+        nonlocal at
+        position = len(text) if position < 0 else position
+        found.append(text[at:position])
+        at = position
+
+    for round_ in response.rounds:
+        spawn = text.find(SPAWN_OPEN, at)
+        until(text.find(worker_open(1), spawn) if spawn >= 0 else -1)
+        for number in range(1, len(round_.workers) + 1):
+            following = worker_open(number + 1) if number < len(round_.workers) else SPAWN_CLOSE
+            close, stop = text.find(worker_close(number), at), text.find(following, at)
+            until(text.find(following, close) if 0 <= close < stop else stop)
+    if response.final is not None:
+        until(-1)
+    elif found:
+        found[-1] += text[at:]
+    return found
+
+
+class Pieces:
+    """Token ids → the piece of text that each stands for. A character spelled by several tokens belongs to the last of them."""
+
+    LONGEST_CHARACTER = 8  # tokens
+
+    def __init__(self, tokenizer):
+        self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        self._known: dict[int, str] = {}
+
+    def __call__(self, ids: Sequence[int]) -> list[str]:
+        pieces, pending = [], []
+        for token in ids:
+            if token not in self._known:
+                self._known[token] = self._decode([token])
+            piece = self._known[token]
+            if pending or piece.endswith("\N{REPLACEMENT CHARACTER}"):
+                pending.append(token)
+                whole = self._decode(pending)
+                unfinished = whole.endswith("\N{REPLACEMENT CHARACTER}") and len(pending) < self.LONGEST_CHARACTER
+                piece = "" if unfinished else whole
+                pending = pending if unfinished else []
+            pieces.append(piece)
+        if pending:
+            pieces[-1] = self._decode(pending)
+        return pieces
+
+
+def utf16_length(text: str) -> int:
+    """Length as JavaScript counts it."""
+    return len(text) if text.isascii() else len(text.encode("utf-16-le")) // 2
+
+
+@dataclass
+class Page:
+    """Collects rollouts and writes the page; `pieces` and `scorer` add what only a model knows."""
+
+    pieces: Pieces | None = None
+    scorer: Scorer | None = None
+    columns: dict[str, list] = field(default_factory=dict)
+    problems: dict[tuple, int] = field(default_factory=dict)
+    _waiting: list[Rollout] = field(default_factory=list)
+    _blocks: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.columns.get("problem", ()))
+
+    def add(self, rollout: Rollout) -> None:
+        gold = rollout.gold if isinstance(rollout.gold, str) else " or ".join(rollout.gold)
+        problem = (rollout.problem, rollout.question, gold)
+        response = rollout.response
+        logprobs = [value for segment in response.segments() for value in segment.logprobs]
+        row = {
+            "problem": self.problems.setdefault(problem, len(self.problems)),
+            "sample": rollout.sample,
+            "step": rollout.step,
+            "verdict": rollout.verdict,
+            "flaw": rollout.flaw,
+            "finish": response.finish.value,
+            "reward": _number(rollout.reward),
+            "advantage": _number(rollout.advantage),
+            "answer": answer_in(rollout.text),
+            "longest": response.longest_path,
+            "total": response.total_tokens,
+            "logprob": _number(sum(logprobs) / len(logprobs)) if logprobs else None,
+            "shape": _shape(response),
+        }
+        for name, value in row.items():
+            self.columns.setdefault(name, []).append(value)
+        self._waiting.append(rollout)
+        if len(self._waiting) == BLOCK:
+            self._close_block()
+
+    def write(self, path: str | Path, title: str) -> int:
+        """Write the page beside and rename; its size in bytes."""
+        if self._waiting:
+            self._close_block()
+        index = {"block": BLOCK, "tokens": self.pieces is not None, "problems": list(self.problems), "columns": self.columns}
+        data = {"index": packed(index)} | {f"block-{number}": block for number, block in enumerate(self._blocks)}
+        scripts = "\n".join(f'<script type="text/plain" id="{name}">{content}</script>' for name, content in data.items())
+        pages = files("dccot.eval") / "pages"
+        part = {name: (pages / name).read_text("utf-8") for name in ("view.html", "view.css", "view.response.js", "view.js")}
+        filling = {"title": html.escape(title), "data": scripts, "style": part["view.css"]}
+        filling["script"] = part["view.response.js"] + part["view.js"]
+        page = re.sub(r"\{\{(\w+)\}\}", lambda blank: filling[blank[1]], part["view.html"])
+        path, beside = Path(path), Path(f"{path}.part")
+        beside.write_text(page, encoding="utf-8")
+        os.replace(beside, path)
+        return path.stat().st_size
+
+    def _close_block(self) -> None:
+        responses = [rollout.response for rollout in self._waiting]
+        entropies = self.scorer(responses) if self.scorer else [None] * len(responses)
+        self._blocks.append(packed([self._details(*pair) for pair in zip(self._waiting, entropies)]))
+        self._waiting = []
+
+    def _details(self, rollout: Rollout, entropies: list[list[float]] | None) -> list[dict]:
+        """Per segment: its text, how many tokens were inserted, each token's length in the text, log-probs, entropies."""
+        segments = list(rollout.response.segments())
+        texts = cut(rollout.text, rollout.response) if self.pieces is None else None
+        rows = []
+        for number, segment in enumerate(segments):
+            row: dict[str, Any] = {"inserted": len(segment.inserted), "logprobs": [_centinats(-value) for value in segment.logprobs]}
+            if self.pieces is None:
+                row["text"] = texts[number]
+            else:
+                pieces = self.pieces(segment.tokens)
+                row |= {"text": "".join(pieces), "lengths": [utf16_length(piece) for piece in pieces]}
+            if entropies is not None:
+                row["entropies"] = [_centinats(value) for value in entropies[number]]
+            rows.append(row)
+        return rows
+
+
+def _shape(response: Response) -> list:
+    """Lengths in reading order: a number is director text, a list a round of workers."""
+    shape: list = []
+    for round_ in response.rounds:
+        shape += [len(round_.director), [len(worker) for worker in round_.workers]]
+    return shape + ([len(response.final)] if response.final is not None else [])
+
+
+def packed(content: Any) -> str:
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
+
+
+def _number(value: float | None) -> float | None:
+    return round(value, 4) if value is not None and math.isfinite(value) else None
+
+
+def _centinats(nats: float) -> int:
+    return round(100 * nats) if nats < HARDLY / 100 else HARDLY  # not a number counts as hardly, too
+
+
+def _own_run(path: Path) -> Path | None:
+    """The run whose rollouts/ folder holds the file, if it has a checkpoint."""
+    run = path.absolute().parent.parent
+    return run if (run / "latest").is_file() else None
+
+
+def build(paths: Sequence[Path], out: Path, model: str | Path | None, entropy: bool, report=print) -> tuple[int, int]:
+    """Write the page of these files; (responses, bytes)."""
+    from transformers import AutoTokenizer
+
+    model = model or _own_run(paths[0])
+    if entropy and model is None:
+        raise ConfigError("--entropy computes with the policy's weights; name it with --model")
+    pieces = scorer = None
+    if model is not None:
+        folder = resolve_model(model)
+        pieces = Pieces(AutoTokenizer.from_pretrained(folder))
+        scorer = Scorer(folder, settings_of(model)[1].temperature) if entropy else None
+    page = Page(pieces, scorer)
+    for rollout in read_rollouts(paths, report):
+        page.add(rollout)
+    if not len(page):
+        raise BadData(f"{paths[0]}: no rollout found; `dccot view` reads what rl, eval and rollout write")
+    size = page.write(out, ", ".join(path.name for path in paths))
+    if scorer:
+        apart = f"{scorer.difference:.2g} on average at temperature {scorer.temperature:g}"
+        report(f"recomputed log-probs differ from the recorded ones by {apart}")
+    return len(page), size
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(
+        description="Make one HTML page to browse rollouts; it opens offline.",
+        epilog="example: dccot view runs/rl/rollouts/step_000010.jsonl",
+    )
+    parser.add_argument("rollouts", nargs="+", type=Path, help="JSONL files as rl, eval and rollout write them")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: the first file's name with .html")
+    parser.add_argument("--model", metavar="PATH", help="its tokenizer splits texts into tokens; default: the run that the file lies in")
+    parser.add_argument("--entropy", action="store_true", help="compute every token's entropy with the model's weights (slow)")
+    arguments = parser.parse_args(argv)
+
+    def work() -> None:
+        for path in arguments.rollouts:
+            if not path.is_file():
+                raise FileNotFoundError(f"{path} is {'a folder' if path.is_dir() else 'not there'}; name a file of rollouts (.jsonl)")
+        out = arguments.out or arguments.rollouts[0].with_suffix(".html")
+        if out in arguments.rollouts or out.is_dir() or not out.absolute().parent.is_dir():
+            raise ConfigError(f"--out {out} cannot be written; name a new .html file in a folder that exists")
+        responses, size = build(arguments.rollouts, out, arguments.model, arguments.entropy)
+        print(f"{out}: {responses:,} responses, {size / 1e6:.1f} MB; open it in a browser")
+
+    return run_cleanly(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

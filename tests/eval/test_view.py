@@ -1,0 +1,245 @@
+"""`dccot view`: what the page holds is what the rollouts say. How it behaves in a browser: test_view_browser.py."""
+import base64
+import gzip
+import json
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from dccot.data.arithmetic import make_tokenizer
+from dccot.data.jsonl import write_jsonl_atomic
+from dccot.eval.entropy import Scorer
+from dccot.eval.view import BLOCK, Page, Pieces, cut, main, utf16_length
+from dccot.rollout.protocol import TagIds
+from dccot.rollout.response import Finish, Response, Rollout, Round, Segment
+from dccot.rollout.tiny import save, tokenizer
+
+WORDS = tokenizer("spelled")
+TAGS = TagIds.of(WORDS)
+BYTEWISE = make_tokenizer()
+
+
+def segment(text: str, inserted=(), logprob: float = -0.5, end: bool = False) -> Segment:
+    ids = WORDS.encode(text, add_special_tokens=False) + ([WORDS.eos_token_id] if end else [])
+    return Segment(list(inserted), ids, [logprob] * len(ids))
+
+
+def response(first: str, workers: list[str], last: str | None) -> Response:
+    spawned = [segment(text, tag) for text, tag in zip(workers, TAGS.worker_open)]
+    final = segment(last, TAGS.spawn_close, end=True) if last is not None else None
+    return Response([0, 1], [Round(segment(first), spawned)], final, Finish.ANSWERED if last is not None else Finish.BUDGET)
+
+
+def rollout(number: int = 0, **changes) -> Rollout:
+    made = response("plan<spawn_workers>", ["a</worker_1>", "bb</worker_2>", "ccc</worker_3>"], "so </think><answer>\\boxed{7}</answer>")
+    text = "<think>\n" + made.text(WORDS)
+    whole = {"flaw": None, "verdict": "correct", "reward": 1.0, "advantage": 0.5, "step": 3}
+    return Rollout(f"p{number}", 0, "What?", "7", text, made, **{**whole, **changes})
+
+
+def unpacked(page: str, name: str):
+    content = re.search(f'<script type="text/plain" id="{name}">(.*?)</script>', page)[1]
+    return json.loads(gzip.decompress(base64.b64decode(content)))
+
+
+def built(tmp_path, *rollouts: Rollout, pieces=None) -> str:
+    page = Page(pieces)
+    for one in rollouts:
+        page.add(one)
+    page.write(tmp_path / "page.html", "title")
+    return (tmp_path / "page.html").read_text("utf-8")
+
+
+# ---- texts without a tokenizer ---------------------------------------------------------------------------------------------
+
+CASES = {
+    "well-formed": ("think<spawn_workers>", ["a</worker_1>", "b</worker_2>", "c</worker_3>"], "so</think>"),
+    "tags that ran on into the next line": ("x<spawn_workers>\n", ["a</worker_1>\n", "b</worker_2>\n", "c</worker_3>"], "so"),
+    "a worker that ended without its tag": ("x<spawn_workers>", ["a", "b</worker_2>", "c"], "so"),
+    "a worker that wrote another's closing tag": ("x<spawn_workers>", ["a</worker_2>a</worker_1>", "b</worker_2>", "c</worker_3>"], "so"),
+    "a worker that tried to spawn": ("x<spawn_workers>", ["a<spawn_workers>a</worker_1>", "b</worker_2>", "c</worker_3>"], "so"),
+    "cut off among the workers": ("x<spawn_workers>", ["a</worker_1>", "b", "c"], None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tags_tell_where_segments_begin(case):
+    first, workers, last = CASES[case]
+    expected = [first, *(f"<worker_{i}>{text}" for i, text in enumerate(workers, start=1))] + ([f"</spawn_workers>{last}"] if last else [])
+    assert cut("".join(expected), response(first, workers, last)) == expected
+
+
+SOME_TAGS = ["<spawn_workers>", "</spawn_workers>", "<worker_1>", "</worker_1>", "<worker_2>", "</worker_3>", "x", "\n"]
+
+
+@given(st.lists(st.sampled_from(SOME_TAGS)), st.integers(0, 3), st.booleans())
+def test_no_text_is_lost_however_the_tags_stand(parts, rounds, answered):
+    text = "".join(parts)
+    shape = Response([], [Round(Segment(), [Segment(), Segment(), Segment()])] * rounds, Segment() if answered or not rounds else None)
+    pieces = cut(text, shape)
+    assert "".join(pieces) == text
+    assert len(pieces) == len(list(shape.segments()))
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------------
+
+def test_pieces_of_tokens_are_the_text_and_a_split_character_belongs_to_its_last_token():
+    ids = BYTEWISE.encode("a≥😀b", add_special_tokens=False)
+    assert Pieces(BYTEWISE)(ids) == ["a", "", "", "≥", "", "", "", "😀", "b"]
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=30))
+def test_pieces_join_to_the_text(text):
+    ids = BYTEWISE.encode(text, add_special_tokens=False)
+    assert "".join(Pieces(BYTEWISE)(ids)) == BYTEWISE.decode(ids)
+
+
+def test_bytes_that_are_no_character_do_not_swallow_what_follows():
+    half = BYTEWISE.encode("😀", add_special_tokens=False)[:2]
+    assert Pieces(BYTEWISE)([*half, *BYTEWISE.encode("ab", add_special_tokens=False)])[-1] == "b"
+
+
+def test_lengths_are_counted_as_javascript_counts_them():
+    assert [utf16_length(text) for text in ("ab", "≥", "😀")] == [2, 1, 2]
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------------
+
+def test_the_index_holds_what_the_rollouts_say(tmp_path):
+    page = built(tmp_path, rollout(0), rollout(1, verdict="wrong", flaw="no_answer", reward=0.0), rollout(0, verdict=None, reward=None))
+    index = unpacked(page, "index")
+    assert index["problems"] == [["p0", "What?", "7"], ["p1", "What?", "7"]]
+    columns = index["columns"]
+    assert columns["problem"] == [0, 1, 0]
+    assert columns["verdict"] == ["correct", "wrong", None]
+    assert columns["flaw"] == [None, "no_answer", None]
+    assert columns["reward"] == [1.0, 0.0, None]
+    assert columns["answer"] == ["7"] * 3
+    made = rollout().response
+    assert (columns["longest"][0], columns["total"][0]) == (made.longest_path, made.total_tokens)
+    assert columns["shape"][0] == [len(made.rounds[0].director), [len(w) for w in made.rounds[0].workers], len(made.final)]
+    assert columns["logprob"][0] == -0.5
+
+
+def test_details_hold_texts_tokens_and_logprobs_of_every_segment(tmp_path):
+    [[*segments]] = unpacked(built(tmp_path, rollout(), pieces=Pieces(WORDS)), "block-0")
+    expected = list(rollout().response.segments())
+    assert [s["text"] for s in segments] == [WORDS.decode(s.tokens) for s in expected]
+    assert [len(s["lengths"]) for s in segments] == [len(s) for s in expected]
+    assert [s["inserted"] for s in segments] == [len(s.inserted) for s in expected]
+    assert [s["logprobs"] for s in segments] == [[50] * len(s.sampled) for s in expected]
+
+
+def test_every_response_is_in_its_block(tmp_path):
+    page = built(tmp_path, *(rollout(number) for number in range(2 * BLOCK + 1)))
+    assert [len(unpacked(page, f"block-{number}")) for number in range(3)] == [BLOCK, BLOCK, 1]
+    assert len(unpacked(page, "index")["columns"]["problem"]) == 2 * BLOCK + 1
+
+
+def test_numbers_that_json_cannot_hold_are_left_out(tmp_path):
+    strange = rollout(reward=math.nan, advantage=math.inf)
+    strange.response.final.logprobs = [-math.inf] * len(strange.response.final.sampled)
+    page = built(tmp_path, strange)
+    columns = unpacked(page, "index")["columns"]
+    assert (columns["reward"], columns["advantage"], columns["logprob"]) == ([None], [None], [None])
+    assert set(unpacked(page, "block-0")[0][-1]["logprobs"]) == {9999}
+
+
+def test_nothing_in_a_rollout_or_a_file_name_becomes_markup(tmp_path):
+    evil = "</script><script>alert(1)</script>{{data}}"
+    one = rollout()
+    one.question = one.text = evil
+    page = Page()
+    page.add(one)
+    page.write(tmp_path / "page.html", evil)
+    written = (tmp_path / "page.html").read_text("utf-8")
+    assert written.count("<script>") == 1 and written.count('id="index"') == 1
+    assert unpacked(written, "block-0")[0][0]["text"] == evil
+
+
+def test_the_page_forbids_requests_and_names_no_address(tmp_path):
+    page = built(tmp_path, rollout())
+    assert "default-src 'none'" in page
+    assert set(re.findall(r"https?://[^\s\"']*", page)) <= {"http://www.w3.org/2000/svg"}
+    assert "{{" not in page.partition("<script>")[0]
+
+
+# ---- entropy ---------------------------------------------------------------------------------------------------------------
+
+@torch.no_grad()
+def test_entropies_are_those_of_transformers_on_what_each_writer_had_read(tmp_path):
+    folder = save(tmp_path / "tiny", "spelled")
+    judge = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    one, other = rollout().response, response("y<spawn_workers>", ["a", "b", "</worker_3>"], None)
+
+    def entropy(read: list[int], sampled: list[int]) -> list[float]:
+        logits = judge(torch.tensor([read + sampled])).logits[0, len(read) - 1 : -1] / 0.6
+        return torch.distributions.Categorical(logits=logits).entropy().tolist()
+
+    scorer = Scorer(folder, 0.6)
+    for made, found in zip((one, other), scorer([one, other])):
+        read, expected = list(made.prompt), []
+        for round_ in made.rounds:
+            expected.append(entropy(read + round_.director.inserted, round_.director.sampled))
+            read += round_.director.tokens
+            expected += [entropy(read + w.inserted, w.sampled) for w in round_.workers]
+            read += [token for w in round_.workers for token in w.tokens]
+        if made.final:
+            expected.append(entropy(read + made.final.inserted, made.final.sampled))
+        assert [len(part) for part in found] == [len(part) for part in expected]
+        for part, right in zip(found, expected):
+            torch.testing.assert_close(torch.tensor(part), torch.tensor(right), atol=1e-4, rtol=1e-4)
+    assert scorer.difference > 0.1  # the recorded -0.5 everywhere is not this model's
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------------
+
+def test_a_file_becomes_a_page_beside_it_and_bad_lines_are_reported(tmp_path, capsys):
+    path = tmp_path / "step_000010.jsonl"
+    write_jsonl_atomic(path, [rollout(0).to_json(), {"problem": "half"}, rollout(1).to_json()])
+    with path.open("a") as file:
+        file.write('{"cut')
+    assert main([str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"{path}:2: not a rollout" in printed and f"{path}:4: not JSON" in printed and "2 responses" in printed
+    assert unpacked((tmp_path / "step_000010.html").read_text("utf-8"), "index")["tokens"] is False
+
+
+def test_rollouts_of_a_run_are_split_by_its_own_tokenizer(tmp_path):
+    save(tmp_path / "checkpoints" / "step_000001" / "hf", "spelled")
+    (tmp_path / "latest").write_text("step_000001\n")
+    write_jsonl_atomic(tmp_path / "rollouts" / "step_000001.jsonl", [rollout().to_json()])
+    assert main([str(tmp_path / "rollouts" / "step_000001.jsonl"), "--entropy", "--out", str(tmp_path / "p.html")]) == 0
+    page = (tmp_path / "p.html").read_text("utf-8")
+    [[first, *_]] = unpacked(page, "block-0")
+    assert unpacked(page, "index")["tokens"] is True
+    assert len(first["entropies"]) == len(first["logprobs"]) == len(rollout().response.rounds[0].director.sampled)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nothing.jsonl"], "nothing.jsonl is not there"),
+        (["{folder}"], "is a folder; name a file of rollouts"),
+        (["{folder}/empty.jsonl"], "no rollout found"),
+        (["{folder}/good.jsonl", "--out", "{folder}/good.jsonl"], "cannot be written"),
+        (["{folder}/good.jsonl", "--out", "no/such/folder/p.html"], "cannot be written"),
+        (["{folder}/good.jsonl", "--entropy"], "name it with --model"),
+        (["{folder}/good.jsonl", "--model", "nowhere"], "'nowhere' is neither"),
+        (["{folder}/good.jsonl", "--colour"], "unrecognized arguments"),
+    ],
+)
+def test_what_cannot_be_shown_costs_one_line(tmp_path, capsys, arguments, says):
+    write_jsonl_atomic(tmp_path / "good.jsonl", [rollout().to_json()])
+    (tmp_path / "empty.jsonl").write_text('{"a": 1}\n')
+    try:
+        code = main([argument.format(folder=tmp_path) for argument in arguments])
+    except SystemExit as stopped:
+        code = stopped.code
+    error = capsys.readouterr().err
+    assert (code, error.count("\n")) == (2, 1) and says in error

@@ -1,0 +1,324 @@
+"""The page of `dccot view` with 10,000 responses in headless Chromium, driven through chromedriver's own protocol."""
+import contextlib
+import functools
+import json
+import math
+import random
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from dccot.eval.view import Page, Pieces
+from dccot.rollout.protocol import TagIds
+from dccot.rollout.response import Finish, Response, Rollout, Round, Segment
+from dccot.rollout.tiny import tokenizer
+
+RESPONSES, SAMPLES = 10_000, 8
+NEEDLE = "needle in worker two"
+KEYS = {"ArrowDown": "\ue015", "ArrowUp": "\ue013", "End": "\ue010", "Home": "\ue011", "Escape": "\ue00c", "PageDown": "\ue00f"}
+
+
+class Browser:
+    """The few calls of the WebDriver protocol that are needed here."""
+
+    def __init__(self):
+        driver = shutil.which("chromedriver")
+        assert driver, "chromedriver was not found: apt-get install chromium chromium-driver (`make setup` does so where it may)"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.process = subprocess.Popen([driver, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.address = f"http://127.0.0.1:{port}"
+        self.until(lambda: self.call("GET", "/status")["ready"])
+        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1400,900"]
+        logs = {"performance": "ALL", "browser": "ALL"}
+        wanted = {"browserName": "chrome", "goog:chromeOptions": {"args": arguments}, "goog:loggingPrefs": logs}
+        self.address += "/session/" + self.call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+
+    def call(self, method: str, path: str, content: dict | None = None):
+        body = None if content is None else json.dumps(content).encode()
+        request = urllib.request.Request(self.address + path, body, {"Content-Type": "application/json"}, method=method)
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.load(answer)["value"]
+
+    def open(self, path: Path, fragment: str = "") -> None:
+        self.call("POST", "/url", {"url": "about:blank"})
+        self.call("POST", "/url", {"url": path.as_uri() + fragment})
+        self.until(lambda: self.js("return document.querySelectorAll('.card').length"))
+
+    def js(self, code: str, *arguments):
+        return self.call("POST", "/execute/sync", {"script": code, "args": list(arguments)})
+
+    def press(self, *keys: str) -> None:
+        strokes = [{"type": kind, "value": KEYS.get(key, key)} for key in keys for kind in ("keyDown", "keyUp")]
+        self.call("POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": strokes}]})
+
+    def text(self, name: str) -> str:
+        return self.js("return document.getElementById(arguments[0]).textContent", name)
+
+    def log(self, kind: str) -> list[dict]:
+        return self.call("POST", "/se/log", {"type": kind})
+
+    @staticmethod
+    def until(holds, seconds: float = 60.0):
+        """What `holds` gives as soon as it is true."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError):
+                if found := holds():
+                    return found
+            time.sleep(0.05)
+        raise AssertionError("the page did not come to it in time")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.call("DELETE", "")
+        self.process.terminate()
+        self.process.wait()
+
+
+def make_rollouts() -> list[Rollout]:
+    words, rng, made = tokenizer("spelled"), random.Random(5), []
+    tags, vocabulary = TagIds.of(words), words.get_vocab()
+    encode = functools.cache(lambda text: words.encode(text, add_special_tokens=False))
+
+    def segment(ids: list[int], inserted=()) -> Segment:
+        return Segment(list(inserted), ids, [math.log(1 - rng.random()) / 2 for _ in ids])
+
+    for number in range(RESPONSES):
+        texts = [NEEDLE if number == 7777 and i == 2 else "x" * rng.randrange(1, 40) for i in (1, 2, 3)]
+        workers = [segment(encode(f"{text}</worker_{i + 1}>"), tags.worker_open[i]) for i, text in enumerate(texts)]
+        rounds = [Round(segment(encode("plan " * rng.randrange(1, 9) + "<spawn_workers>")), workers)] * (number % 3 > 0)
+        answer = encode("</think><answer>\\boxed{") + [vocabulary[digit] for digit in str(number)] + encode("}</answer>")
+        final = segment(answer, tags.spawn_close if rounds else ())
+        response = Response([1], rounds, final, Finish.ANSWERED if number % 11 else Finish.BUDGET)
+        verdict = rng.choice(["correct", "wrong", "unparsable", "timed_out", None])
+        problem, flaw = number // SAMPLES, rng.choice([None, None, "no_answer", "stray_tag"])
+        reward = None if verdict is None else round(rng.random(), 3)
+        question, text = f"How much is {problem} plus {problem}?", f"<think>\n…</think><answer>\\boxed{{{number}}}</answer>"
+        judged = {"flaw": flaw, "verdict": verdict, "reward": reward, "step": 1}
+        made.append(Rollout(f"problem-{problem:04d}", number % SAMPLES, question, str(problem), text, response, **judged))
+    return made
+
+
+@pytest.fixture(scope="module")
+def rollouts():
+    return make_rollouts()
+
+
+@pytest.fixture(scope="module")
+def page(rollouts, tmp_path_factory):
+    page = Page(Pieces(tokenizer("spelled")))
+    for rollout in rollouts:
+        page.add(rollout)
+    path = tmp_path_factory.mktemp("pages") / "rollouts.html"
+    page.write(path, "rollouts.jsonl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def session():
+    browser = Browser()
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def browser(session, page):
+    session.open(page)
+    return session
+
+
+def chosen(browser: Browser) -> int:
+    """The response that the list has chosen, once the detail shows it too."""
+    code = """const row = document.querySelector('.row[aria-selected=true]')?.dataset.row;
+              return row !== undefined && row === document.getElementById('detail').dataset.row ? ['', row] : null"""
+    return int(browser.until(lambda: browser.js(code))[1])
+
+
+def listed(browser: Browser) -> list[int]:
+    return browser.js("return listed")
+
+
+def test_all_responses_are_listed_and_only_those_in_sight_exist(browser):
+    assert browser.text("count") == "10,000 responses"
+    assert 0 < browser.js("return document.querySelectorAll('.row').length") < 40
+    browser.js("document.getElementById('list').scrollTop = 5000 * 58")
+    browser.until(lambda: browser.js("return document.querySelector('.row[data-row=\"5000\"]') !== null"))
+    assert browser.js("return document.querySelectorAll('.row').length") < 40
+
+
+def test_filters_keep_what_they_say(browser, rollouts):
+    unjudged = ("timed_out", "crashed", None)
+    expected = {
+        "2": [r.verdict == "correct" for r in rollouts],
+        "3": [r.verdict not in ("correct", *unjudged) for r in rollouts],
+        "4": [r.flaw is not None for r in rollouts],
+        "5": [r.response.finish != "answered" for r in rollouts],
+        "6": [r.verdict in unjudged for r in rollouts],
+        "1": [True] * RESPONSES,
+    }
+    for key, kept in expected.items():
+        browser.press(key)
+        assert listed(browser) == [row for row, keep in enumerate(kept) if keep]
+
+
+def test_longest_and_most_parallel_come_first(browser, rollouts):
+    browser.press("l")
+    lengths = [rollouts[row].response.longest_path for row in listed(browser)]
+    assert lengths == sorted(lengths, reverse=True) and chosen(browser) == listed(browser)[0]
+    browser.press("3", "m")
+    degrees = [rollouts[row].response.parallelism for row in listed(browser)]
+    assert degrees == sorted(degrees, reverse=True) and len(degrees) < RESPONSES
+
+
+def test_responses_without_a_reward_come_last(browser, rollouts):
+    for order, sign in (("highest reward", 1), ("lowest reward", -1)):
+        browser.js("set({ sort: arguments[0] })", order)
+        rewards = [rollouts[row].reward for row in listed(browser)]
+        known = [sign * reward for reward in rewards if reward is not None]
+        assert known == sorted(known, reverse=True)
+        assert all(reward is None for reward in rewards[len(known) :])
+
+
+def test_keys_move_through_the_list(browser):
+    moves = {"j j ArrowDown": 3, "k": 2, "ArrowUp k k k": 0, "PageDown": 10, "End": 9999, "j": 9999, "Home": 0}
+    for keys, row in moves.items():
+        browser.press(*keys.split())
+        assert chosen(browser) == row
+    assert browser.js("return location.hash") == "#0"
+
+
+def test_the_chosen_row_is_always_in_sight(browser):
+    browser.press("End")
+    chosen(browser)
+    assert browser.js("""const list = document.getElementById('list').getBoundingClientRect();
+                         const row = document.querySelector('.row[aria-selected=true]').getBoundingClientRect();
+                         return row.top >= list.top - 1 && row.bottom <= list.bottom + 1""")
+
+
+def test_keys_go_round_the_responses_to_one_problem(browser):
+    browser.press("j", "n")
+    assert chosen(browser) == 2
+    browser.press("p", "p", "p")
+    assert chosen(browser) == SAMPLES - 1
+    browser.press("g")
+    assert listed(browser) == list(range(SAMPLES))
+    browser.press("g")
+    assert len(listed(browser)) == RESPONSES
+
+
+def test_search_finds_texts_problems_and_answers(browser):
+    for query, rows in [(NEEDLE.upper(), [7777]), ("problem-0042", list(range(336, 344))), ("boxed{4321}", [4321])]:
+        browser.press("/")
+        browser.js("const box = document.getElementById('search'); box.value = ''; box.dispatchEvent(new Event('input'))")
+        browser.press(*query)
+        browser.until(lambda rows=rows: listed(browser) == rows)
+        assert chosen(browser) == rows[0]
+        browser.press("Escape")
+        browser.until(lambda: len(listed(browser)) == RESPONSES)
+
+
+def test_what_was_searched_for_is_marked(browser):
+    browser.press("/", *NEEDLE)
+    browser.until(lambda: listed(browser) == [7777])
+    assert browser.until(lambda: browser.js("return [...document.querySelectorAll('mark')].map(mark => mark.textContent)")) == [NEEDLE]
+
+
+def test_typing_in_the_search_box_is_no_command(browser):
+    browser.press("/", "j", "3", "?")
+    assert browser.js("return [state.filter, at, document.getElementById('help').open]") == ["all", 0, False]
+
+
+def test_the_tree_is_drawn_to_scale(browser, rollouts):
+    browser.press("j")
+    row = chosen(browser)
+    response = rollouts[row].response
+    boxes = browser.js("""return [...document.querySelectorAll('.tree .segment')].map(segment => {
+        const box = segment.querySelector('rect.outline'); return ['x', 'y', 'width'].map(name => Number(box.getAttribute(name))) })""")
+    [first, *workers, last] = boxes
+    unit = first[2] / len(response.rounds[0].director)
+    for box, segment in zip(boxes, response.segments()):
+        assert box[2] == pytest.approx(unit * len(segment), abs=0.1)
+    assert {box[0] for box in workers} == {first[0] + first[2]}  # all spawned at once
+    assert last[0] == pytest.approx(workers[0][0] + max(box[2] for box in workers), abs=0.1)  # read when the longest is done
+    assert len({box[1] for box in workers}) == len(workers) and first[1] == last[1]  # a lane each
+    assert last[0] + last[2] - first[0] == pytest.approx(unit * response.longest_path, abs=0.1)
+
+
+def test_texts_verdict_and_form_are_shown(browser, rollouts):
+    row = next(i for i, r in enumerate(rollouts) if r.flaw == "stray_tag" and r.verdict == "wrong" and r.response.rounds)
+    browser.js("choose(arguments[0])", row)
+    assert chosen(browser) == row
+    shown = browser.text("detail")
+    rollout = rollouts[row]
+    for fact in ("wrong", "ill-formed: stray_tag", "a tag in the director's text", rollout.question, f"{rollout.reward:.3f}", f"{row}"):
+        assert fact in shown
+    texts = browser.js("return [...document.querySelectorAll('.card pre')].map(pre => pre.textContent)")
+    assert texts == [tokenizer("spelled").decode(segment.tokens) for segment in rollout.response.segments()]
+
+
+def test_tokens_are_coloured_by_their_own_logprob(browser, rollouts):
+    browser.press("j", "c")
+    row = chosen(browser)
+    browser.until(lambda: browser.js("return state.colour === 'log-prob' && CSS.highlights.get('log-prob-16') !== undefined"))
+    painted = browser.js("""const found = [];
+        document.querySelectorAll('.card pre').forEach((pre, card) => {
+          const [nodes, starts] = textNodes(pre);
+          for (let shade = 1; shade <= 16; shade++) for (const range of CSS.highlights.get(`log-prob-${shade}`)) {
+            const start = nodes.indexOf(range.startContainer), end = nodes.indexOf(range.endContainer);
+            if (start >= 0) found.push([card, starts[start] + range.startOffset, starts[end] + range.endOffset, shade]);
+          } });
+        return found""")
+    expected, pieces = [], Pieces(tokenizer("spelled"))
+    for card, segment in enumerate(rollouts[row].response.segments()):
+        at = 0
+        for i, piece in enumerate(pieces(segment.tokens)):
+            sampled = i - len(segment.inserted)
+            if sampled >= 0:
+                nats = round(-100 * segment.logprobs[sampled]) / 100
+                expected.append([card, at, at + len(piece), 16 * min(1, nats / 5)])
+            at += len(piece)
+    shades = {tuple(place): shade for *place, shade in painted}
+    for *place, shade in expected:
+        assert abs(shades.pop(tuple(place), 0) - shade) <= 1
+    assert shades == {}
+    browser.press("c")
+    browser.until(lambda: browser.js("return CSS.highlights.get('log-prob-16').size === 0"))
+
+
+def test_help_opens_and_closes(browser):
+    browser.press("?")
+    browser.until(lambda: browser.js("return document.getElementById('help').open"))
+    browser.press("Escape")
+    browser.until(lambda: not browser.js("return document.getElementById('help').open"))
+    browser.press("j")
+    assert chosen(browser) == 1
+
+
+def test_an_empty_selection_says_so(browser):
+    browser.js("search('no response holds this')")
+    browser.until(lambda: browser.text("count") == "0 of 10,000 responses" and not browser.text("progress"))
+    browser.press("j", "n", "g", "c")
+    assert "No response is listed" in browser.text("detail")
+
+
+def test_an_address_with_a_number_opens_that_response(session, page):
+    session.open(page, "#4242")
+    assert chosen(session) == 4242
+
+
+def test_the_page_asks_for_nothing_but_itself_and_makes_no_error(session, page):
+    session.log("performance"), session.log("browser")
+    session.open(page)
+    session.press("j", "c", "3", "l", "n")
+    chosen(session)
+    messages = [json.loads(entry["message"])["message"] for entry in session.log("performance")]
+    requested = {m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"}
+    assert {url for url in requested if not url.startswith(("data:", "about:"))} == {page.as_uri()}
+    assert session.log("browser") == []
