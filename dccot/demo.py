@@ -60,10 +60,10 @@ def plain_words(rows: dict[str, Evaluation]) -> list[str]:
         f"The sequential base solves {100 * of('DSR', 'accuracy').value:.1f}% of the test problems; SFT on its own solutions rewritten for "
         f"workers changes that by {points('SFT', 'DSR'):+.1f} points, and RL by a further {points('DC-CoT', 'SFT'):+.1f} "
         f"(well-formed: {points('DC-CoT', 'SFT', 'well_formed'):+.1f}).",
-        f"The trained model spreads its thinking over workers: its longest path is {shorter('DC-CoT', 'DSR'):.0f}% shorter than the base's, "
+        f"The trained model thinks in parallel: its longest path is {shorter('DC-CoT', 'DSR'):.0f}% shorter than the base's, "
         f"at {points('DC-CoT', 'DSR'):+.1f} points of accuracy.",
         f"Under a high length penalty it is {shorter('DC-CoT-HLP', 'DC-CoT'):.0f}% shorter again ({points('DC-CoT-HLP', 'DC-CoT'):+.1f} "
-        f"points), where the penalised sequential base is {shorter('DSR-HLP', 'DSR'):.0f}% shorter ({points('DSR-HLP', 'DSR'):+.1f} points).",
+        f"points), where the penalised base is {shorter('DSR-HLP', 'DSR'):.0f}% shorter ({points('DSR-HLP', 'DSR'):+.1f} points).",
     ]
 
 
