@@ -138,11 +138,14 @@ def longest_position(response: Response) -> int:
     return _size(response)[2]
 
 
-def _items(responses: Sequence[Response], token_budget: int, share_prompts: bool, max_positions: int | None) -> list[_Item]:
-    """What is packed as a whole: neighbours with the same prompt, as many as the budget takes, or single responses."""
+def _items(
+    responses: Sequence[Response], token_budget: int, ranks: int, share_prompts: bool, max_positions: int | None
+) -> list[_Item]:
+    """What is packed as a whole: neighbours with the same prompt, as many as leave enough for the other ranks, or single responses."""
+    sizes = [_size(response) for response in responses]
+    limit = min(token_budget, sum(len(r.prompt) + tokens for r, (tokens, _, _) in zip(responses, sizes)) // ranks)
     items: list[_Item] = []
-    for index, response in enumerate(responses):
-        tokens, pairs, positions = _size(response)
+    for index, (response, (tokens, pairs, positions)) in enumerate(zip(responses, sizes)):
         prompt = len(response.prompt)
         if max_positions is not None and positions > max_positions:
             raise ValueError(
@@ -150,7 +153,7 @@ def _items(responses: Sequence[Response], token_budget: int, share_prompts: bool
                 "(max_position_embeddings): lower the rollout budget or drop the response"
             )
         last = items[-1] if items and share_prompts else None
-        if last and last.tokens + tokens <= token_budget and responses[last.members[0]].prompt == response.prompt:
+        if last and last.tokens + tokens <= limit and responses[last.members[0]].prompt == response.prompt:
             items[-1] = _Item([*last.members, index], last.tokens + tokens, last.pairs + pairs)
         else:
             items.append(_Item([index], prompt + tokens, pairs + prompt * (prompt + 1) // 2))
@@ -175,16 +178,16 @@ def pack(
     """
     if token_budget < 1:
         raise ValueError(f"token_budget is {token_budget}; it must be at least 1")
-    items = _items(responses, token_budget, share_prompts, max_positions)
+    items = _items(responses, token_budget, ranks, share_prompts, max_positions)
     cost = np.array([item.tokens + pair_cost * item.pairs for item in items])
-    needed = -(-sum(item.tokens for item in items) // token_budget)
+    needed = -(-sum(min(item.tokens, token_budget) for item in items) // token_budget)
     count = max(1, -(-needed // ranks)) * ranks
     while True:
         forests, load = _fill(items, cost, count, token_budget, ranks)
         if len(forests) == count:
             break
         count = len(forests)  # what was added for items that did not fit now starts level with the others
-    by_cost = np.argsort(-load, kind="stable")
+    by_cost = np.argsort(-load, kind="stable")[: max(1, -(-np.count_nonzero(load) // ranks)) * ranks]
     return [[[item.members for item in forests[b]] for b in by_cost[rank::ranks]] for rank in range(ranks)]
 
 

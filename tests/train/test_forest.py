@@ -244,6 +244,7 @@ def test_every_sampled_token_is_packed_exactly_once_within_the_budget_and_evenly
     plan = pack(flat, budget, ranks, share_prompts=share)
     assert len(plan) == ranks
     assert len({len(micro_batches) for micro_batches in plan}) == 1
+    assert all(any(together) for together in zip(*plan)), "no micro-batch may be empty on all ranks"
     members = [index for rank in plan for groups_ in rank for group in groups_ for index in group]
     assert sorted(members) == list(range(len(flat)))
     forests = [(groups_, forest) for rank in range(ranks) for groups_, forest in zip(plan[rank], forests_of_rank(flat, plan, rank))]
@@ -261,6 +262,12 @@ def test_ranks_wait_for_each_other_a_twentieth_of_the_time_at_most(random_respon
     sizes = [[len(forest) for forest in forests_of_rank(responses_, plan, rank)] for rank in range(4)]
     working, present = sum(map(sum, sizes)), 4 * sum(max(together) for together in zip(*sizes, strict=True))
     assert working >= 0.95 * present
+
+
+def test_a_group_is_split_where_sharing_its_prompt_would_leave_ranks_idle():
+    group = [Response([2] * 10, [], Segment([], [3] * 20)) for _ in range(4)]
+    assert pack(group, 1000, ranks=1) == [[[[0, 1, 2, 3]]]]
+    assert [len(rank[0][0]) for rank in pack(group, 1000, ranks=2)] == [2, 2]
 
 
 def test_a_response_past_the_models_limit_is_refused_by_name():
