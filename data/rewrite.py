@@ -213,8 +213,8 @@ async def run(config: RewriteConfig, progress: Callable[[int, int], None]) -> Su
     """The whole command: read, ask the endpoint, check, write."""
     solutions = load_solutions(config.source, config.first)
     instruction = Path(config.instruction).read_text(encoding="utf-8") if config.instruction else prompt_text("rewrite.txt")
-    with Grader(config.grading) as grader:
-        async with Endpoint(config.endpoint) as endpoint:
+    async with Endpoint(config.endpoint) as endpoint:
+        with Grader(config.grading) as grader:
             summary = await rewrite_all(solutions, by_endpoint(endpoint, instruction), grader, config, progress=progress)
     Path(config.output).with_suffix(".summary.json").write_text(json.dumps(asdict(summary), indent=1) + "\n")
     return summary

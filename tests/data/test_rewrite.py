@@ -54,7 +54,7 @@ OUTCOMES = {
     "cut": ["cut by max_tokens", "accepted"],
     "impossible": ["failed"],
 }
-TIMEOUT = 0.5
+TIMEOUT = 2.0
 
 
 class Server(ThreadingHTTPServer):
@@ -225,8 +225,9 @@ def test_retry_after_is_waited_for(ordeal):
 def test_rerun_asks_again_only_for_what_failed(ordeal):
     server, config, first = ordeal
     before, log = len(server.requests), log_of(config)
-    again = rewrite(config)
-    assert [question for question, *_ in server.requests[before:]] == ["impossible"]
+    for _ in range(3):  # as often as there are attempts: a failure is none
+        again = rewrite(config)
+    assert [question for question, *_ in server.requests[before:]] == ["impossible"] * 3
     assert log_of(config)[: len(log)] == log and again.accepted == first.accepted
 
 
@@ -248,7 +249,7 @@ def test_missing_key_is_said_by_the_name_of_its_variable(tmp_path, monkeypatch):
 def test_dead_server_fails_after_our_patience_not_before(tmp_path, monkeypatch):
     monkeypatch.setenv("TEST_KEY", KEY)
     server = Server("anthropic", {"q": ["500"]})
-    summary = rewrite(config_for(server, tmp_path, ["q"], patience_seconds=0.5))
+    summary = rewrite(config_for(server, tmp_path, ["q"], patience_seconds=2.0))
     assert (summary.accepted, summary.failed) == (0, 1)
     assert len(server.requests) >= 3 and "no answer within" in log_of(config_for(server, tmp_path, ["q"]))[0]["reason"]
 

@@ -227,25 +227,30 @@ def test_worker_dies_with_its_keeper_and_its_answer_is_tried_again():
 
 
 ORPHAN = r"""
-import sys, threading
+import os, sys, time
 from dccot.eval.grading import Grader, GradingConfig
 grader = Grader(GradingConfig(workers=1, seconds=600))
 grader.grade([(r"\boxed{1}", "1")])
-print(*grader.pids(), flush=True)
+stranger = os.fork()  # inherits the pipes to the grading process, so that these do not close when the grader dies
+if stranger == 0:
+    time.sleep(120)
+    os._exit(0)
+print(*grader.pids(), stranger, flush=True)
 grader.grade([(sys.argv[1], "1")])
 """
 
 
 def test_no_process_survives_a_killed_grader():
     child = subprocess.Popen([sys.executable, "-c", ORPHAN, ENDLESS], stdout=subprocess.PIPE, text=True)
-    keeper, worker = map(int, child.stdout.readline().split())
+    keeper, worker, stranger = map(int, child.stdout.readline().split())
     time.sleep(0.3)
     child.kill()
     child.wait()
     child.stdout.close()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while any(map(alive, (keeper, worker))) and time.monotonic() < deadline:
         time.sleep(0.05)
+    os.kill(stranger, signal.SIGKILL)
     assert not alive(keeper) and not alive(worker)
 
 
