@@ -1,0 +1,199 @@
+"""Checkpoints are whole or not there; damage is noticed; a full disk costs a checkpoint and not the run."""
+
+import json
+import logging
+import resource
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dccot.model.sharding import ShardingConfig, build_model
+from dccot.train.checkpoint import CheckpointConfig, Checkpointer, resolve_model, verify_manifest
+from dccot.train.runtime import Runtime
+from dccot.train.update import OptimizerConfig, make_optimizer
+
+PROGRAM = Path(__file__).with_name("checkpoint_program.py")
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    runtime = Runtime.start()
+    yield runtime
+    runtime.stop()
+
+
+@pytest.fixture
+def trained(checkpoint, runtime):
+    """A model and its optimizer after one step."""
+    model = build_model(checkpoint, ShardingConfig(compute_dtype="float32"))
+    optimizer = make_optimizer(model, OptimizerConfig(learning_rate=0.1))
+    move(model, optimizer)
+    return model, optimizer
+
+
+def move(model, optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+@pytest.fixture
+def checkpointer(tmp_path, runtime, checkpoint):
+    def make(**settings) -> Checkpointer:
+        return Checkpointer(tmp_path / "run", CheckpointConfig(**settings), runtime, source=checkpoint)
+
+    return make
+
+
+def steps(checkpointer: Checkpointer) -> list[str]:
+    return sorted(path.name for path in checkpointer.folder.iterdir())
+
+
+def values(model) -> list[torch.Tensor]:
+    return [parameter.full_tensor().clone() for parameter in model.parameters()]
+
+
+def damage(folder: Path, kind: str) -> None:
+    victim = next((folder / "dcp").glob("*.distcp"))
+    if kind == "a flipped bit":
+        content = bytearray(victim.read_bytes())
+        content[len(content) // 2] ^= 1
+        victim.write_bytes(content)
+    elif kind == "a file cut short":
+        victim.write_bytes(victim.read_bytes()[:-1])
+    elif kind == "a missing file":
+        victim.unlink()
+    else:
+        (folder / "manifest.json").write_text("{")
+
+
+@contextmanager
+def no_file_larger_than(limit: int):
+    """What a full disk looks like to a process: a write fails half-way through a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_model_optimizer_and_state_come_back_bit_for_bit(checkpointer, trained, checkpoint):
+    model, optimizer = trained
+    assert checkpointer().save(7, model, optimizer, {"stream": {"position": 3}})
+    saved = values(model)
+    move(model, optimizer)
+    moved = values(model)
+    fresh = build_model(checkpoint, ShardingConfig(compute_dtype="float32"))
+    fresh_optimizer = make_optimizer(fresh, OptimizerConfig(learning_rate=0.1))
+    assert checkpointer().resume(fresh, fresh_optimizer) == {"step": 7, "stream": {"position": 3}}
+    assert all(map(torch.equal, values(fresh), saved))
+    move(fresh, fresh_optimizer)
+    assert all(map(torch.equal, values(fresh), moved)), "the optimizer's moments belong to the checkpoint"
+
+
+def test_the_hf_folder_opens_in_transformers_with_its_tokenizer(checkpointer, trained):
+    model, optimizer = trained
+    checkpointer().save(1, model, optimizer, {})
+    folder = checkpointer().folder / "step_000001" / "hf"
+    theirs = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    assert all(torch.equal(theirs[name], parameter.full_tensor()) for name, parameter in model.named_parameters())
+    assert AutoTokenizer.from_pretrained(folder).encode("<worker_1>", add_special_tokens=False)
+
+
+def test_a_new_run_has_nothing_to_resume(checkpointer, trained):
+    assert checkpointer().resume(*trained) is None
+
+
+@pytest.mark.parametrize("kind", ["a flipped bit", "a file cut short", "a missing file", "a broken manifest"])
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(checkpointer, trained, caplog, kind):
+    model, optimizer = trained
+    for step in (1, 2):
+        checkpointer().save(step, model, optimizer, {})
+    damage(checkpointer().folder / "step_000002", kind)
+    assert checkpointer().resume(model, optimizer)["step"] == 1
+    assert "step_000002 is damaged" in caplog.text
+    assert resolve_model(checkpointer().folder.parent).parent.name == "step_000001"
+
+
+def test_a_run_without_a_whole_checkpoint_is_not_silently_begun_anew(checkpointer, trained):
+    checkpointer().save(1, *trained, {})
+    damage(checkpointer().folder / "step_000001", "a flipped bit")
+    with pytest.raises(FileExistsError, match=r"no checkpoint in .* is whole \(step_000001\); remove that folder"):
+        checkpointer().resume(*trained)
+
+
+def test_the_newest_are_kept_and_chosen_hf_folders_stay_for_good(checkpointer, trained):
+    keeper = checkpointer(keep=2, keep_hf_every=2)
+    for step in range(1, 6):
+        keeper.save(step, *trained, {})
+    assert steps(keeper) == ["step_000002", "step_000004", "step_000005"]
+    assert sorted(path.name for path in (keeper.folder / "step_000002").iterdir()) == ["hf", "state.json"]
+    assert [verify_manifest(keeper.folder / name) for name in ("step_000004", "step_000005")] == [None, None]
+    assert keeper.resume(*trained)["step"] == 5
+
+
+def test_a_damaged_checkpoint_never_outlives_a_good_one(checkpointer, trained):
+    """Behind a damaged step 20 the run goes on from 10; what it saves at 15 is the newest, whatever the numbers say."""
+    keeper = checkpointer(keep=1)
+    keeper.save(10, *trained, {})
+    shutil.copytree(keeper.folder / "step_000010", keeper.folder / "step_000020")
+    damage(keeper.folder / "step_000020", "a flipped bit")
+    assert keeper.resume(*trained)["step"] == 10
+    keeper.save(15, *trained, {})
+    assert steps(keeper) == ["step_000015"]
+    assert keeper.resume(*trained)["step"] == 15
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(checkpointer, trained, caplog):
+    keeper = checkpointer(keep=1)
+    assert keeper.save(1, *trained, {})
+    with no_file_larger_than(20_000):
+        assert keeper.save(2, *trained, {}) is False
+    assert "checkpoint of step 2 was not written" in caplog.text
+    assert "training goes on" in caplog.text
+    assert steps(keeper) == ["step_000001"]
+    assert keeper.resume(*trained)["step"] == 1
+    assert keeper.save(3, *trained, {})
+    assert keeper.resume(*trained)["step"] == 3
+
+
+def test_the_last_checkpoint_of_a_run_must_be_written(checkpointer, trained):
+    with no_file_larger_than(20_000), pytest.raises(OSError, match="last checkpoint, step 9, was not written"):
+        checkpointer().save(9, *trained, {}, last=True)
+
+
+def test_a_full_disk_on_one_rank_stops_neither(checkpoint, torchrun, tmp_path):
+    """Rank 0 alone writes hf/ while all ranks gather weights for it: when it cannot, the others must not be left waiting."""
+    printed = torchrun(2, PROGRAM, checkpoint, tmp_path)
+    assert json.loads((tmp_path / "saved.json").read_text()) == [[True, False, False, True]] * 2
+    assert "checkpoint of step 2 was not written (rank 0" in printed
+
+
+def test_what_a_killed_writer_left_behind_is_removed(checkpointer, trained):
+    (checkpointer().folder / ".step_000003.partial" / "dcp").mkdir(parents=True)
+    assert steps(checkpointer()) == []
+
+
+def test_a_folder_with_checkpoints_is_refused_where_resuming_is_not_wanted(checkpointer, trained):
+    checkpointer().save(1, *trained, {})
+    with pytest.raises(FileExistsError, match=r"choose another name or set checkpoint\.resume=auto"):
+        checkpointer(resume="never").resume(*trained)
+
+
+def test_a_model_is_meant_by_its_folder_or_by_a_run(checkpointer, trained, checkpoint, tmp_path):
+    checkpointer().save(4, *trained, {})
+    run = checkpointer().folder.parent
+    assert resolve_model(checkpoint) == checkpoint
+    assert resolve_model(run) == run / "checkpoints" / "step_000004" / "hf"
+    with pytest.raises(FileNotFoundError, match="is neither a Hugging Face folder"):
+        resolve_model(tmp_path / "nowhere")
+
+
+@pytest.fixture(autouse=True)
+def see_errors(caplog):
+    caplog.set_level(logging.INFO)
