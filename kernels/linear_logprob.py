@@ -20,7 +20,7 @@ from torch import Tensor
 
 DEFAULT_CHUNK_ROWS = 8192
 BLOCK_ELEMENTS = 2**26  # of logits: 256 MB in fp32
-STRIP_ELEMENTS = 2**18  # of logits: what a CPU core's cache holds
+STRIP_ELEMENTS = 2**17  # of logits: what a CPU core's cache holds
 
 
 def linear_logprob(

@@ -1,8 +1,13 @@
-"""Tile sizes, warps and pipeline stages of every kernel: one row per architecture, head dim and kernel."""
+"""Tile sizes, warps and pipeline stages of every kernel: one small table per architecture and head dim.
+
+Chosen with `dccot inspect`: the largest tiles that spill no register, fit the shared memory and keep loads one tile ahead of the
+arithmetic. Keys are compiled in, so a new length or tree never compiles again. sm_86 stands for GPUs with 100 KB of shared memory.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 
 import torch
@@ -16,15 +21,60 @@ class Tile:
     stages: int
 
 
-INTERPRETER = {"forward": Tile(32, 16, 1, 1), "grad_query": Tile(16, 32, 1, 1), "grad_key": Tile(32, 32, 1, 1)}
+ATTENTION_KERNELS = ("forward", "grad_query", "grad_key")
+
+# architecture → head dim → tile of forward, dQ, dK/dV; fp16 and bf16
+TABLE: dict[str, dict[int, tuple[Tile, Tile, Tile]]] = {
+    "sm_80": {
+        64: (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
+        128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 64, 8, 3)),
+    },
+    "sm_86": {
+        64: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+        128: (Tile(64, 64, 4, 3), Tile(64, 32, 4, 3), Tile(32, 64, 4, 3)),
+    },
+    "sm_90": {
+        64: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+        128: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+    },
+    "sm_100": {
+        64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+        128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+    },
+    "gfx942": {
+        64: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+        128: (Tile(128, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
+    },
+}
+# fp32 uses no tensor cores: for checks, not for speed. The interpreter needs small tiles of unequal sides to exercise every boundary.
+FP32 = (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
+INTERPRETER = (Tile(32, 16, 1, 1), Tile(16, 32, 1, 1), Tile(16, 32, 1, 1))
+
+# The LM head's kernels: columns per step and warps, on every architecture.
+STRETCH = 4096
+STRETCH_WARPS = 8
+
+
+def tile_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> Tile:
+    if arch == "interpreter":
+        tiles = INTERPRETER
+    elif dtype == torch.float32:
+        tiles = FP32
+    else:
+        tiles = TABLE[arch][max(head_dim, 64)]
+    return tiles[ATTENTION_KERNELS.index(kernel)]
 
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    return "interpreter"
-
-
-def tile_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> Tile:
-    return INTERPRETER[kernel]
-STRETCH = 1024
-STRETCH_WARPS = 4
+    """The row of the table for a device."""
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return "interpreter"
+    if torch.version.hip:
+        return "gfx942"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        raise ValueError(f"tree attention needs compute capability 8.0 or newer, {torch.cuda.get_device_name(device)} has {major}.{minor}")
+    if (major, minor) == (8, 0):
+        return "sm_80"
+    return {9: "sm_90", 10: "sm_100"}.get(major, "sm_86")
