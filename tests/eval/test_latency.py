@@ -21,16 +21,16 @@ class Load(Watch):
     """How many responses are going on and how many are done, at every step of the engine."""
 
     def __init__(self):
-        self.begun, self.finished, self.seen = set(), 0, []
+        self.begun, self.ended, self.seen = set(), 0, []
 
     def started(self, request, call):
         self.begun.add(request.sample)
 
     def done(self, request, response):
-        self.finished += 1
+        self.ended += 1
 
     def stepped(self, engine):
-        self.seen.append((len(self.begun) - self.finished, self.finished))
+        self.seen.append((len(self.begun) - self.ended, self.ended))
 
 
 def test_each_response_that_finishes_makes_room_for_the_next(asked, speaker_engine):
