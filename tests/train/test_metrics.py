@@ -1,0 +1,149 @@
+"""What a run says about itself, by hand; a resumed run says nothing twice."""
+
+import json
+import math
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dccot.rollout.protocol import Flaw
+from dccot.rollout.response import Finish, Response, Rollout, Round, Segment
+from dccot.train.metrics import (
+    LAYOUT,
+    Recorder,
+    console_line,
+    entropy_metrics,
+    gap_metrics,
+    rollout_metrics,
+    sample_text,
+    validation_metrics,
+)
+
+
+def tokens(count: int) -> Segment:
+    return Segment([], [5] * count)
+
+
+def parallel_response() -> Response:
+    """Director 4, workers 3, 5 and 2, director 6: longest path 15 of 20 tokens."""
+    return Response([1], [Round(tokens(4), [tokens(3), tokens(5), tokens(2)])], tokens(6))
+
+
+ROLLOUTS = [
+    Rollout("a", 0, "q", "2", "t", parallel_response(), None, "correct", 1.0),
+    Rollout("a", 1, "q", "2", "t", Response([1], [], tokens(10), Finish.BUDGET), Flaw.NO_SPAWN.value, "wrong", 0.0),
+    Rollout("b", 0, "q", "2", "t", Response([1], [], tokens(5)), Flaw.NO_SPAWN.value, "timed_out", None),
+    Rollout("b", 1, "q", "2", "t", Response([1], [], tokens(5)), Flaw.NO_THINK.value, "unparsable", 0.0),
+]
+
+
+def test_rollout_metrics_by_hand():
+    expected = {
+        "reward/mean": 1 / 3,  # the unjudged one has no reward
+        "reward/correct": 1 / 4,
+        "reward/well_formed": 1 / 4,
+        "reward/unjudged": 1 / 4,
+        "reward/unparsable": 1 / 4,
+        "format/no_spawn": 2 / 4,
+        "format/no_think": 1 / 4,
+        "format/open_worker": 0.0,
+        "length/longest_path": (15 + 10 + 5 + 5) / 4,
+        "length/longest_path_correct": 15.0,
+        "length/longest_path_incorrect": 20 / 3,
+        "length/total_tokens": (20 + 10 + 5 + 5) / 4,
+        "length/truncated": 1 / 4,
+        "parallel/degree": (20 / 15 + 3) / 4,
+        "parallel/rounds": 1 / 4,
+        "parallel/spawn_rate": 1 / 4,
+        "parallel/worker_length": 10 / 3,
+        "parallel/worker_length_max": 5.0,
+    }
+    found = rollout_metrics(ROLLOUTS)
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert {f"format/{flaw.value}" for flaw in Flaw} <= found.keys()
+
+
+def test_validation_metrics_count_problems_as_the_independent_unit():
+    """Problem a: 1 of 2 correct, b: 0 of 2; mean 1/4, standard deviation of (1/2, 0) over √2 is 1/4."""
+    found = validation_metrics(ROLLOUTS)
+    assert found["validation/accuracy"] == 0.25
+    assert found["validation/accuracy_stderr"] == pytest.approx(0.25)
+    assert found["validation/longest_path"] == (12.5 + 5) / 2
+    assert found["validation/longest_path_stderr"] == pytest.approx((12.5 - 5) / 2)
+
+
+def test_entropy_percentiles_by_hand():
+    found = entropy_metrics(torch.tensor([10.0, 1, 2, 3, 4, 5, 6, 7, 8, 9]))
+    assert found["policy/entropy"] == 5.5
+    assert [found[f"policy/entropy_p{p}"] for p in (60, 70, 80, 90, 100)] == [6, 7, 8, 9, 10]
+    assert entropy_metrics(torch.tensor([3.0]))["policy/entropy_p60"] == 3.0
+
+
+def test_gap_metrics_by_hand():
+    """Ratios trainer/rollout of 1, 4, 1/4 and 1."""
+    found = gap_metrics(torch.tensor([-1.0, -1.0, -1.0, 0.0]), torch.tensor([-1.0, -1 - math.log(4), -1 + math.log(4), 0.0]))
+    assert found["gap/kl"] == pytest.approx(((4 - 1 - math.log(4)) + (0.25 - 1 + math.log(4))) / 4, rel=1e-6)
+    assert found["gap/max_ratio"] == pytest.approx(4.0, rel=1e-6)
+    assert found["gap/max_abs_logprob"] == pytest.approx(math.log(4), rel=1e-6)
+    assert found["gap/fraction_over_2"] == 0.5
+
+
+def scalars(run) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_a_resumed_run_says_every_step_once_in_jsonl_and_tensorboard(tmp_path):
+    first = Recorder(tmp_path, 0, active=True)
+    for step in range(5):
+        first.write(step, {"reward/mean": float(step), "policy/kl": math.nan})
+    first.close()
+    again = Recorder(tmp_path, 3, active=True)  # the newest checkpoint was that of three steps
+    for step in range(3, 6):
+        again.write(step, {"reward/mean": 10.0 + step})
+    again.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["reward/mean"]) for row in rows] == [(0, 0), (1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]
+    assert scalars(tmp_path) == {"reward/mean": [(0, 0), (1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]}
+
+
+def test_a_run_cut_off_in_the_middle_of_a_line_goes_on(tmp_path):
+    recorder = Recorder(tmp_path, 0, active=True)
+    recorder.write(0, {"reward/mean": 1.0})
+    recorder.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "rew')
+    again = Recorder(tmp_path, 1, active=True)
+    again.write(1, {"reward/mean": 2.0})
+    again.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 1]
+
+
+def test_only_the_main_rank_writes(tmp_path):
+    recorder = Recorder(tmp_path, 0, active=False)
+    recorder.write(0, {"reward/mean": 1.0})
+    recorder.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_charts_that_answer_whether_it_learns_come_first(tmp_path):
+    assert list(LAYOUT) == sorted(LAYOUT)
+    assert "reward/correct" in next(iter(next(iter(LAYOUT.values())).values()))
+    recorder = Recorder(tmp_path, 0, active=True)
+    recorder.write(0, {"reward/mean": 1.0})
+    recorder.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert "custom_scalars__config__" in events.Tags()["tensors"]
+
+
+def test_the_console_line_shows_what_is_there_and_leaves_out_what_is_not():
+    line = console_line(7, 20, {"reward/mean": 0.5, "reward/correct": 0.25, "policy/kl": math.nan, "time/step": 3.21})
+    assert line == "step    7/20  reward 0.500  correct 25.0%  | 3.2 s"
+
+
+def test_a_sample_is_shown_to_the_letter():
+    rollout = Rollout("a", 0, "1+1?", "2", "<think>\n*two*\n</think>", parallel_response(), None, "correct", 1.0)
+    text = sample_text(rollout)
+    assert "longest path **15** of 20 tokens" in text
+    assert "    <think>\n    *two*\n    </think>" in text  # indented: TensorBoard shows it as it is and not as markdown
