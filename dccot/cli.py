@@ -36,7 +36,17 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return dispatch(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on where it can", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `dccot … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def dispatch(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if argv else 2
@@ -52,14 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     quiet()
     sys.argv = [f"dccot {argv[0]}", *argv[1:]]  # what --help and error messages show
-    try:
-        return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:]) or 0
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on where it can", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # `dccot … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:]) or 0
 
 
 def quiet() -> None:
