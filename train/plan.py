@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Memory per rank and expected speed of an RL run.", epilog="example: dccot plan 7B --gpus 8 --gpu H100"
     )
     parser.add_argument("model", help=f"a checkpoint, a run, or one of {', '.join(SHAPES)}")
-    parser.add_argument("config", nargs="?", default="configs/rl/stage4.yaml", help="RL configuration (default: %(default)s)")
+    parser.add_argument("config", nargs="?", default="configs/rl/stage4.yaml", help="RL configuration (default: configs/rl/stage4.yaml)")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--gpu", choices=GPUS, default="H100")
