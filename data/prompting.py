@@ -69,7 +69,7 @@ class PromptConfig:
 def check_tokenizer(tokenizer, kind: str = "parallel") -> None:
     """Refuse a tokenizer that does not know the chat tokens of this kind of prompt as single tokens."""
     needed = [token for token in CHAT_TOKENS if token in TEMPLATES[kind][0] + TEMPLATES[kind][1]]
-    missing = [token for token in needed if len(tokenizer.encode(token, add_special_tokens=False)) != 1]
+    missing = [token for token in needed if tokenizer.convert_ids_to_tokens(tokenizer.encode(token, add_special_tokens=False)) != [token]]
     require(
         not missing,
         f"tokenizer {tokenizer.name_or_path!r} does not have {', '.join(missing)} as single tokens; "

@@ -86,14 +86,6 @@ def test_arrows_stay_within_their_rank(merged):
     assert ends and all(len(pids) == 1 for pids in ends.values())
 
 
-def test_threads_of_different_ranks_have_different_ids(merged):
-    owners: dict[int, set[int]] = {}
-    for event in merged:
-        if event["ph"] == "X":
-            owners.setdefault(event["tid"], set()).add(event["pid"])
-    assert all(len(pids) == 1 for pids in owners.values())
-
-
 def by_hand(folder: Path, rank: int, base_ns: int, *events: dict, world: int = 2) -> None:
     content = {"baseTimeNanoseconds": base_ns, "distributedInfo": {"world_size": world}, "traceEvents": list(events)}
     (folder / f"rank{rank}.pt.trace.json").write_text(json.dumps(content))
@@ -123,6 +115,13 @@ def test_processes_with_the_same_id_on_two_machines_stay_apart_and_gpus_are_name
     assert sorted((processes[e["pid"]], e["name"]) for e in events if e["ph"] == "X") == [
         ("rank 0 · CPU", "launch"), ("rank 0 · GPU 0", "kernel"), ("rank 1 · CPU", "launch"), ("rank 1 · GPU 1", "kernel"),
     ]  # fmt: skip
+
+
+def test_threads_with_the_same_id_on_two_ranks_get_different_ones(tmp_path):
+    for rank in (0, 1):
+        by_hand(tmp_path, rank, 0, labelled(5, "CPU"), operator("main", 1.0), operator("loader", 1.0, tid=6), operator("main", 3.0))
+    threads = {(e["pid"], e["name"]): e["tid"] for e in opened(merge(tmp_path)) if e["ph"] == "X"}
+    assert len(threads) == len(set(threads.values())) == 4
 
 
 def test_only_outermost_ranges_of_the_main_thread_are_phases(tmp_path):
