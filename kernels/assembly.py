@@ -98,7 +98,7 @@ def _inner_loop(stream: list[str | Instruction], classes: dict[str, str], branch
     work = classes["matrix"] if any(_is(item, classes["matrix"]) for item in everything) else classes["special"]
     done = [sum(_is(item, work) for item in body) for body in [*bodies, everything]]
     most = max(done[:-1], default=0)
-    if 4 * most < done[-1]:
+    if 8 * most < done[-1]:
         return everything  # the compiler unrolled the loop away
     return min((body for body, count in zip(bodies, done, strict=False) if count == most), key=len)
 

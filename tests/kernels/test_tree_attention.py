@@ -1,0 +1,172 @@
+"""Tree attention on a CPU: `paths` against the dense oracle in fp64, and how the entry point behaves."""
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_forests import SHAPES, forests, from_depths, visible_pairs
+from torch.utils.checkpoint import checkpoint
+
+from dccot.kernels import paths
+from dccot.kernels.tree_attention import TreeMask, tree_attention
+
+
+def tensors(tokens: int, query_heads: int = 6, key_heads: int = 2, dim: int = 16, dtype=torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    sizes = ((tokens, heads, dim) for heads in (query_heads, key_heads, key_heads, query_heads))
+    q, k, v, grad = (torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in sizes)
+    return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad]
+
+
+def with_gradients(q, k, v, grad, mask, **options) -> list[torch.Tensor]:
+    out = tree_attention(q, k, v, mask, **options)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+
+
+def largest_difference(a, b) -> float:
+    return max(((x - y).abs().max().item() for x, y in zip(a, b, strict=True) if x.numel()), default=0.0)
+
+
+def softmax_by_hand(q, k, v, visible) -> torch.Tensor:
+    """Row by row over the keys that the definition lets a query see."""
+    rows = []
+    for row, seen in enumerate(visible):
+        keys, values = (x[seen].repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        weights = ((q[row] * keys).sum(-1) * q.shape[-1] ** -0.5).softmax(0)
+        rows.append((weights[..., None] * values).sum(0))
+    return torch.stack(rows)
+
+
+def test_the_oracle_is_softmax_over_visible_keys():
+    visible_until = from_depths([0, 1, 2, 2, 3, 1, 2, 0, 1])
+    q, k, v, _ = tensors(len(visible_until))
+    out = tree_attention(q, k, v, TreeMask(visible_until), backend="dense")
+    assert largest_difference([out], [softmax_by_hand(q, k, v, visible_pairs(visible_until))]) < 1e-12
+
+
+@settings(deadline=None, max_examples=80)
+@given(forests(90), st.sampled_from([0, 60, 400, paths.LONG_RUN_PAIRS]), st.sampled_from([1, 7, 384]))
+def test_paths_equal_the_oracle_in_fp64_however_the_tree_is_cut(visible_until, long_run_pairs, causal_block):
+    inputs = tensors(len(visible_until))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths, "LONG_RUN_PAIRS", long_run_pairs)
+        patch.setattr(paths, "CAUSAL_BLOCK", causal_block)
+        mask = TreeMask(visible_until)
+        assert largest_difference(with_gradients(*inputs, mask), with_gradients(*inputs, mask, backend="dense")) < 1e-9
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_paths_equal_the_oracle_in_fp64_on_chosen_shapes(name):
+    inputs, mask = tensors(len(SHAPES[name])), TreeMask(SHAPES[name])
+    assert largest_difference(with_gradients(*inputs, mask), with_gradients(*inputs, mask, backend="dense")) < 1e-9
+
+
+def test_paths_equal_the_oracle_in_fp64_on_a_tree_long_enough_for_slices():
+    visible_until = torch.tensor([1400] * 400 + [700] * 300 + [900] * 200 + [1400] * 500)
+    mask = TreeMask(visible_until)
+    pieces = paths.cut(visible_until)
+    assert len(pieces.full) > 2 and not pieces.chains
+    inputs = tensors(1400, 2, 1, 8)
+    assert largest_difference(with_gradients(*inputs, mask), with_gradients(*inputs, mask, backend="dense")) < 1e-9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["forty branches", "long branches"])
+def test_paths_are_as_exact_as_dense_attention_in_the_same_precision(name, dtype, monkeypatch):
+    monkeypatch.setattr(paths, "LONG_RUN_PAIRS", 500)
+    monkeypatch.setattr(paths, "CAUSAL_BLOCK", 16)
+    mask = TreeMask(SHAPES[name])
+    rounded = [x.detach().requires_grad_() for x in tensors(len(mask), dtype=dtype)]
+    exact = with_gradients(*(x.detach().double().requires_grad_() for x in rounded), mask, backend="dense")
+    ours, dense = (with_gradients(*rounded, mask, backend=backend) for backend in ("paths", "dense"))
+    for part, (a, b, truth) in enumerate(zip(ours, dense, exact, strict=True)):
+        assert largest_difference([a], [truth]) <= (3 if part else 2) * largest_difference([b], [truth])
+
+
+def test_the_same_inputs_give_the_same_bits():
+    mask, inputs = TreeMask(SHAPES["long branches"]), tensors(len(SHAPES["long branches"]), dtype=torch.float32)
+    first, second = with_gradients(*inputs, mask), with_gradients(*inputs, mask)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_scale_replaces_one_over_root_head_dim():
+    mask, (q, k, v, _) = TreeMask.causal([20]), tensors(20)
+    assert largest_difference([tree_attention(q, k, v, mask, scale=0.5)], [tree_attention(q * 2, k, v, mask)]) < 1e-12
+
+
+def test_no_tokens_give_no_output():
+    q, k, v, grad = tensors(0)
+    assert [x.shape[0] for x in with_gradients(q, k, v, grad, TreeMask(torch.empty(0, dtype=torch.int64)))] == [0] * 4
+
+
+def test_views_with_other_strides_are_welcome_if_the_last_dimension_is_contiguous():
+    fused = torch.randn(30, 3, 4, 16, dtype=torch.float64)
+    mask, views = TreeMask.causal([30]), fused.unbind(1)
+    assert largest_difference([tree_attention(*views, mask)], [tree_attention(*(x.contiguous() for x in views), mask)]) == 0
+
+
+def test_backward_works_after_the_mask_is_gone():
+    q, k, v, grad = tensors(33)
+    mask = TreeMask(SHAPES["a tile and one token"])
+    expected = with_gradients(q, k, v, grad, mask, backend="dense")
+    out = tree_attention(q, k, v, mask)
+    del mask
+    gc.collect()
+    assert largest_difference(torch.autograd.grad(out, (q, k, v), grad), expected[1:]) < 1e-9
+
+
+def test_activation_checkpointing_changes_no_bit():
+    mask, (q, k, v, grad) = TreeMask(SHAPES["long branches"]), tensors(len(SHAPES["long branches"]))
+    plain = with_gradients(q, k, v, grad, mask)
+    out = checkpoint(tree_attention, q, k, v, mask, use_reentrant=False)
+    again = [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_the_operator_keeps_torchs_contract_for_custom_operators():
+    mask, (q, k, v, _) = TreeMask(SHAPES["one-token segments"]), tensors(15, dtype=torch.float32)
+    torch.library.opcheck(torch.ops.dccot.tree_attention.default, (q, k, v, mask.visible_until, mask.handle, 0.25, "paths"))
+
+
+def test_torch_compile_takes_it_as_one_step_and_other_trees_need_no_new_graph():
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v, mask: tree_attention(q * 2, k, v, mask) + 1, backend=count, fullgraph=True, dynamic=True)
+    for visible_until in (SHAPES["long branches"], SHAPES["forty branches"], SHAPES["plain causal"]):
+        mask, (q, k, v, _) = TreeMask(visible_until), tensors(len(visible_until))
+        assert largest_difference([compiled(q, k, v, mask)], [tree_attention(q * 2, k, v, mask) + 1]) == 0
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": torch.randn(9, 4)}, ValueError, r"takes q \[N, Hq, D\] and k, v \[N, Hk, D\], got q \(9, 4\)"),
+        ({"v": torch.randn(9, 2, 8)}, ValueError, r"k \(9, 2, 16\), v \(9, 2, 8\)"),
+        ({"q": torch.randn(9, 5, 16)}, ValueError, "query heads must be a multiple of key heads, got 5 and 2"),
+        ({"mask": TreeMask.causal([8])}, ValueError, "the mask describes 8 tokens"),
+        ({"k": torch.randn(9, 2, 16).half()}, TypeError, "one floating-point dtype, got torch.float32, torch.float16, torch.float32: cast"),
+        ({"q": torch.randn(9, 16, 4).transpose(1, 2)}, ValueError, r"last dimension must be contiguous.*call \.contiguous\(\)"),
+        ({"scale": 0.0}, ValueError, "scale must be positive, got 0.0"),
+        ({"backend": "flash"}, ValueError, "unknown backend 'flash': use 'triton', 'paths' or 'dense'"),
+        ({"backend": "triton"}, ValueError, "head_dim .32, 64, 128., got 16"),
+    ],
+)
+def test_errors_name_the_value_and_the_remedy(change, error, message):
+    arguments = {"q": torch.randn(9, 4, 16), "k": torch.randn(9, 2, 16), "v": torch.randn(9, 2, 16), "mask": TreeMask.causal([9])} | change
+    with pytest.raises(error, match=message):
+        tree_attention(**arguments)
+
+
+def test_triton_on_a_cpu_needs_the_interpreter_and_says_so():
+    q = torch.randn(9, 2, 32)
+    with pytest.raises(ValueError, match="needs TRITON_INTERPRET=1"):
+        tree_attention(q, q, q, TreeMask.causal([9]), backend="triton")
+    with pytest.raises(TypeError, match="got torch.float64: cast"):
+        tree_attention(q.double(), q.double(), q.double(), TreeMask.causal([9]), backend="triton")
