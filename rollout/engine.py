@@ -8,15 +8,19 @@ Under torchrun every rank builds its own engine at the same time (vLLM's externa
 then generate on their own, each its share, in any number of steps. With tensor_parallel = T, T neighbouring ranks are one
 replica: they must add the same calls in the same order. `replica` of `replicas` says whose share is whose.
 """
+# ruff: noqa: E402 (what vLLM looks at while it is imported comes first)
 from __future__ import annotations
 
+import logging
 import os
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where the trainer's tensors are
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM does so too, but only after its first remarks
 
 import contextlib
+import gc
 import json
 import random
 import sys
@@ -59,10 +63,12 @@ class Engine:
             dist.init_process_group("nccl" if ON_GPU else "gloo")
         self.replicas = world // config.tensor_parallel
         self.replica = int(os.environ.get("RANK", "0")) // config.tensor_parallel
+        self._made_the_group = not dist.is_initialized()
         with _nothing_else_changes():
             self._engine = LLMEngine.from_engine_args(_arguments(self.model, config, distributed=world > 1))
         self.context: int = self._engine.model_config.max_model_len
         self.tokenizer = self._engine.get_tokenizer()
+        self._engine.engine_core._finalizer.detach()  # it would destroy the trainer's process group when this object is collected
         self._network = self._engine.model_executor.driver_worker.worker.get_model()
         self._pending: dict[str, Call] = {}
         self._tag_tokens: dict[str, int | None] = {}
@@ -197,9 +203,15 @@ class Engine:
             self._engine.wake_up(tags=["weights"])
 
     def shutdown(self) -> None:
-        """Before the process group is destroyed."""
+        """Give everything back but a process group that was there before the engine."""
         self.abort(list(self._pending))
-        self._engine.engine_core.shutdown()
+        core = self._engine.engine_core.engine_core
+        if self._made_the_group:
+            core.shutdown()
+        else:  # the same without the end, which destroys every process group
+            core.model_executor.shutdown()
+            core.scheduler.shutdown()
+            gc.unfreeze()
 
     def _single_token(self, tag: str) -> int | None:
         """The token that is this tag; None if the tokenizer spells it with several."""

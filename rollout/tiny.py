@@ -112,6 +112,9 @@ def save(
     common = logits[vocabulary[EOS]]  # plain text: carried by the dimension that is always on, so that the rest of the table is sparse
     always_on = width - 1
     with torch.no_grad():
+        for name, parameter in model.model.layers.named_parameters():
+            if parameter.ndim == 1:  # norms and biases, which would start as ones and zeros
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
         model.model.embed_tokens.weight.zero_()
         model.model.embed_tokens.weight.fill_diagonal_(LOUDNESS)
         model.model.embed_tokens.weight[:, always_on] = LOUDNESS

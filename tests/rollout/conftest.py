@@ -1,7 +1,7 @@
 """One engine per kind of tokenizer for the whole session: starting one takes 15 s, the second in the same process a second.
 
-Engines in one process share vLLM's process groups, and the first to be shut down or collected takes these with it. So every engine
-that a test builds is kept until the session ends.
+Engines in one process share vLLM's process groups, and the one that made them takes them with it when it is shut down. So no test
+shuts one down; the tests of that run in processes of their own.
 """
 from pathlib import Path
 
@@ -23,11 +23,8 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
 def build_engine():
     from dccot.rollout.engine import Engine
 
-    kept = []
-
     def build(folder: Path, **settings) -> Engine:
-        kept.append(Engine(folder, EngineConfig(dtype="float32", kv_cache_gb=0.125, **settings)))
-        return kept[-1]
+        return Engine(folder, EngineConfig(dtype="float32", kv_cache_gb=0.125, **settings))
 
     return build
 

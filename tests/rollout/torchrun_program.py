@@ -1,0 +1,70 @@
+"""What every rank does in the test of engines under torchrun; rank r writes what it saw to <out>/rank<r>.json.
+
+torchrun --nproc_per_node 2 tests/rollout/torchrun_program.py <checkpoint> <out>
+
+FSDP shards the model over the ranks, each rank has an engine of its own in the same process, and the ranks roll out different
+numbers of responses of different lengths: nothing may wait for the other. Then the two ranks are one tensor-parallel engine.
+"""
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.parallel_state import destroy_model_parallel
+
+from dccot.model.checkpoint_io import full_parameters, save_checkpoint
+from dccot.model.sharding import ShardingConfig, build_model
+from dccot.rollout.director import RolloutConfig
+from dccot.rollout.engine import Engine
+from dccot.rollout.generate import Request, Watch, generate
+from dccot.rollout.settings import EngineConfig
+
+
+class Steps(Watch):
+    count = 0
+
+    def stepped(self, engine: Engine) -> None:
+        self.count += 1
+
+
+def rolled_out(engine: Engine, config: RolloutConfig, samples: range, watch: Watch | None = None) -> dict[int, list[int]]:
+    requests = [Request("p", sample, [5, 6, 7]) for sample in samples]
+    return {request.sample: response.as_read for request, response in generate(engine, requests, config, seed=(0,), watch=watch)}
+
+
+def main(folder: Path, out: Path) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = build_model(folder, ShardingConfig(compute_dtype="float32"))
+    engine = Engine(folder, EngineConfig(dtype="float32", kv_cache_gb=0.125))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".layers." in name:
+                parameter.mul_(1.2)
+    engine.load(full_parameters(model))
+    engine.verify(full_parameters(model))
+    save_checkpoint(model, out / "synced", source=folder)
+    steps = Steps()
+    result = {
+        "replica": engine.replica,
+        "replicas": engine.replicas,
+        "sampled": rolled_out(engine, RolloutConfig(budget=90 if rank else 40), range(3, 11) if rank else range(3), steps),
+        "steps": steps.count,
+        "greedy": rolled_out(engine, RolloutConfig(budget=60, temperature=0.0), range(rank, rank + 1)),
+    }
+    engine.shutdown()
+    destroy_model_parallel()  # a process has one layout of engines in its life; only this test has two
+
+    engine = Engine(folder, EngineConfig(dtype="float32", kv_cache_gb=0.125, tensor_parallel=2))
+    engine.load(full_parameters(model))
+    together = rolled_out(engine, RolloutConfig(budget=60), range(4))
+    result["tensor_parallel"] = {"replica": engine.replica, "replicas": engine.replicas, "sampled": together}
+    engine.shutdown()
+    (out / f"rank{rank}.json").write_text(json.dumps(result))
+    dist.barrier()  # the trainer's own process group is still there
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
