@@ -87,7 +87,9 @@ def main(out: Path, steps: int) -> None:
     runtime = Runtime.start()
     if runtime.is_main:
         make_model(out / "model")
-        write_jsonl_atomic(out / "problems.jsonl", [{"id": f"p{i}", "question": f"Say three, case {i}.", "gold": "3"} for i in range(24)])
+        for name, count, digit in (("problems", 24, "3"), ("held_out", 3, "4"), ("hopeless", 24, "9")):
+            rows = [{"id": f"p{i}", "question": f"Say {digit}, case {i}.", "gold": digit} for i in range(count)]
+            write_jsonl_atomic(out / f"{name}.jsonl", rows)
         paths = {"output": str(out), "model": {"path": str(out / "model")}, "data": {"train": str(out / "problems.jsonl")}}
         (out / "rl.yaml").write_text(json.dumps(RL | paths))
     runtime.barrier()
@@ -96,6 +98,13 @@ def main(out: Path, steps: int) -> None:
     train(config, engine)
     for stop_after in (2, 3):  # stopped after step 2, then the same command again
         train(settings(out, "stopped", stop_after), engine)
+    validated = (f"data.validation={out / 'held_out.jsonl'}", "validation.every=2", "validation.samples=4", "validation.problems=2")
+    train(settings(out, "filtered", 2, "filter=remove_easy", "batch.prompts=12", *validated), engine)
+    try:
+        never_right = (f"data.train={out / 'hopeless.jsonl'}", "filter=remove_easy", "batch.max_rollout_batches=2")
+        train(settings(out, "hopeless", 1, *never_right), engine)
+    except RuntimeError as error:
+        (out / f"error_of_rank_{runtime.rank}.txt").write_text(str(error))
     train(settings(out, "replayed", 1, f"replay={out / 'whole' / 'rollouts' / 'step_000000.jsonl'}"))
     engine.shutdown()
     runtime.stop()

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from dccot.data.arithmetic import make_tokenizer
+from dccot.data.prompting import PromptConfig
+
 PROGRAM = Path(__file__).with_name("rl_program.py")
 STEPS = {1: 3, 2: 8}  # by ranks: the longer one is there to see it learn
 
@@ -84,6 +87,46 @@ def test_saved_rollouts_hold_text_verdict_reward_and_lengths(runs):
         assert (row["flaw"] is None) == formed
         assert row["reward"] == (right and (1.0 if formed else 0.5))
         assert row["lengths"]["total_tokens"] >= row["lengths"]["longest_path"] > 0
+
+
+def test_whole_batches_are_rolled_out_until_the_filter_has_kept_enough_prompts(runs):
+    """Remove-Easy keeps a prompt whose 4 responses are neither all right nor all wrong; 12 such are wanted of batches of 8."""
+    _, out = runs
+    for step, row in enumerate(metrics(out / "filtered")):
+        trained = [json.loads(line) for line in (out / "filtered" / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+        groups = {}
+        for rollout in trained:
+            groups.setdefault(rollout["problem"], []).append(rollout["verdict"] == "correct")
+        assert len(groups) == 12
+        assert all(0 < sum(group) < 4 for group in groups.values())
+        assert row["data/rollout_batches"] >= 2
+        assert row["data/kept"] - row["data/surplus"] == 12
+        assert 0 <= row["data/surplus"] < 8
+
+
+def test_a_filter_that_keeps_nothing_ends_in_an_error_on_every_rank(runs):
+    ranks, out = runs
+    for rank in range(ranks):
+        said = (out / f"error_of_rank_{rank}.txt").read_text()
+        assert said.startswith("step 0: remove_easy kept only 0 of 8 prompts after 2 batches of 8; accuracy 0.0%")
+
+
+def test_validation_runs_before_the_first_step_and_at_the_last_on_its_own_problems(runs):
+    """Its problems have the ids of training problems: neither may be asked in the place of the other."""
+    _, out = runs
+    first, last = metrics(out / "filtered")
+    for row in (first, last):
+        assert 0.0 <= row["validation/accuracy"] <= 1.0
+        assert row["validation/longest_path"] > 0
+    for step in (0, 1):
+        for line in (out / "filtered" / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            assert row["question"] == f"Say 3, case {row['problem'][1:]}."
+            assert prompt_of(row["question"]) == row["response"]["prompt"]
+
+
+def prompt_of(question: str) -> list[int]:
+    return PromptConfig().ids(make_tokenizer(), question)
 
 
 @pytest.mark.parametrize("runs", [2], indirect=True, ids=["two ranks"])
