@@ -59,21 +59,28 @@ def _read_nvidia(cubin: bytes, ptx: str) -> Code:
         usage = _run(knobs.nvidia.cuobjdump.path, "-res-usage", file.name)
         listing = _run(knobs.nvidia.nvdisasm.path, "-c", file.name)
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    code = re.findall(r"^\s*(\.L_x_\d+):|^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);", listing, re.MULTILINE)
-    stream = [label or Instruction(mnemonic, operands) for label, mnemonic, operands in code]
-    spills = sum(_is(item, r"LDL|STL") for item in stream)
+    stream = nvidia_stream(listing)
     used = re.search(r"tcgen05\.mma|wgmma\.mma_async|mma\.sync", ptx)
-    return Code(registers, stack, spills, used and used.group(), _mix(_inner_loop(stream, NVIDIA, r"BRA"), NVIDIA))
+    return Code(registers, stack, spill_count(stream, r"LDL|STL"), used and used.group(), mix(inner_loop(stream, NVIDIA, r"BRA"), NVIDIA))
+
+
+def nvidia_stream(listing: str) -> list[str | Instruction]:
+    """Labels and instructions in order."""
+    code = re.findall(r"^\s*(\.L_x_\d+):|^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);", listing, re.MULTILINE)
+    return [label or Instruction(mnemonic, operands) for label, mnemonic, operands in code]
 
 
 def _read_amd(listing: str) -> Code:
     value = {name: int(re.search(rf"\.{name}:\s*(\d+)", listing).group(1)) for name in ("vgpr_count", "private_segment_fixed_size")}
     code = re.findall(r"^(\.LBB\w+):|^\s+([a-z]\w+)\s*(.*)$", listing, re.MULTILINE)
     stream = [label or Instruction(mnemonic, operands) for label, mnemonic, operands in code]
-    spills = sum(_is(item, r"scratch_") for item in stream)
     used = re.search(r"v_mfma\w+", listing)
-    loop = _mix(_inner_loop(stream, AMD, r"s_c?branch"), AMD)
-    return Code(value["vgpr_count"], value["private_segment_fixed_size"], spills, used and used.group(), loop)
+    loop = mix(inner_loop(stream, AMD, r"s_c?branch"), AMD)
+    return Code(value["vgpr_count"], value["private_segment_fixed_size"], spill_count(stream, r"scratch_"), used and used.group(), loop)
+
+
+def spill_count(stream: list[str | Instruction], pattern: str) -> int:
+    return sum(_is(item, pattern) for item in stream)
 
 
 def _run(*command: str) -> str:
@@ -84,7 +91,7 @@ def _is(item: str | Instruction, pattern: str) -> bool:
     return isinstance(item, Instruction) and re.match(pattern, item.mnemonic) is not None
 
 
-def _inner_loop(stream: list[str | Instruction], classes: dict[str, str], branch: str) -> list[Instruction]:
+def inner_loop(stream: list[str | Instruction], classes: dict[str, str], branch: str) -> list[Instruction]:
     """The inner loop that matters, or everything where there is none."""
     labels = {item: index for index, item in enumerate(stream) if isinstance(item, str)}
     loops = []
@@ -103,7 +110,7 @@ def _inner_loop(stream: list[str | Instruction], classes: dict[str, str], branch
     return min((body for body, count in zip(bodies, done, strict=False) if count == most), key=len)
 
 
-def _mix(loop: list[Instruction], classes: dict[str, str]) -> dict[str, int]:
+def mix(loop: list[Instruction], classes: dict[str, str]) -> dict[str, int]:
     mix = dict.fromkeys(CLASSES, 0)
     for item in loop:
         mix[next((name for name, pattern in classes.items() if re.match(pattern, item.mnemonic)), "other")] += 1

@@ -28,6 +28,14 @@ DYNAMIC = ["N"]  # never part of a kernel's identity: other lengths must not com
 
 
 @triton.jit
+def _dot(a, b, acc, UPCAST: tl.constexpr):
+    """a b + acc in fp32.  Triton's interpreter cannot multiply bf16: there, operands are widened first, which changes no result."""
+    if UPCAST:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
 def _rows(base, stride, start, N, ROWS: tl.constexpr, D: tl.constexpr, CLAMPED: tl.constexpr):
     """Pointers to `ROWS` rows of one head.  Rows past the end are clamped to the last one: whoever loads them masks what follows.
 
@@ -55,13 +63,13 @@ def _visible_until(visible_until, start, stop, BLOCK_K: tl.constexpr):
 @triton.jit
 def _attend(
     best, total, acc, q, k_base, v_base, k_n, v_n, visible_until, tile_start, tile_stop, first, last, queries, N, scale,
-    BLOCK_K: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     start, stop = tl.load(tile_start + first), tl.load(tile_stop + first)
     for index in tl.range(first, last):
         next_start, next_stop = tl.load(tile_start + index + 1), tl.load(tile_stop + index + 1)
         k = tl.load(_rows(k_base, k_n, start, N, BLOCK_K, D, EDGE))
-        scores = tl.dot(q, k.T, input_precision=PRECISION)
+        scores = _dot(q, k.T, None, UPCAST)
         if EDGE:
             keys, until = _visible_until(visible_until, start, stop, BLOCK_K)
             scores = tl.where((keys[None, :] <= queries[:, None]) & (queries[:, None] < until[None, :]), scores, MASKED / scale)
@@ -70,7 +78,7 @@ def _attend(
         shrink = tl.math.exp2(best - higher)
         total = total * shrink + tl.sum(p, 1)
         v = tl.load(_rows(v_base, v_n, start, N, BLOCK_K, D, EDGE))
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        acc = _dot(p.to(v.dtype), v, acc * shrink[:, None], UPCAST)
         best, start, stop = higher, next_start, next_stop
     return best, total, acc
 
@@ -79,7 +87,7 @@ def _attend(
 def forward_kernel(
     Q, K, V, OUT, LSE, visible_until, starts, stops, firsts, middles, lasts, tile_start, tile_stop, N, scale,
     q_n, q_h, k_n, k_h, v_n, v_h, o_n, o_h,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     head, program = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(starts + program), tl.load(stops + program)
@@ -93,11 +101,11 @@ def forward_kernel(
     acc = tl.zeros([BLOCK_Q, D], tl.float32)
     best, total, acc = _attend(
         best, total, acc, q, k_base, v_base, k_n, v_n, visible_until, tile_start, tile_stop, first, middle, queries, N, scale,
-        BLOCK_K, D, False, PRECISION,
+        BLOCK_K, D, False, UPCAST,
     )  # fmt: skip
     best, total, acc = _attend(
         best, total, acc, q, k_base, v_base, k_n, v_n, visible_until, tile_start, tile_stop, middle, last, queries, N, scale,
-        BLOCK_K, D, True, PRECISION,
+        BLOCK_K, D, True, UPCAST,
     )  # fmt: skip
     tl.store(LSE + head * N + queries, best + tl.math.log2(total), mask=queries < stop)
     _store(OUT + head * o_h, o_n, start, stop, N, acc / total[:, None], BLOCK_Q, D)
@@ -106,19 +114,19 @@ def forward_kernel(
 @triton.jit
 def _grad_query(
     dq, q, grad, lse, delta, k_base, v_base, k_n, v_n, visible_until, tile_start, tile_stop, first, last, queries, N, scale,
-    BLOCK_K: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     start, stop = tl.load(tile_start + first), tl.load(tile_stop + first)
     for index in tl.range(first, last):
         next_start, next_stop = tl.load(tile_start + index + 1), tl.load(tile_stop + index + 1)
         k = tl.load(_rows(k_base, k_n, start, N, BLOCK_K, D, EDGE))
         v = tl.load(_rows(v_base, v_n, start, N, BLOCK_K, D, EDGE))
-        p = tl.math.exp2(tl.dot(q, k.T, input_precision=PRECISION) * scale - lse[:, None])
+        p = tl.math.exp2(_dot(q, k.T, None, UPCAST) * scale - lse[:, None])
         if EDGE:
             keys, until = _visible_until(visible_until, start, stop, BLOCK_K)
             p = tl.where((keys[None, :] <= queries[:, None]) & (queries[:, None] < until[None, :]), p, 0.0)
-        ds = p * (tl.dot(grad, v.T, input_precision=PRECISION) - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        ds = p * (_dot(grad, v.T, None, UPCAST) - delta[:, None])
+        dq = _dot(ds.to(k.dtype), k, dq, UPCAST)
         start, stop = next_start, next_stop
     return dq
 
@@ -127,7 +135,7 @@ def _grad_query(
 def grad_query_kernel(
     Q, K, V, OUT, GRAD, LSE, DELTA, DQ, visible_until, starts, stops, firsts, middles, lasts, tile_start, tile_stop, N, scale,
     q_n, q_h, k_n, k_h, v_n, v_h, o_n, o_h, g_n, g_h, dq_n, dq_h,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """dQ, and Δ on the way, which the dK/dV kernel reads."""
     head, program = tl.program_id(0), tl.program_id(1)
@@ -144,11 +152,11 @@ def grad_query_kernel(
     dq = tl.zeros([BLOCK_Q, D], tl.float32)
     dq = _grad_query(
         dq, q, grad, lse, delta, k_base, v_base, k_n, v_n, visible_until, tile_start, tile_stop, first, middle, queries, N, scale * LOG2_E,
-        BLOCK_K, D, False, PRECISION,
+        BLOCK_K, D, False, UPCAST,
     )  # fmt: skip
     dq = _grad_query(
         dq, q, grad, lse, delta, k_base, v_base, k_n, v_n, visible_until, tile_start, tile_stop, middle, last, queries, N, scale * LOG2_E,
-        BLOCK_K, D, True, PRECISION,
+        BLOCK_K, D, True, UPCAST,
     )  # fmt: skip
     _store(DQ + head * dq_h, dq_n, start, stop, N, dq * scale, BLOCK_Q, D)
 
@@ -156,7 +164,7 @@ def grad_query_kernel(
 @triton.jit
 def _grad_key(
     dk, dv, k, v, Q, GRAD, LSE, DELTA, q_n, q_h, g_n, g_h, tile_start, tile_stop, first, last, head, keys, until, N, scale,
-    HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     # One loop over tiles and heads: nested ones would drain the pipeline, and empty the accumulators, once per head.
     start = tl.load(tile_start + first)
@@ -166,7 +174,7 @@ def _grad_key(
         queries = start + tl.arange(0, BLOCK_Q)
         rows = h * N + (tl.minimum(queries, N - 1) if EDGE else queries)
         q = tl.load(_rows(Q + h * q_h, q_n, start, N, BLOCK_Q, D, EDGE))
-        scores = tl.dot(k, q.T, input_precision=PRECISION)
+        scores = _dot(k, q.T, None, UPCAST)
         # Row statistics are loaded as late as possible: in this orientation each thread holds one for every column.
         lse = tl.load(LSE + rows)
         p = tl.math.exp2(scores * scale - lse[None, :])
@@ -174,11 +182,11 @@ def _grad_key(
             within = tl.minimum(until, tl.load(tile_stop + index // HEADS))  # later queries belong to the next tile
             p = tl.where((keys[:, None] <= queries[None, :]) & (queries[None, :] < within[:, None]), p, 0.0)
         grad = tl.load(_rows(GRAD + h * g_h, g_n, start, N, BLOCK_Q, D, EDGE))
-        dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
-        dp = tl.dot(v, grad.T, input_precision=PRECISION)
+        dv = _dot(p.to(grad.dtype), grad, dv, UPCAST)
+        dp = _dot(v, grad.T, None, UPCAST)
         delta = tl.load(DELTA + rows)
         ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        dk = _dot(ds.to(q.dtype), q, dk, UPCAST)
         start = next_start
     return dk, dv
 
@@ -187,7 +195,7 @@ def _grad_key(
 def grad_key_kernel(
     Q, K, V, GRAD, LSE, DELTA, DK, DV, visible_until, starts, stops, firsts, middles, lasts, tile_start, tile_stop, N, scale,
     q_n, q_h, k_n, k_h, v_n, v_h, g_n, g_h, dk_n, dk_h, dv_n, dv_h,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one key tile, summed over HEADS of the GROUP query heads that share a key head."""
     part, program = tl.program_id(0), tl.program_id(1)
@@ -201,11 +209,11 @@ def grad_key_kernel(
     dv = tl.zeros([BLOCK_K, D], tl.float32)
     dk, dv = _grad_key(
         dk, dv, k, v, Q, GRAD, LSE, DELTA, q_n, q_h, g_n, g_h, tile_start, tile_stop, first, middle, head, keys, until, N, scale * LOG2_E,
-        HEADS, BLOCK_Q, D, False, PRECISION,
+        HEADS, BLOCK_Q, D, False, UPCAST,
     )  # fmt: skip
     dk, dv = _grad_key(
         dk, dv, k, v, Q, GRAD, LSE, DELTA, q_n, q_h, g_n, g_h, tile_start, tile_stop, middle, last, head, keys, until, N, scale * LOG2_E,
-        HEADS, BLOCK_Q, D, True, PRECISION,
+        HEADS, BLOCK_Q, D, True, UPCAST,
     )  # fmt: skip
     _store(DK + part * dk_h, dk_n, start, stop, N, dk * scale, BLOCK_K, D)
     _store(DV + part * dv_h, dv_n, start, stop, N, dv, BLOCK_K, D)
@@ -218,7 +226,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> tu
     lists = _schedule(mask, tile).by_query
     forward_kernel[heads, len(lists.start)](
         q, k, v, out, lse, mask.visible_until, *lists, tokens, scale, *_strides(q, k, v, out),
-        heads // k.shape[1], dim, tile.block_q, tile.block_k, "ieee", num_warps=tile.warps, num_stages=tile.stages,
+        heads // k.shape[1], dim, tile.block_q, tile.block_k, _upcast(q), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse
 
@@ -234,7 +242,7 @@ def backward(
     lists = _schedule(mask, tile).by_query
     grad_query_kernel[heads, len(lists.start)](
         q, k, v, out, grad, lse, delta, dq, mask.visible_until, *lists, tokens, scale, *_strides(q, k, v, out, grad, dq),
-        group, dim, tile.block_q, tile.block_k, "ieee", num_warps=tile.warps, num_stages=tile.stages,
+        group, dim, tile.block_q, tile.block_k, _upcast(q), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     tile = _tile_for("grad_key", q)
     lists = _schedule(mask, tile).by_key
@@ -242,7 +250,7 @@ def backward(
     dk, dv = (x.new_empty(tokens, key_heads * parts, dim, dtype=torch.float32 if parts > 1 else x.dtype) for x in (k, v))
     grad_key_kernel[key_heads * parts, len(lists.start)](
         q, k, v, grad, lse, delta, dk, dv, mask.visible_until, *lists, tokens, scale, *_strides(q, k, v, grad, dk, dv),
-        group, group // parts, dim, tile.block_q, tile.block_k, "ieee", num_warps=tile.warps, num_stages=tile.stages,
+        group, group // parts, dim, tile.block_q, tile.block_k, _upcast(q), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if parts > 1:
         dk, dv = (x.view(tokens, key_heads, parts, dim).sum(2).to(q.dtype) for x in (dk, dv))
@@ -259,6 +267,10 @@ def _schedule(mask: TreeMask, tile: Tile) -> Schedule:
 
 def _tile_for(kernel: str, q: Tensor) -> Tile:
     return tile_for(kernel, architecture(q.device), q.shape[-1], q.dtype)
+
+
+def _upcast(q: Tensor) -> bool:
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16
 
 
 def _parts(programs: int, group: int, device: torch.device) -> int:

@@ -131,7 +131,7 @@ def compile_kernel(config: Configuration):
     constants = {"BLOCK": STRETCH}
     if config.tile:
         sizes = {"D": config.head_dim, "BLOCK_Q": config.tile.block_q, "BLOCK_K": config.tile.block_k}
-        constants = {"GROUP": GROUP, "HEADS": GROUP, "PRECISION": "ieee"} | sizes
+        constants = {"GROUP": GROUP, "HEADS": GROUP, "UPCAST": False} | sizes
     source = triton.compiler.ASTSource(
         kernel, signature,
         {name: value for name, value in constants.items() if name in signature},

@@ -27,7 +27,8 @@ def gradients(outputs, upstream, inputs):
 @settings(deadline=None, max_examples=60)
 @given(
     rows=st.integers(1, 23), words=st.integers(1, 60), temperature=st.sampled_from([1.0, 0.6, 1.7]), chunk_rows=st.integers(1, 30),
-    block=st.integers(1, 400), strip=st.integers(1, 200), used=st.sampled_from([(1.0, 1.0), (1.0, 0.0), (0.0, 1.0)]), seed=st.integers(0, 9),
+    block=st.integers(1, 400), strip=st.integers(1, 200), used=st.sampled_from([(1.0, 1.0), (1.0, 0.0), (0.0, 1.0)]),
+    seed=st.integers(0, 9),
 )  # fmt: skip
 def test_equal_to_the_definition_in_fp64_for_blocks_and_strips_of_any_size(
     rows, words, temperature, chunk_rows, block, strip, used, seed

@@ -4,9 +4,9 @@ import gc
 import numpy as np
 import pytest
 import torch
-from kernel_forests import forests, from_depths, visible_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_forests import forests, from_depths, visible_pairs
 
 from dccot.kernels.mask import TreeMask, parents, positions, validate
 

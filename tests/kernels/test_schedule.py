@@ -2,9 +2,9 @@
 import numpy as np
 import pytest
 import torch
-from kernel_forests import SHAPES, forests, visible_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_forests import SHAPES, forests, visible_pairs
 
 from dccot.kernels.schedule import Lists, build, cut
 

@@ -168,5 +168,5 @@ def test_triton_on_a_cpu_needs_the_interpreter_and_says_so():
     q = torch.randn(9, 2, 32)
     with pytest.raises(ValueError, match="needs TRITON_INTERPRET=1"):
         tree_attention(q, q, q, TreeMask.causal([9]), backend="triton")
-    with pytest.raises(TypeError, match="got torch.float64: cast"):
+    with pytest.raises(TypeError, match=r"got torch\.float64: cast"):
         tree_attention(q.double(), q.double(), q.double(), TreeMask.causal([9]), backend="triton")

@@ -1,0 +1,15 @@
+"""Runs the tests in `interpreted` in a process of their own: TRITON_INTERPRET=1 is read when kernels are decorated."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_triton_kernels_in_the_interpreter():
+    folder = Path(__file__).parent / "interpreted"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", str(folder), "-x", "-W", "ignore::RuntimeWarning"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    print(done.stdout[-8000:], done.stderr[-2000:])
+    assert done.returncode == 0
+    assert " passed" in done.stdout and "skipped" not in done.stdout
