@@ -1,29 +1,33 @@
 """The miniature world: arithmetic whose reasoning splits, a tokenizer made for it, and solutions in both formats, all from a seed.
 
-    sum          Add a: 4, b: 7, c: 5, … .                           many one-digit terms
-    products     Add a: 34*7, b: 12*8, … .                           each term takes a few steps
-    expressions  Add a: (3+4)*6, b: 9*7-5, … .                       each term takes a few steps
-    chain        Start with 7. Keep the last digit after a: *3+5, b: *8+2, … .     every step needs the one before: nothing splits
+    sum          Add a: 4, b: 7, c: 5, … .                                        many terms, one step each
+    products     Add the last digits of a: 6*9, b: 7*8, … .                       up to two steps each
+    expressions  Add the last digits of a: (3+4)*6, b: (8-2)*7, … .               up to three steps each
+    chain        Start with x=7 and keep the last digit after each of a: 3*x, b: 5+x, … .
+                                                                                  every step needs the one before: nothing splits
 
-A sequential solution goes through the labels and carries a running total. Each step is either written out or done in the head;
-written out is longer and easier to get right, so length and accuracy pull against each other as they do in real reasoning:
-
-    <think>
-    a: 30*7=210, 4*7=28, 210+28=238                                   written out
-    b: 12*8=96, 238+96=334                                            in the head
-    </think><answer>\\boxed{334}</answer>
-
-`rewrite_parallel` turns such a text into the parallel format with the text's own steps. The workers of a sum, of products or of
-expressions take consecutive labels and report under their number; the director adds the reports up as it would add terms:
+A sequential solution goes through the labels and carries a running total. Some of the steps towards a term's last digit may be
+done in the head. Writing them down is longer and easier to get right, so length and accuracy pull against each other as they do
+in real reasoning:
 
     <think>
-    Split at c, e.
-    <spawn_workers><worker_1>a: …, b: …, 1: 334</worker_1><worker_2>c: …, d: …, 2: 95</worker_2><worker_3>…</worker_3></spawn_workers>
-    1: 334, 2: 334+95=429, 3: …
-    </think><answer>\\boxed{…}</answer>
+    a: (3+4)*6=7*6=42, so 2                everything written down
+    b: 6*7=42, so 2+2=4                    the bracket in the head
+    c: so 5+4=9                            all of it in the head
+    </think><answer>\\boxed{9}</answer>
 
-In a chain the director does every step itself and the workers only check one step each: the format demands workers, and checking
-is all that is independent there.
+`rewrite_parallel` turns such a text into the parallel format with the text's own steps. Workers take consecutive labels and report
+under their number; the director adds up the reports as it would add terms:
+
+    <think>
+    Split at d, g.
+    <spawn_workers><worker_1>a: … c: so 5+4=9 1: 9</worker_1><worker_2>d: … f: … 2: 14</worker_2><worker_3>…</worker_3></spawn_workers>
+    2: 14+9=23
+    3: 7+23=30
+    </think><answer>\\boxed{30}</answer>
+
+Nothing in a chain is independent except looking again. About half of the sequential solutions of chains check three steps at the
+end; those become the director's walk with one check for each worker. The others have no use for workers and are not rewritten.
 """
 from __future__ import annotations
 
@@ -54,7 +58,8 @@ if TYPE_CHECKING:
 
 WORKERS = 3
 EOS = "<｜end▁of▁sentence｜>"
-CHAIN_OPENING, SPLIT, CHECK = "Start with ", "Split at ", "Check "
+CHAIN_OPENING, CHAIN_RULE = "Start with x=", " and keep the last digit after each of "
+SPLIT, CHECK, SO = "Split at ", "Check ", "so "
 
 Tree = int | tuple[str, "Tree", "Tree"]  # an expression: a number or (operator, left, right)
 
@@ -71,11 +76,12 @@ class Family:
 
 
 FAMILIES = {
-    "sum": Family(range(12, 22), range(23, 27), 0.25),
-    "products": Family(range(4, 9), range(9, 12), 0.3),
-    "expressions": Family(range(4, 9), range(9, 12), 0.3),
-    "chain": Family(range(5, 10), range(10, 13), 0.15),
+    "sum": Family(range(9, 17), range(18, 22), 0.35),
+    "products": Family(range(7, 13), range(14, 18), 0.3),
+    "expressions": Family(range(5, 9), range(10, 13), 0.15),
+    "chain": Family(range(7, 13), range(14, 18), 0.2),
 }
+SMALLEST = 3  # problems for the base model start here: it learns to walk before it runs
 
 # A problem's split is a hash of its question, so two splits never share one, whatever their sizes and seeds.
 SPLIT_BUCKETS = {"base": range(8), "train": range(8, 14), "validation": range(14, 15), "test": range(15, 16)}
@@ -89,7 +95,7 @@ class ArithmeticProblem(Problem):
 
     family: str
     labels: str  # one letter per term or step
-    terms: tuple  # an expression each; in a chain (multiplier, summand) of each step
+    terms: tuple  # an expression each; in a chain the (operator, number) of each step
     start: int | None = None  # what a chain starts with
 
 
@@ -106,7 +112,7 @@ def problem_stream(seed: int, split: str) -> Iterator[ArithmeticProblem]:
     seen: set[str] = set()
     while True:
         family = rng.choices(list(FAMILIES), [f.weight for f in FAMILIES.values()])[0]
-        problem = _draw(rng, family, larger=split == LARGER, id=f"{split}-{family}-{len(seen):06d}")
+        problem = _draw(rng, family, split, f"{split}-{family}-{len(seen):06d}")
         if problem.question not in seen and (split == LARGER or _bucket(problem.question) in SPLIT_BUCKETS[split]):
             seen.add(problem.question)
             yield problem
@@ -120,40 +126,35 @@ def _bucket(question: str) -> int:
     return hashlib.sha256(question.encode()).digest()[0] % BUCKETS
 
 
-def _draw(rng: random.Random, family: str, *, larger: bool, id: str) -> ArithmeticProblem:
-    size = rng.choice(FAMILIES[family].larger if larger else FAMILIES[family].sizes)
+def _draw(rng: random.Random, family: str, split: str, id: str) -> ArithmeticProblem:
+    of = FAMILIES[family]
+    size = rng.choice(of.larger if split == LARGER else range(SMALLEST, of.sizes.stop) if split == "base" else of.sizes)
     first = rng.randrange(len(ascii_lowercase) - size + 1)  # any letter may come first, so larger problems hold no unseen label
     labels = ascii_lowercase[first : first + size]
     if family == "chain":
-        start, terms = rng.randint(2, 9), tuple((rng.randint(2, 9), rng.randint(1, 9)) for _ in labels)
-        listed = ", ".join(f"{label}: *{times}+{plus}" for label, (times, plus) in zip(labels, terms))
+        start, terms = rng.randint(2, 9), tuple((rng.choice("*+"), rng.randint(2, 9)) for _ in labels)
         state = start
-        for times, plus in terms:
-            state = (state * times + plus) % 10
-        question = f"{CHAIN_OPENING}{start}. Keep the last digit after {listed}."
-        return ArithmeticProblem(id, question, str(state), family, labels, terms, start)
+        for operator, number in terms:
+            state = _value((operator, number, state)) % 10
+        listed = ", ".join(f"{label}: {number}{operator}x" for label, (operator, number) in zip(labels, terms))
+        return ArithmeticProblem(id, f"{CHAIN_OPENING}{start}{CHAIN_RULE}{listed}.", str(state), family, labels, terms, start)
     terms = tuple(_TERMS[family](rng) for _ in labels)
     listed = ", ".join(f"{label}: {_text(term)}" for label, term in zip(labels, terms))
-    return ArithmeticProblem(id, f"Add {listed}.", str(sum(map(_value, terms))), family, labels, terms)
+    opening = "Add " if family == "sum" else "Add the last digits of "
+    return ArithmeticProblem(id, f"{opening}{listed}.", str(sum(_value(term) % 10 for term in terms)), family, labels, terms)
 
 
-def _expression(rng: random.Random) -> Tree:
-    """(a+b)*c+d and the like; the bracket is one digit, the whole is positive."""
-    total, times = rng.randint(2, 9), rng.randint(2, 9)
-    part = rng.randint(1, total - 1)
-    bracket = rng.choice([("+", part, total - part), ("-", total + part, part) if total + part < 10 else ("+", part, total - part)])
-    operator = rng.choice("+-")
-    return (operator, ("*", bracket, times), rng.randint(1, 9 if operator == "+" else min(9, total * times - 1)))
-
+_PAIRS = [(a, b) for a in range(1, 10) for b in range(1, 10)]
+_BRACKETS = [("+", a, b) for a, b in _PAIRS if a + b <= 9] + [("-", a, b) for a, b in _PAIRS if a - b >= 2]
 
 _TERMS = {
-    "sum": lambda rng: rng.randint(2, 9),
-    "products": lambda rng: ("*", rng.randint(11, 49), rng.randint(3, 9)),
-    "expressions": _expression,
+    "sum": lambda rng: rng.randint(1, 9),
+    "products": lambda rng: ("*", rng.randint(2, 9), rng.randint(2, 9)),
+    "expressions": lambda rng: ("*", rng.choice(_BRACKETS), rng.randint(2, 9)),
 }
 
 
-# ---- arithmetic written out ----------------------------------------------------------------------------------------------
+# ---- arithmetic written down ----------------------------------------------------------------------------------------------
 
 def _value(tree: Tree) -> int:
     if isinstance(tree, int):
@@ -170,33 +171,30 @@ def _text(tree: Tree) -> str:
     return f"({_text(left)}){operator}{_text(right)}" if bracketed else f"{_text(left)}{operator}{_text(right)}"
 
 
-def _equations(tree: Tree, *, written_out: bool) -> list[str]:
-    """`34*7=238` in the head; `30*7=210`, `4*7=28`, `210+28=238` written out. A bare number needs no equation."""
+def _workings(tree: Tree) -> list[str]:
+    """How a term can be worked out on paper, from everything written down to everything but the last step in the head."""
     if isinstance(tree, int):
         return []
-    if not written_out:
-        return [f"{_text(tree)}={_value(tree)}"]
-    operator, left, right = tree[0], _value(tree[1]), _value(tree[2])
-    if operator == "*" and left >= 10:
-        tens, units = left // 10 * 10, left % 10
-        parts = [(number, number * right) for number in (tens, units) if number]
-        spelled = [f"{number}*{right}={product}" for number, product in parts]
-        return spelled + ([f"{parts[0][1]}+{parts[1][1]}={left * right}"] if len(parts) == 2 else [])
-    return [*_equations(tree[1], written_out=True), *_equations(tree[2], written_out=True), f"{left}{operator}{right}={_value(tree)}"]
+    operator, left, right = tree
+    short = f"{_value(left)}{operator}{right}={_value(tree)}"
+    return [short] if isinstance(left, int) else [f"{_text(tree)}={short}", short]
 
 
-def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, written_out: float = 0.5) -> str:
-    """A correct sequential solution as the base model should write it; every step is written out with that probability."""
+def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, in_head: float = 0.25) -> str:
+    """A correct sequential solution as the base model should write it. `in_head`: the chance that a line's next step is not written."""
     rng = random.Random(f"{seed}/{problem.question}")
+
+    def written(tree: Tree) -> str | None:
+        return next((working for working in _workings(tree) if rng.random() >= in_head), None)
+
     lines, total = [], problem.start
     for label, term in zip(problem.labels, problem.terms):
-        long = rng.random() < written_out
         if problem.family == "chain":
-            step: Tree = ("+", ("*", total, term[0]), term[1])
-            lines.append(f"{label}: {', '.join(_equations(step, written_out=long))}\n")
+            step: Tree = (term[0], term[1], total)
+            lines.append(f"{label}: {_text(step)}={_value(step)}\n")
             total = _value(step) % 10
         else:
-            line, total = _line(label, _equations(term, written_out=long), _value(term), total)
+            line, total = _line(label, written(term), _value(term) % 10, total, "" if problem.family == "sum" else SO)
             lines.append(line)
     if problem.family == "chain" and rng.random() < 0.5:
         checked = sorted(rng.sample(range(len(lines)), WORKERS))
@@ -204,11 +202,10 @@ def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, written_ou
     return f"{THINK_OPEN}\n{''.join(lines)}{_answer(total)}"
 
 
-def _line(label: str, evaluation: list[str], value: int, total: int | None) -> tuple[str, int]:
+def _line(label: str, working: str | None, adds: int, total: int | None, so: str = "") -> tuple[str, int]:
     """The line of one term and the running total behind it; the first term of a run has no total to be added to."""
-    if total is None:
-        return f"{label}: {', '.join(evaluation) or value}\n", value
-    return f"{label}: {', '.join([*evaluation, f'{total}+{value}={total + value}'])}\n", total + value
+    now = adds if total is None else total + adds
+    return f"{label}: {f'{working}, ' if working else ''}{so}{now if total is None else f'{adds}+{total}={now}'}\n", now
 
 
 def _answer(value: int | str) -> str:
@@ -231,7 +228,7 @@ def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0
     if [label for label, _ in lines] != re.findall(r"([a-z]): ", problem.question):
         return sequential_text
     try:
-        steps = [(label, *_own_step(work.split(", "), first=i == 0)) for i, (label, work) in enumerate(lines)]
+        steps = [_own_step(label, line, first=i == 0) for i, (label, line) in enumerate(lines)]
     except ValueError:
         return sequential_text
     cuts = _cuts(len(steps), rng)
@@ -239,10 +236,20 @@ def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0
     for number, part in enumerate((steps[: cuts[0]], steps[cuts[0] : cuts[1]], steps[cuts[1] :]), 1):
         text, total = _run(part)
         workers.append(f"{text}{number}: {total}\n")
-        reports.append((str(number), [], total))
-    combined, total = _run(reports[1:], reports[0][2])
-    plan = f"{SPLIT}{steps[cuts[0]][0]}, {steps[cuts[1]][0]}.\n"
+        reports.append(Step(str(number), None, total))
+    combined, total = _run(reports[1:], reports[0].adds)
+    plan = f"{SPLIT}{steps[cuts[0]].label}, {steps[cuts[1]].label}.\n"
     return f"{THINK_OPEN}\n{plan}{_block(workers)}{combined}{_answer(total)}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One term in a text: what is worked out on paper, and what is added to the running total."""
+
+    label: str
+    working: str | None
+    adds: int
+    so: str = ""
 
 
 def _chain_with_checks(thought: str, sequential_text: str) -> str:
@@ -254,22 +261,19 @@ def _chain_with_checks(thought: str, sequential_text: str) -> str:
     return f"{walk}{CHECK}{plan}{_block(checked)}{sequential_text[len(thought) :]}"
 
 
-def _own_step(parts: list[str], *, first: bool) -> tuple[list[str], int]:
-    """A line's own equations without the running total, and the term's value as the text has it."""
-    if first:
-        return (parts if "=" in parts[-1] else []), int(parts[-1].rpartition("=")[2])
-    *evaluation, addition = parts
-    found = re.fullmatch(r"\d+\+(\d+)=\d+", addition)
+def _own_step(label: str, line: str, *, first: bool) -> Step:
+    """What the text itself says about a term."""
+    found = re.fullmatch(r"(?:(\S+), )?(so )?(\d+)" if first else r"(?:(\S+), )?(so )?(\d+)\+\d+=\d+", line)
     if found is None:
-        raise ValueError(f"{addition!r} does not add to a running total")
-    return evaluation, int(found.group(1))
+        raise ValueError(f"{line!r} does not end in a running total")
+    return Step(label, found[1], int(found[3]), found[2] or "")
 
 
-def _run(steps: list[tuple[str, list[str], int]], total: int | None = None) -> tuple[str, int]:
+def _run(steps: list[Step], total: int | None = None) -> tuple[str, int]:
     """Lines of consecutive steps and the running total behind them; a run that starts from nothing has no total to begin with."""
     text = ""
-    for label, evaluation, value in steps:
-        line, total = _line(label, evaluation, value, total)
+    for step in steps:
+        line, total = _line(step.label, step.working, step.adds, total, step.so)
         text += line
     return text, total
 
@@ -291,7 +295,7 @@ def _block(workers: list[str]) -> str:
 
 # An instruction of the prompts is one token, so that a prompt costs little more than its question.
 SENTENCES = (f" {PARALLEL_INSTRUCTION}", f" {INSTRUCTION}")
-PHRASES = ("Add ", CHAIN_OPENING, ". Keep the last digit after ", SPLIT, CHECK, ", ", ".\n", "\\boxed{")
+PHRASES = ("Add ", "Add the last digits of ", CHAIN_OPENING, CHAIN_RULE, SPLIT, CHECK, SO, f", {SO}", ", ", ".\n", "\\boxed{")
 TAG_PIECES = ("</", ">\n", "think", "answer", "spawn_workers", "worker_")
 
 

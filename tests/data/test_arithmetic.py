@@ -20,12 +20,17 @@ any_problem = st.sampled_from(PROBLEMS)
 def gold_by_python(question: str) -> str:
     """The answer from the question's text alone."""
     terms = re.findall(r"[a-z]: ([^,]+?)(?:,|\.$)", question)
-    if not question.startswith("Start with"):
-        return str(sum(eval(term) for term in terms))
-    state = question[len("Start with ")]
+    if question.startswith("Add "):
+        return str(sum(eval(term) % 10 for term in terms))
+    x = int(re.match(r"Start with x=(\d)", question)[1])
     for step in terms:
-        state = str(eval(state + step))[-1]
-    return state
+        x = eval(step) % 10
+    return str(x)
+
+
+def is_rewritten(problem, text: str) -> bool:
+    """Everything is, except a chain that checks nothing: it has no use for workers."""
+    return problem.family != "chain" or "Check" in text
 
 
 def test_splits_share_no_question_even_across_seeds():
@@ -59,28 +64,33 @@ def test_gold_is_what_python_makes_of_the_question(problem):
 
 
 @given(any_problem, st.integers(0, 5), st.sampled_from([0.0, 0.5, 1.0]))
-def test_every_equation_of_a_sequential_solution_is_true_and_it_ends_in_the_gold(problem, seed, written_out):
-    text = sequential_solution(problem, seed=seed, written_out=written_out)
-    for equation in re.findall(r"[\d()+*-]+=\d+", text):
-        left, right = equation.split("=")
-        assert eval(left) == int(right)
+def test_every_equation_of_a_sequential_solution_is_true_and_it_ends_in_the_gold(problem, seed, in_head):
+    text = sequential_solution(problem, seed=seed, in_head=in_head)
+    for equation in re.findall(r"[\d()+*-]+(?:=[\d()+*-]+)+", text):
+        assert len({eval(side) for side in equation.split("=")}) == 1
     assert text.startswith("<think>\n") and text.endswith(f"</think><answer>\\boxed{{{problem.gold}}}</answer>")
 
 
 @given(any_problem, st.integers(0, 5))
 def test_a_rewritten_solution_is_well_formed_and_still_correct(problem, attempt):
-    text = rewrite_parallel(problem, sequential_solution(problem, seed=attempt), attempt=attempt)
-    assert flaw_of(text) is None
-    assert parse(text).answer == f"\\boxed{{{problem.gold}}}"
+    sequential = sequential_solution(problem, seed=attempt)
+    text = rewrite_parallel(problem, sequential, attempt=attempt)
+    if is_rewritten(problem, sequential):
+        assert flaw_of(text) is None
+        assert parse(text).answer == f"\\boxed{{{problem.gold}}}"
+    else:
+        assert text == sequential
 
 
 @given(any_problem)
 def test_workers_write_steps_of_the_sequential_text_word_for_word(problem):
     sequential = sequential_solution(problem, seed=3)
-    workers = parse(rewrite_parallel(problem, sequential)).rounds[0].workers
-    own = [equation for text in workers for line in re.findall(r"^[a-z]: (.+)$", text, re.M) for equation in line.split(", ")]
-    totals = {"sum": len(problem.labels), "chain": 0}.get(problem.family, len(problem.labels) - 3)  # the only lines that are new
-    assert sum(equation not in sequential for equation in own) <= totals
+    if not is_rewritten(problem, sequential):
+        return
+    for text in parse(rewrite_parallel(problem, sequential)).rounds[0].workers:
+        for label, work in re.findall(r"^([a-z]): (.+)$", text, re.M):
+            working = work.split(", so ")[0] if ", so " in work else work if problem.family == "chain" else ""
+            assert f"{label}: {working}" in sequential  # running totals are the only new words
 
 
 @given(any_problem.filter(lambda p: p.family != "chain"))
@@ -92,16 +102,16 @@ def test_each_term_goes_to_exactly_one_worker_in_order(problem):
 
 @given(any_problem.filter(lambda p: p.family == "chain"))
 def test_the_director_walks_a_chain_alone(problem):
-    sequential = sequential_solution(problem)
+    sequential = next(text for seed in range(20) if "Check" in (text := sequential_solution(problem, seed=seed)))
     director = parse(rewrite_parallel(problem, sequential)).rounds[0].director
-    assert director.startswith(sequential.split("</think>")[0])
+    assert director.startswith(sequential.split("Check")[0])
 
 
 def test_a_mistake_of_the_sequential_text_survives_rewriting():
     problem = next(p for p in SPLITS["train"] if p.family == "sum")
     right = sequential_solution(problem)
     last = problem.labels[-1]
-    wrong = re.sub(rf"{last}: (\d+)\+(\d)=", lambda m: f"{last}: {m[1]}+{int(m[2]) + 1}=", right)
+    wrong = re.sub(rf"{last}: (\d)\+", lambda m: f"{last}: {int(m[1]) + 1}+", right)
     answer = int(parse(rewrite_parallel(problem, wrong)).answer[len("\\boxed{") : -1])
     assert wrong != right and answer == int(problem.gold) + 1
 
