@@ -9,8 +9,8 @@ Tokens are the nodes of a forest written down in preorder, and `visible_until[k]
     position        0  1  2  3  2  3  4  5
     parent         -1  0  1  2  1  4  5  6
 
-Two facts make everything here vectorised. The keys that q sees are its ancestors, so `position` (how many it sees before itself) is
-its depth. And in preorder the parent of q is the last token before q that is one level up.
+The keys that q sees are its ancestors, so `position` (how many it sees before itself) is its depth. And a forest is few runs of tokens:
+within a run every token is the child of the one before it and ends where that one ends, so only the first token of a run needs a search.
 `TreeMask` is built once per forest; all layers and the backward share it and what the backends derive from it.
 """
 
@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import ClassVar, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,10 +38,22 @@ def positions(visible_until: Tensor) -> Tensor:
 def parents(visible_until: Tensor) -> Tensor:
     """int64 [N]: the nearest key each query sees before itself, −1 at roots."""
     ends = torch.as_tensor(visible_until)
-    depth, index = positions(ends), torch.arange(len(ends), device=ends.device)
-    by_depth, order = torch.sort(depth * len(ends) + index)  # tokens of one depth stand together, in sequence order
-    above = torch.searchsorted(by_depth, (depth - 1) * len(ends) + index) - 1
-    return torch.where(depth > 0, order[above.clamp(min=0)], -1)
+    return torch.from_numpy(_parents(ends.cpu().numpy())).to(ends.device)
+
+
+def _parents(ends: np.ndarray) -> np.ndarray:
+    """The token before; for the first token of a run, the last token of the innermost run that is still open there."""
+    index = np.arange(len(ends))
+    goes_on = (ends[1:] == ends[:-1]) & (ends[:-1] > index[1:])
+    starts = np.flatnonzero(np.concatenate([[True], ~goes_on])[: len(ends)])
+    parent = index - 1
+    open_runs: list[tuple[int, int]] = []  # (where it ends, its last token)
+    for start, behind, end in zip(starts.tolist(), [*starts[1:].tolist(), len(ends)], ends[starts].tolist(), strict=True):
+        while open_runs and open_runs[-1][0] <= start:
+            open_runs.pop()
+        parent[start] = open_runs[-1][1] if open_runs else -1
+        open_runs.append((end, behind - 1))
+    return parent
 
 
 def validate(visible_until: Tensor) -> None:
@@ -48,16 +61,10 @@ def validate(visible_until: Tensor) -> None:
     ends = torch.as_tensor(visible_until)
     if ends.ndim != 1 or ends.is_floating_point() or ends.dtype == torch.bool:
         raise ValueError(f"visible_until must be a one-dimensional integer tensor, got {ends.dtype} of shape {tuple(ends.shape)}")
-    ends, tokens = ends.long(), len(ends)
-    index = torch.arange(tokens, device=ends.device)
+    tokens, index = len(ends), torch.arange(len(ends), device=ends.device)
     _require((index < ends) & (ends <= tokens), ends, f"must lie behind the token itself and at most at N = {tokens}")
-    above, depth = parents(ends), positions(ends)
+    above = parents(ends)
     _require((above < 0) | (ends <= ends[above]), ends, "outlives the token's parent: subtrees must be nested")
-    by_depth = torch.argsort(depth * tokens + index)
-    left, right = by_depth[:-1], by_depth[1:]
-    disjoint = torch.ones(tokens, dtype=torch.bool, device=ends.device)
-    disjoint[left] = (depth[left] != depth[right]) | (ends[left] <= right)
-    _require(disjoint, ends, "overlaps the next token at the same depth: subtrees must be disjoint")
 
 
 def _require(holds: Tensor, ends: Tensor, what: str) -> None:

@@ -1,8 +1,8 @@
 """Shapes of forests to measure kernels on: `visible_until` of responses given by their lengths.
 
-    paper      prompt ~200, director ~1,500, three workers ~700 each, director ~1,500 tokens, one or two rounds
-    causal     plain sequences
-    FILE.jsonl the responses of a rollout file
+    paper        prompt ~200, director ~1,500, three workers ~700 each, director ~1,500 tokens, one or two rounds
+    causal       one plain sequence
+    FILE.jsonl   the responses of a rollout file
 
 In training layout only workers 2..K have a branch of their own, since worker 1 as written and as read is the same text in the same place:
     prompt S1 | W2 | W3 | W1 W2' W3' S2
@@ -12,7 +12,9 @@ With `duplicates` every worker has one (the layout of the paper), which is what 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -40,9 +42,57 @@ class Shape:
             position += sum(read)
         return np.concatenate(pieces)
 
+    def scaled(self, factor: float) -> Shape:
+        scale = lambda lengths: tuple(max(1, round(length * factor)) for length in lengths)
+        return Shape(scale(self.director), tuple(map(scale, self.rounds)))
+
 
 def forest(shapes: list[Shape], duplicates: bool = False) -> Tensor:
     """`visible_until` of responses packed one behind the other."""
     trees = [shape.visible_until(duplicates) for shape in shapes]
     offsets = np.cumsum([0] + [len(tree) for tree in trees])
     return torch.from_numpy(np.concatenate([tree + offset for tree, offset in zip(trees, offsets, strict=False)]))
+
+
+def shapes(name: str, tokens: int, seed: int = 0) -> list[Shape]:
+    """Responses that make about `tokens` packed tokens: `paper`, `causal` or the path of a rollout JSONL."""
+    if name == "paper":
+        return paper_like(tokens, seed)
+    if name == "causal":
+        return [Shape((tokens,))]
+    if not Path(name).is_file():
+        raise ValueError(f"no tree shape {name!r}: use paper, causal or the path of a rollout JSONL")
+    return from_rollouts(Path(name), tokens)
+
+
+def paper_like(tokens: int, seed: int = 0) -> list[Shape]:
+    """As many responses as fit, with lengths drawn around the paper's and then scaled together to fill `tokens`."""
+    rng = np.random.default_rng(seed)
+
+    def draw() -> Shape:
+        prompt, segments, rounds = 200, 1500, 1 if rng.random() < 0.75 else 2
+        around = lambda mean, size: np.maximum(1, mean * rng.lognormal(-0.08, 0.4, size)).astype(int)
+        director = around(segments, rounds + 1)
+        director[0] += around(prompt, 1)[0]
+        return Shape(tuple(director.tolist()), tuple(tuple(around(700, 3).tolist()) for _ in range(rounds)))
+
+    drawn, total = [draw()], 0
+    while (total := sum(len(shape.visible_until()) for shape in drawn)) < 0.8 * tokens:
+        drawn.append(draw())
+    return [shape.scaled(tokens / total) for shape in drawn]
+
+
+def from_rollouts(file: Path, tokens: int) -> list[Shape]:
+    """The first responses of the file that fit into `tokens`."""
+    found, total = [], 0
+    for line in file.read_text().splitlines():
+        response = json.loads(line)["response"]
+        length = lambda segment: len(segment["inserted"]) + len(segment["sampled"])
+        director = [length(each["director"]) for each in response["rounds"]] + [length(response["final"]) if response["final"] else 0]
+        director[0] += len(response["prompt"])
+        shape = Shape(tuple(director), tuple(tuple(map(length, each["workers"])) for each in response["rounds"]))
+        total += len(shape.visible_until())
+        if total > tokens and found:
+            break
+        found.append(shape)
+    return found
