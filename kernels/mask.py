@@ -48,11 +48,12 @@ def _parents(ends: np.ndarray) -> np.ndarray:
     starts = np.flatnonzero(np.concatenate([[True], ~goes_on])[: len(ends)])
     parent = index - 1
     open_runs: list[tuple[int, int]] = []  # (where it ends, its last token)
-    for start, behind, end in zip(starts.tolist(), [*starts[1:].tolist(), len(ends)], ends[starts].tolist(), strict=True):
+    behind = np.append(starts[1:], len(ends))
+    for start, stop, end in zip(starts.tolist(), behind.tolist(), ends[starts].tolist()):
         while open_runs and open_runs[-1][0] <= start:
             open_runs.pop()
         parent[start] = open_runs[-1][1] if open_runs else -1
-        open_runs.append((end, behind - 1))
+        open_runs.append((end, stop - 1))
     return parent
 
 
