@@ -71,6 +71,7 @@ class Engine:
         self._engine.engine_core._finalizer.detach()  # it would destroy the trainer's process group when this object is collected
         self._network = self._engine.model_executor.driver_worker.worker.get_model()
         self._pending: dict[str, Call] = {}
+        self.sampled_tokens = 0  # since the engine was built
         self._tag_tokens: dict[str, int | None] = {}
         self._checkpoint_names = _names_in(Path(self.model))
         self._tied = bool(json.loads((Path(self.model) / "config.json").read_text()).get("tie_word_embeddings"))
@@ -113,12 +114,18 @@ class Engine:
         finished = [(output.request_id, _completion(output)) for output in outputs]
         for key, _ in finished:
             del self._pending[key]
+        self.sampled_tokens += self.running + len(finished)
         now = time.monotonic()
         if finished:
             self._last_finished = now
         elif self._pending and now - self._last_finished > self.config.stall_seconds:
             raise EngineStalled(self._stall_report(now - self._last_finished))
         return finished
+
+    @property
+    def running(self) -> int:
+        """Sequences that the next step works on; the other pending calls wait for a place."""
+        return len(self._engine.engine_core.engine_core.scheduler.running)
 
     @property
     def pending(self) -> dict[str, Call]:
