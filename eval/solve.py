@@ -35,7 +35,6 @@ from dccot.rollout.generate import Request, generate
 from dccot.rollout.protocol import ANSWER_CLOSE, ANSWER_OPEN, flaw_of, sequential_flaw_of
 from dccot.rollout.response import Finish, Response
 from dccot.rollout.settings import EngineConfig
-from dccot.train.checkpoint import resolve_model
 
 if TYPE_CHECKING:
     from dccot.rollout.engine import Engine
@@ -127,7 +126,9 @@ class _Asked:
 
 
 def _ask(model: str | Path, problem: str, budget: int | None, temperature: float | None, sequential: bool) -> _Asked:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer  # here, so that --help and a wrong command line cost no seconds
+
+    from dccot.train.checkpoint import resolve_model
 
     folder = resolve_model(model)
     prompt, rollout = settings_of(model)

@@ -25,16 +25,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dccot.config import ConfigError
 from dccot.data.jsonl import BadData, read_jsonl
-from dccot.eval.entropy import Scorer
 from dccot.eval.solve import Parser, answer_in, settings_of
 from dccot.eval.terminal import run_cleanly
 from dccot.rollout.protocol import SPAWN_CLOSE, SPAWN_OPEN, worker_close, worker_open
 from dccot.rollout.response import Response, Rollout
-from dccot.train.checkpoint import resolve_model
+
+if TYPE_CHECKING:
+    from dccot.eval.entropy import Scorer
 
 BLOCK = 32  # responses that are unpacked together
 HARDLY = 9999  # log-probs are kept as hundredths of a nat below zero, up to this
@@ -68,8 +69,8 @@ def cut(text: str, response: Response) -> list[str]:
         until(text.find(worker_open(1), spawn) if spawn >= 0 else -1)
         for number in range(1, len(round_.workers) + 1):
             following = worker_open(number + 1) if number < len(round_.workers) else SPAWN_CLOSE
-            close, stop = text.find(worker_close(number), at), text.find(following, at)
-            until(text.find(following, close) if 0 <= close < stop else stop)
+            closed = re.compile(rf"{worker_close(number)}\s*(?={following})").search(text, at)
+            until(closed.end() if closed else text.find(following, at))
     if response.final is not None:
         until(-1)
     elif found:
@@ -217,18 +218,23 @@ def _own_run(path: Path) -> Path | None:
     return run if (run / "latest").is_file() else None
 
 
-def build(paths: Sequence[Path], out: Path, model: str | Path | None, entropy: bool, report=print) -> tuple[int, int]:
-    """Write the page of these files; (responses, bytes)."""
+def _helpers(model: str | Path, entropy: bool) -> tuple[Pieces, Scorer | None]:
+    """What only a model knows. Imported here: a page without a model is made in a moment."""
     from transformers import AutoTokenizer
 
+    from dccot.eval.entropy import Scorer
+    from dccot.train.checkpoint import resolve_model
+
+    folder = resolve_model(model)
+    return Pieces(AutoTokenizer.from_pretrained(folder)), Scorer(folder, settings_of(model)[1].temperature) if entropy else None
+
+
+def build(paths: Sequence[Path], out: Path, model: str | Path | None, entropy: bool, report=print) -> tuple[int, int]:
+    """Write the page of these files; (responses, bytes)."""
     model = model or _own_run(paths[0])
     if entropy and model is None:
         raise ConfigError("--entropy computes with the policy's weights; name it with --model")
-    pieces = scorer = None
-    if model is not None:
-        folder = resolve_model(model)
-        pieces = Pieces(AutoTokenizer.from_pretrained(folder))
-        scorer = Scorer(folder, settings_of(model)[1].temperature) if entropy else None
+    pieces, scorer = _helpers(model, entropy) if model is not None else (None, None)
     page = Page(pieces, scorer)
     for rollout in read_rollouts(paths, report):
         page.add(rollout)

@@ -62,7 +62,9 @@ CASES = {
     "tags that ran on into the next line": ("x<spawn_workers>\n", ["a</worker_1>\n", "b</worker_2>\n", "c</worker_3>"], "so"),
     "a worker that ended without its tag": ("x<spawn_workers>", ["a", "b</worker_2>", "c"], "so"),
     "a worker that wrote another's closing tag": ("x<spawn_workers>", ["a</worker_2>a</worker_1>", "b</worker_2>", "c</worker_3>"], "so"),
+    "a worker that opened the next one": ("x<spawn_workers>", ["a<worker_2>a</worker_1>", "b</worker_2>", "c</worker_3>"], "so"),
     "a worker that tried to spawn": ("x<spawn_workers>", ["a<spawn_workers>a</worker_1>", "b</worker_2>", "c</worker_3>"], "so"),
+    "cut off behind a worker that closed the block": ("x<spawn_workers>", ["a</worker_1>", "b</worker_2>", "c</spawn_workers>c"], None),
     "cut off among the workers": ("x<spawn_workers>", ["a</worker_1>", "b", "c"], None),
 }
 
@@ -74,7 +76,7 @@ def test_tags_tell_where_segments_begin(case):
     assert cut("".join(expected), response(first, workers, last)) == expected
 
 
-SOME_TAGS = ["<spawn_workers>", "</spawn_workers>", "<worker_1>", "</worker_1>", "<worker_2>", "</worker_3>", "x", "\n"]
+SOME_TAGS = ["<spawn_workers>", "</spawn_workers>", "<worker_1>", "</worker_1>", "<worker_2>", "<worker_3>", "</worker_3>", "\n"]
 
 
 @given(st.lists(st.sampled_from(SOME_TAGS)), st.integers(0, 3), st.booleans())
