@@ -79,9 +79,11 @@ def classify(ends: np.ndarray, queries: np.ndarray, keys: np.ndarray) -> tuple[n
 
 def _lists(visited: np.ndarray, full: np.ndarray, own: np.ndarray, streamed: np.ndarray, device: torch.device) -> Lists:
     """One list per row of the tile matrix."""
-    counts, fulls = visited.sum(1), full.sum(1)
+    visited, full = np.ascontiguousarray(visited), np.ascontiguousarray(full)
+    counts, fulls = np.count_nonzero(visited, axis=1), np.count_nonzero(full, axis=1)
     order = np.argsort(-counts, kind="stable")
-    tiles = np.nonzero(np.stack([full, visited & ~full], axis=1)[order])[2]
+    full_then_edge = np.concatenate([full, visited ^ full], axis=1)[order]
+    tiles = np.nonzero(full_then_edge)[1] % visited.shape[1]
     last = np.cumsum(counts[order])
     first = last - counts[order]
     tiles = np.append(tiles, 0)  # kernels look one tile ahead
