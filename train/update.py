@@ -26,6 +26,8 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     clip: float = 1.0  # of the gradient's norm over all shards
     warmup_steps: int = 0  # linear, then constant
+    decay_from: int | None = None  # step from which the rate falls linearly, to nothing at decay_to; None: never (the paper)
+    decay_to: int | None = None
 
     def check(self) -> None:
         rate = self.learning_rate
@@ -38,7 +40,9 @@ class OptimizerConfig:
 
     def rate(self, step: int) -> float:
         """Learning rate of step `step`, counted from 0."""
-        return self.learning_rate * min(1.0, (step + 1) / max(1, self.warmup_steps))
+        rising = (step + 1) / max(1, self.warmup_steps)
+        falling = 1.0 if self.decay_from is None else (self.decay_to - step) / (self.decay_to - self.decay_from)
+        return self.learning_rate * max(0.0, min(1.0, rising, falling))
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:

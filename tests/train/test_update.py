@@ -34,6 +34,8 @@ def test_warm_up_is_linear_and_then_constant():
     config = OptimizerConfig(learning_rate=1.0, warmup_steps=4)
     assert [config.rate(step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert OptimizerConfig(learning_rate=1.0).rate(0) == 1.0
+    falling = OptimizerConfig(learning_rate=1.0, decay_from=2, decay_to=6)
+    assert [falling.rate(step) for step in range(8)] == [1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("clip", [1e-3, 1e6])
