@@ -93,14 +93,21 @@ def test_a_steps_batch_is_the_number_of_lanes_open_during_it(solution):
         assert step["args"]["batch"] == sum(lane["ts"] <= middle <= lane["ts"] + lane["dur"] for lane in lanes)
 
 
-def test_arrows_leave_and_reach_slices(solution):
+def test_arrows_lead_from_the_director_to_its_workers_and_back(solution):
     trace = solution.timeline.trace()
     slices = complete_events(trace, "response")
-    starts = {e["id"]: e for e in trace["traceEvents"] if e["ph"] == "s"}
-    ends = {e["id"]: e for e in trace["traceEvents"] if e["ph"] == "f"}
-    assert len(starts) == len(ends) == 2 * 3 * len(solution.response.rounds)
-    for arrow in [*starts.values(), *ends.values()]:
-        assert any(s["tid"] == arrow["tid"] and s["ts"] <= arrow["ts"] <= s["ts"] + s["dur"] for s in slices)
+
+    def touched(arrow: dict) -> str:
+        [name] = [s["name"] for s in slices if s["tid"] == arrow["tid"] and s["ts"] <= arrow["ts"] <= s["ts"] + s["dur"]]
+        return name
+
+    starts = {e["id"]: touched(e) for e in trace["traceEvents"] if e["ph"] == "s"}
+    ends = {e["id"]: touched(e) for e in trace["traceEvents"] if e["ph"] == "f"}
+    expected = []
+    for number in range(1, len(solution.response.rounds) + 1):
+        for worker in (f"worker {i}, round {number}" for i in (1, 2, 3)):
+            expected += [(f"director, part {number}", worker), (worker, f"director, part {number + 1}")]
+    assert sorted((starts[key], ends[key]) for key in starts) == sorted(expected)
 
 
 def test_sequential_time_counts_only_steps_that_decoded_alone():
