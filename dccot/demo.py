@@ -70,8 +70,8 @@ def plain_words(rows: dict[str, Evaluation]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="The whole paper in miniature, on a CPU.", epilog="example: dccot demo")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe, e.g. seed=1 name=demo1")
-    parser.add_argument("--recipe", default="configs/mini/demo.yaml", help="default: %(default)s")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--recipe", default="configs/mini/demo.yaml", help="default: configs/mini/demo.yaml")
+    arguments = parser.parse_intermixed_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     began = time.perf_counter()
     try:
