@@ -24,7 +24,8 @@ from .tuning import Tile, architecture, tile_for
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MASKED = tl.constexpr(-1.0e30)
-DYNAMIC = ["N"]  # never part of a kernel's identity: other lengths must not compile again
+# What changes with the tree is no part of a kernel's identity: neither values nor alignment may compile it again.
+DYNAMIC = ["N", "starts", "stops", "firsts", "middles", "lasts", "tile_start", "tile_stop"]
 
 
 @triton.jit

@@ -61,6 +61,7 @@ class Configuration:
     arch: str
     head_dim: int | None = None
     tile: Tile | None = None
+    dtype: str = "bf16"
 
     def __str__(self) -> str:
         if self.tile is None:
@@ -125,9 +126,10 @@ def compile_kernel(config: Configuration):
 
     module = attention_triton if config.tile else logprob_triton
     kernel = getattr(module, f"{config.kernel}_kernel")
-    signature = {name: _type(name) for name in kernel.arg_names}
+    signature = {name: _type(name, config.dtype) for name in kernel.arg_names}
     # What the launcher finds out about its arguments: tensors and their strides are multiples of 16, the rest may be anything.
-    aligned = [name for name, kind in signature.items() if (kind[0] == "*" and name.isupper()) or name.endswith(("_n", "_h", "_stride"))]
+    known = [p.name for p in kernel.params if not p.do_not_specialize]
+    aligned = [name for name in known if signature[name][0] == "*" or name.endswith(("_n", "_h", "_stride"))]
     constants = {"BLOCK": STRETCH}
     if config.tile:
         sizes = {"D": config.head_dim, "BLOCK_Q": config.tile.block_q, "BLOCK_K": config.tile.block_k}
@@ -142,10 +144,10 @@ def compile_kernel(config: Configuration):
     return triton.compile(source, target=target, options=options)
 
 
-def _type(argument: str) -> str:
+def _type(argument: str, dtype: str) -> str:
     """Triton's type of a kernel argument, by the naming rule of the kernels: UPPER tensors of numbers, lower integers."""
     if argument in ("Q", "K", "V", "OUT", "GRAD", "DQ", "DK", "DV"):
-        return "*bf16"
+        return f"*{dtype}"
     if argument in ("LSE", "DELTA", "LOGITS", "STATISTICS", "ROW_VALUES"):
         return "*fp32"
     if argument in ("visible_until", "starts", "stops", "firsts", "middles", "lasts", "tile_start", "tile_stop"):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 DEFAULT_CHUNK_ROWS = 8192
 BLOCK_ELEMENTS = 2**26  # of logits: 256 MB in fp32
+ALIGNED_WORDS = 128  # blocks are this many words wide or a multiple, so that every row of a block starts on a boundary
 STRIP_ELEMENTS = 2**17  # of logits: what a CPU core's cache holds
 
 
@@ -106,6 +107,8 @@ def _blocks(rows: int, words: int, chunk_rows: int) -> tuple[list[slice], list[s
     """How the M×V matrix is cut into blocks: slices of rows and of the vocabulary."""
     height = max(1, min(rows, chunk_rows))
     width = max(1, BLOCK_ELEMENTS // height)
+    if width > ALIGNED_WORDS:
+        width -= width % ALIGNED_WORDS
     return _slices(rows, height), _slices(words, width)
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .tuning import STRETCH, STRETCH_WARPS
 
-DYNAMIC = ["width", "plane"]
+# What changes with the number of rows is no part of a kernel's identity: neither values nor alignment may compile it again.
+DYNAMIC = ["targets", "STATISTICS", "ROW_VALUES", "width", "plane"]
 
 
 @triton.jit(do_not_specialize=DYNAMIC)

@@ -47,7 +47,7 @@ TABLE: dict[str, dict[int, tuple[Tile, Tile, Tile]]] = {
     },
 }
 # fp32 uses no tensor cores: for checks, not for speed. The interpreter needs small tiles of unequal sides to exercise every boundary.
-FP32 = (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
+FP32 = (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 32, 8, 1))
 INTERPRETER = (Tile(32, 16, 1, 1), Tile(16, 32, 1, 1), Tile(16, 32, 1, 1))
 
 # The LM head's kernels: columns per step and warps, on every architecture.

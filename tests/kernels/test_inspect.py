@@ -6,7 +6,7 @@ import pytest
 
 from dccot.kernels import assembly, inspect
 from dccot.kernels.inspect import MACHINES, Configuration, configurations
-from dccot.kernels.tuning import TABLE
+from dccot.kernels.tuning import ATTENTION_KERNELS, FP32, TABLE
 
 MATRIX_INSTRUCTION = {"sm_80": "mma.sync", "sm_86": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
 SHIPPED = configurations(TABLE)
@@ -46,6 +46,11 @@ def test_exponentials_in_the_loop_are_one_per_pair(reports):
 def test_the_json_of_a_report_has_everything_a_program_needs(reports):
     row = json.loads(json.dumps(asdict(next(iter(reports.values())))))
     assert {"registers", "stack", "shared_memory", "warps", "occupancy", "matrix_instruction", "loop", "cycles", "bound"} <= set(row)
+
+
+def test_fp32_tiles_do_not_spill_either():
+    widest = [Configuration(kernel, "sm_80", 128, tile, "fp32") for kernel, tile in zip(ATTENTION_KERNELS, FP32, strict=True)]
+    assert [report.stack for report in inspect.inspect(widest)] == [0, 0, 0]
 
 
 def test_an_oversized_tile_is_seen_to_spill():

@@ -1,0 +1,40 @@
+"""What Triton takes for the identity of a kernel: another length or tree must not compile again, another layout may."""
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from dccot.kernels import attention_triton, logprob_triton
+
+KERNELS = [
+    attention_triton.forward_kernel,
+    attention_triton.grad_query_kernel,
+    attention_triton.grad_key_kernel,
+    logprob_triton.statistics_kernel,
+    logprob_triton.gradient_kernel,
+]
+LISTS = ("starts", "stops", "firsts", "middles", "lasts", "tile_start", "tile_stop")
+
+
+def identity(kernel, length: int, aligned: bool, stride: int = 128) -> list:
+    """Types and specialisations, computed by Triton's own launcher code for arguments of this kind."""
+    integers, numbers = torch.zeros(64, dtype=torch.int32), torch.zeros(64)
+    slices = dict.fromkeys(LISTS, integers[0 if aligned else 1:])
+    slices |= dict.fromkeys(("STATISTICS", "ROW_VALUES"), numbers[0 if aligned else 1:])
+    lengths = {"N": length, "width": length, "plane": length, "scale": 0.125, "inverse_temperature": 1.5}
+    values = slices | {"targets": integers.long()[0 if aligned else 1 :], "visible_until": integers} | lengths
+    default = lambda p: 128 if p.is_constexpr else stride if p.name.endswith(("_n", "_h", "_stride")) else numbers
+    bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    return bind(*(values.get(p.name, default(p)) for p in kernel.params))[1]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+def test_lengths_and_trees_share_one_kernel(kernel):
+    first = identity(kernel, 1024, aligned=True)
+    assert all(identity(kernel, length, aligned) == first for length in (1, 16, 77, 4096) for aligned in (True, False))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+def test_a_layout_with_odd_strides_is_another_kernel(kernel):
+    assert identity(kernel, 1024, True, stride=129) != identity(kernel, 1024, True)
