@@ -144,6 +144,8 @@ def _ask(model: str | Path, problem: str, budget: int | None, temperature: float
         ids = prompt.ids(tokenizer, problem)
     except (ValueError, OSError) as error:  # a model of another kind, no tokenizer, a chat token in the problem
         raise ConfigError(" ".join(str(error).split())) from None
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"{folder} holds no weights (*.safetensors); fetch or save the whole model")
     if len(ids) >= limit:
         raise ConfigError(f"the problem makes a prompt of {len(ids):,} tokens; {folder} takes {limit:,}: shorten it")
     workers = rollout.workers if rollout.parallel else 1  # a director reads at most so many times its longest path

@@ -2,6 +2,7 @@
 import io
 import json
 import os
+import shutil
 import sys
 
 import pytest
@@ -25,7 +26,9 @@ BUDGET = 200
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return save(tmp_path_factory.mktemp("models") / "tiny", "spelled", Chances(spawn=1 / 16, close=1 / 12, eos=1 / 30))
+    folder = tmp_path_factory.mktemp("models")
+    shutil.copytree(save(folder / "whole", "spelled"), folder / "weightless", ignore=shutil.ignore_patterns("*.safetensors"))
+    return save(folder / "tiny", "spelled", Chances(spawn=1 / 16, close=1 / 12, eos=1 / 30))
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +224,7 @@ def test_a_plain_model_is_asked_as_in_the_paper(model):
     [
         (["nowhere", PROBLEM], "'nowhere' is neither"),
         (["{model}", "why " * 3000], "tokens; {model} takes 4,096: shorten it"),
+        (["{model}/../weightless", PROBLEM], "holds no weights"),
         (["{model}", "  "], "the problem is empty"),
         (["{model}", "<｜User｜>"], "holds the chat token"),
         (["{model}", PROBLEM, "--temperature", "-1"], "rollout.temperature is -1"),
