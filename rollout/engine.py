@@ -194,9 +194,13 @@ class Engine:
                 yield "lm_head.weight", tensor
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache, so that what follows does not depend on what ran before."""
+        """Empty the prefix cache, so that what follows does not depend on what ran before; nothing may be running."""
+        if self._pending:
+            raise RuntimeError(f"the prefix cache is in use by {len(self._pending)} running calls: {_some(self._pending)}")
         if not self._engine.reset_prefix_cache():
-            raise RuntimeError(f"the prefix cache could not be reset: {len(self._pending)} calls still use it")
+            self._engine.step()  # an asynchronous scheduler still holds what it began for calls that have just ended
+            if not self._engine.reset_prefix_cache():
+                raise RuntimeError("the prefix cache could not be reset: blocks are held although no call is running")
 
     def sleep(self) -> None:
         """Give the GPU memory back, weights and KV cache; `wake` and `load` bring them back. Does nothing on a CPU."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -123,6 +124,9 @@ def save(
         head[:, : len(vocabulary)] += (logits - common).T / scale
         head[:, always_on] += common / scale
         model.lm_head.weight.copy_(head)
-    model.save_pretrained(folder)
+    folder = Path(folder)
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(folder)
+    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
     words.save_pretrained(folder)
-    return Path(folder)
+    return folder

@@ -23,8 +23,8 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
 def build_engine():
     from dccot.rollout.engine import Engine
 
-    def build(folder: Path, **settings) -> Engine:
-        return Engine(folder, EngineConfig(dtype="float32", kv_cache_gb=0.125, **settings))
+    def build(folder: Path, kv_cache_gb: float = 0.125, **settings) -> Engine:
+        return Engine(folder, EngineConfig(dtype="float32", kv_cache_gb=kv_cache_gb, **settings))
 
     return build
 

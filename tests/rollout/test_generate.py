@@ -177,6 +177,22 @@ def test_prompts_that_do_not_fit_into_one_step_together_are_no_trouble(engines):
     assert len(list(generate(engine, many, RolloutConfig(budget=3), seed=(0,)))) == 40
 
 
+def test_calls_that_had_to_make_room_go_on_with_the_same_ids(checkpoints, build_engine, heard_runs):
+    """A KV cache of 2,000 tokens for 24 responses: calls are put off in the middle, computed again later, and end as they would have."""
+    cramped = build_engine(checkpoints["single"], kv_cache_gb=2_000 * 1024 / 2**30)
+    put_off = set()
+
+    class Interruptions(Watch):
+        def stepped(self, engine):
+            waiting = engine._engine.engine_core.engine_core.scheduler.waiting
+            put_off.update(call.request_id for call in waiting if call.num_output_tokens)
+
+    responses = run(cramped, watch=Interruptions())
+    assert put_off
+    expected = heard_runs["single"][0]
+    assert {key: response.as_read for key, response in responses.items()} == {key: r.as_read for key, r in expected.items()}
+
+
 def test_greedy_sequential_decoding_is_what_transformers_decodes(engine, kind, judges):
     config = RolloutConfig(budget=40, temperature=0.0, parallel=False)
     for request, response in generate(engine, requests(engine, 2), config, seed=(0,)):
@@ -242,6 +258,14 @@ def test_a_caller_that_stops_early_leaves_the_engine_empty(engine):
     assert not engine.pending
     assert engine.step() == []
     engine.forget_prefixes()  # would be refused if blocks were still held
+
+
+def test_the_prefix_cache_is_not_emptied_under_running_calls(engine):
+    loop = generate(engine, requests(engine, 24), CONFIG, seed=(0, 0))
+    next(loop)
+    with pytest.raises(RuntimeError, match=r"the prefix cache is in use by \d+ running calls: p"):
+        engine.forget_prefixes()
+    loop.close()
 
 
 def test_two_calls_cannot_have_the_same_name(engines):
