@@ -1,8 +1,8 @@
 """One problem, live in the terminal: the director above, its workers side by side, then the answer and what parallelism bought.
 
-    dccot solve runs/demo/rl "Add 3, 14 and 15."                 dccot solve MODEL "…" --json --trace solve.json
+    dccot solve runs/demo/stage4 "Add a: 4, b: 7, c: 5."                 dccot solve MODEL "…" --json --trace solve.json
 
-    from dccot import solve;  solution = solve("runs/demo/rl", "Add 3, 14 and 15.");  solution.answer
+    from dccot import solve;  solution = solve("runs/demo/stage4", "Add a: 4, b: 7, c: 5.");  solution.answer
 
 Wall-clock is compared with what writing the same tokens one after another would have taken:
 
@@ -95,9 +95,8 @@ def solve(
 ) -> Solution:
     """Let a model solve one problem, its workers in parallel.
 
-    >>> from dccot import solve
-    >>> solve("runs/demo/rl", "Add 3, 14 and 15.").answer          # doctest: +SKIP
-    '32'
+        solution = solve("runs/demo/stage4", "Add a: 4, b: 7, c: 5.")
+        solution.answer, solution.response.longest_path, solution.seconds
 
     `model` is a Hugging Face folder, or a run, whose own prompt, budget and temperature are then the defaults. `budget` bounds the
     longest path in tokens. `sequential` asks without workers. The same `seed` gives the same tokens. An `engine` that is given is used
@@ -240,7 +239,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> int:
     parser = Parser(
         description="Solve one problem, live: director above, workers side by side, then the answer and what parallelism bought.",
-        epilog='example: dccot solve runs/demo/rl "Add 3, 14 and 15." --trace solve.json',
+        epilog='example: dccot solve runs/demo/stage4 "Add a: 4, b: 7, c: 5." --trace solve.json',
     )
     parser.add_argument("model", help="a Hugging Face folder, or a run (its newest checkpoint, asked as it was trained)")
     parser.add_argument("problem", help="the problem, in quotes; - reads it from standard input")
