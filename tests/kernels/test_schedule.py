@@ -8,7 +8,7 @@ from kernel_forests import SHAPES, forests, visible_pairs
 
 from dccot.kernels.schedule import Lists, build, cut
 
-BLOCKS = st.sampled_from([4, 8, 16])
+BLOCKS = st.sampled_from([1, 2, 4, 8, 16])
 
 
 def visits(lists: Lists):
@@ -37,7 +37,7 @@ def check(visible_until, block_q: int, block_k: int) -> None:
     assert schedule.visited == sum(1 for _ in visits(schedule.by_query)) == sum(1 for _ in visits(schedule.by_key))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=120)
 @given(forests(80), BLOCKS, BLOCKS)
 def test_every_visible_pair_is_visited_once_and_unmasked_tiles_are_full(visible_until, block_q, block_k):
     check(visible_until, block_q, block_k)

@@ -79,6 +79,11 @@ def test_strided_views_and_a_broadcast_gradient():
     out.sum().backward()
 
 
+def test_nothing_behind_the_last_token_is_used():
+    guarded = [torch.cat([x, torch.full_like(x, torch.nan)]) for x in inputs(33, 2, 32, torch.float32)]
+    check(SHAPES["a tile and one token"], [x[:33] for x in guarded])
+
+
 def test_the_same_inputs_give_the_same_bits():
     tensors, mask = inputs(77, 2, 32, torch.float32), TreeMask(SHAPES["plain causal"])
     first, second = (with_gradients(*tensors, mask, "triton") for _ in range(2))
