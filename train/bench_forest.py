@@ -21,7 +21,7 @@ SAMPLES = 7  # responses to one prompt
 WARM_UP = 20  # responses
 
 
-def paper_like_response(rng: random.Random, prompt: list[int], tokens: int, vocabulary: int = 151_936) -> Response:
+def paper_like_response(rng: random.Random, prompt: list[int], tokens: int, vocabulary: int) -> Response:
     """A response of about `tokens` tokens behind its prompt: a director with 15% before and 15% behind three workers of unlike length."""
 
     def segment(share: float, inserted: int) -> Segment:
@@ -33,13 +33,15 @@ def paper_like_response(rng: random.Random, prompt: list[int], tokens: int, voca
     return Response(prompt, [Round(segment(0.15, 0), workers)], segment(0.15, inserted=5))
 
 
-def paper_like_responses(count: int, tokens: int, seed: int = 0, prompt_tokens: int = 250) -> list[Response]:
+def paper_like_responses(
+    count: int, tokens: int, seed: int = 0, prompt_tokens: int = 250, vocabulary: int = 151_936
+) -> list[Response]:
     """`count` responses in groups of SAMPLES that share their prompts."""
     rng = random.Random(seed)
     made: list[Response] = []
     while len(made) < count:
         prompt = rng.choices(range(1000), k=prompt_tokens)
-        made += [paper_like_response(rng, prompt, tokens - prompt_tokens) for _ in range(min(SAMPLES, count - len(made)))]
+        made += [paper_like_response(rng, prompt, tokens - prompt_tokens, vocabulary) for _ in range(min(SAMPLES, count - len(made)))]
     return made
 
 
