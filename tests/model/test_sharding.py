@@ -18,8 +18,16 @@ from dccot.model.transformer import Transformer
 PROGRAM = Path(__file__).with_name("sharded_program.py")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group():
+    """An engine that another room's tests started in this process brings a process group of its own; here there is none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "is_initialized", lambda: False)
+        yield
+
+
 @pytest.fixture(scope="module")
-def checkpoint(raw_config, write_checkpoint, tmp_path_factory) -> Path:
+def checkpoint(no_process_group, raw_config, write_checkpoint, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sharding") / "checkpoint"
     write_checkpoint(folder, raw_config("qwen3", tied=True))  # tied: one weight is both embedding and head
     return folder
