@@ -29,7 +29,7 @@ LONG_RUN_PAIRS = 32_768
 # Causal blocks up to this size are one call.
 CAUSAL_BLOCK = 384
 # Chains whose lengths differ by at most this factor share a call.
-PADDING_FACTOR = 1.25
+PADDING_FACTOR = 1.125
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
