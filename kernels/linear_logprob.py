@@ -50,9 +50,11 @@ def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
     statistics = hidden.new_zeros(4, len(hidden), dtype=_wide(hidden))
     statistics[0], statistics[3] = -torch.inf, torch.nan
     row_slices, word_slices = _blocks(len(hidden), len(weight), chunk_rows)
+    buffer = _buffer(hidden, row_slices, word_slices)
     for words, rows in itertools.product(word_slices, row_slices):
-        logits = _product(hidden[rows], weight[words].t())
+        logits = _logits(hidden[rows], weight[words], buffer)
         update(logits, targets[rows] - words.start, statistics[:, rows], 1 / temperature)
+        del logits  # before the next ones come, unless they share a buffer
     largest, total, weighted, chosen = statistics
     lse = largest + total.log()
     return chosen - lse, total.log() - weighted / total, lse
@@ -72,14 +74,16 @@ def _backward(
     row_values = torch.stack([lse, entropy, grad_logprob, grad_entropy])
     hidden_grad, weight_grad = torch.zeros_like(hidden, dtype=_wide(hidden)), torch.empty_like(weight)
     row_slices, word_slices = _blocks(len(hidden), len(weight), chunk_rows)
+    buffer = _buffer(hidden, row_slices, word_slices)
     for words in word_slices:
         words_grad = torch.zeros_like(weight[words], dtype=_wide(weight))
         for rows in row_slices:
-            logits = _product(hidden[rows], weight[words].t())
+            logits = _logits(hidden[rows], weight[words], buffer)
             to_gradient(logits, targets[rows] - words.start, row_values[:, rows], 1 / temperature)
-            gradient = logits.to(hidden.dtype) if hidden.is_cuda else logits
-            hidden_grad[rows] += _product(gradient, weight[words])
-            words_grad += _product(gradient.t(), hidden[rows])
+            gradient = logits.to(hidden.dtype) if buffer is None else logits
+            _add_product(hidden_grad[rows], gradient, weight[words])
+            _add_product(words_grad, gradient.t(), hidden[rows])
+            del logits, gradient  # before the next ones come, unless they share a buffer
         weight_grad[words] = words_grad
     return hidden_grad.to(hidden.dtype), weight_grad
 
@@ -120,11 +124,28 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a b, accumulated and returned in fp32 or better: logits rounded to bf16 would spoil log-probs."""
-    if a.is_cuda and a.dtype != _wide(a):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.to(_wide(a)) @ b.to(_wide(b))
+def _buffer(hidden: Tensor, row_slices: list[slice], word_slices: list[slice]) -> Tensor | None:
+    """Memory for one block; torch's GPU product of half-precision numbers into fp32 allocates its own."""
+    if hidden.is_cuda and hidden.dtype != _wide(hidden):
+        return None
+    tallest, widest = (max((s.stop - s.start for s in slices), default=0) for slices in (row_slices, word_slices))
+    return hidden.new_empty(tallest * widest, dtype=_wide(hidden))
+
+
+def _logits(hidden: Tensor, weight: Tensor, buffer: Tensor | None) -> Tensor:
+    """One block in fp32 or better: logits rounded to bf16 would spoil log-probs."""
+    if buffer is None:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    block = buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
+    return torch.mm(hidden.to(buffer.dtype), weight.t().to(buffer.dtype), out=block)
+
+
+def _add_product(total: Tensor, gradient: Tensor, factor: Tensor) -> None:
+    """total += gradient factor, summed in the precision of `total`."""
+    if gradient.dtype != total.dtype:
+        total += torch.mm(gradient, factor, out_dtype=total.dtype)
+    else:
+        total.addmm_(gradient, factor.to(total.dtype))
 
 
 def _kernels(x: Tensor):
