@@ -179,6 +179,12 @@ def test_a_director_stops_where_the_context_ends():
     assert machine.response.finish is Finish.CONTEXT
 
 
+def test_where_budget_and_context_end_together_it_was_the_budget():
+    machine = director(prompt=[1] * 10, budget=20, context=30)
+    machine.finished(only(machine.start()), written(20, Stop.LENGTH))
+    assert machine.response.finish is Finish.BUDGET
+
+
 def test_a_worker_cut_by_the_context_ends_the_response():
     machine = director(prompt=[1] * 10, budget=100, context=40)
     workers = spawn(machine, 10)

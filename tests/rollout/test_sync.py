@@ -7,7 +7,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dccot.rollout.director import RolloutConfig
+from dccot.rollout.engine import Engine
 from dccot.rollout.generate import Request, generate
+from dccot.rollout.settings import EngineConfig
 
 GREEDY = RolloutConfig(budget=80, temperature=0.0)
 
@@ -82,6 +84,15 @@ def test_verify_finds_the_one_value_that_differs(engine, checkpoints):
             with pytest.raises(ValueError, match=f"other weights than the given ones: {name};"):
                 engine.verify(model.named_parameters())
             parameter[place] = old
+
+
+def test_weights_are_cast_to_the_engines_precision(checkpoints):
+    engine = Engine(checkpoints["single"], EngineConfig(dtype="bfloat16", kv_cache_gb=0.125))
+    model = perturbed(checkpoints["single"], seed=10)
+    with pytest.raises(ValueError, match="other weights than the given ones"):
+        engine.verify(model.named_parameters())
+    engine.load(model.named_parameters())
+    engine.verify(model.named_parameters())
 
 
 def test_a_missing_weight_is_named_and_stops_the_engine_until_all_are_there(engine, checkpoints):
