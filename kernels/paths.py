@@ -6,9 +6,8 @@ Everything below a token is one contiguous range behind it. So a run of tokens w
     prompt S1 | W2 | W3 | W1 W2' W3' S2       prompt S1:  causal on itself, full for all that follows
                                               W2, W3, W1…S2:  causal on themselves
 
-Long causal pieces are halved again and again into two causal ones and a full one, since the CPU kernel saves nothing inside small
-causal blocks. Pieces of one row are put together by their log-sum-exps. In the backward each piece gets the row's final output and
-log-sum-exp, so that gradients of pieces simply add up. No query-key pair outside the mask is computed but in the smallest blocks.
+Pieces of one row are put together by their log-sum-exps. In the backward each piece gets the row's final output and log-sum-exp, so that
+gradients of pieces simply add up. No query-key pair is computed in vain but what the causal kernel itself wastes along the diagonal.
 
 In subtrees that are too small for calls of their own (a forest of hundreds of short responses) call overhead rules instead. These are
 cut into chains: a branch with everything it sees inside the small subtree, gathered. Chains of similar length run as one batched
@@ -26,8 +25,6 @@ from torch import Tensor
 
 # A run joins the slices once it and what is below it make this many query-key pairs: about what two calls cost.
 LONG_RUN_PAIRS = 32_768
-# Causal blocks up to this size are one call.
-CAUSAL_BLOCK = 384
 # Chains whose lengths differ by at most this factor share a call.
 PADDING_FACTOR = 1.125
 
@@ -58,12 +55,8 @@ def cut(visible_until: Tensor) -> Paths:
     starts = np.flatnonzero(np.diff(ends, prepend=-1))
     stops = np.append(starts[1:], len(ends))
     long = _above_any((stops - starts) * (ends[starts] - starts) >= LONG_RUN_PAIRS, starts, ends[starts])
-    causal, full = [], []
-    for start, stop in zip(starts[long].tolist(), stops[long].tolist(), strict=True):
-        for queries, keys in _halve(start, stop):
-            full.append((queries, keys)) if queries != keys else causal.append(queries)
-        if ends[start] > stop:
-            full.append((slice(stop, int(ends[start])), slice(start, stop)))
+    causal = [slice(start, stop) for start, stop in zip(starts[long].tolist(), stops[long].tolist(), strict=True)]
+    full = [(slice(run.stop, int(ends[run.start])), run) for run in causal if ends[run.start] > run.stop]
     return Paths(_chains(ends, np.repeat(~long, stops - starts)), causal, full)
 
 
@@ -71,17 +64,6 @@ def _above_any(marked: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.n
     """Runs that are marked or have a marked run below them."""
     so_far = np.concatenate([[0], np.cumsum(marked)])
     return so_far[np.searchsorted(starts, ends)] > so_far[:-1]
-
-
-def _halve(start: int, stop: int) -> Iterator[tuple[slice, slice]]:
-    """(queries, keys) pieces of a causal range; where both are the same slice, the piece is causal."""
-    if stop - start <= CAUSAL_BLOCK:
-        yield slice(start, stop), slice(start, stop)
-        return
-    middle = (start + stop + 1) // 2
-    yield from _halve(start, middle)
-    yield from _halve(middle, stop)
-    yield slice(middle, stop), slice(start, middle)
 
 
 def _chains(ends: np.ndarray, small: np.ndarray) -> list[Chains]:
