@@ -187,7 +187,7 @@ def pack(
         if len(forests) == count:
             break
         count = len(forests)  # what was added for items that did not fit now starts level with the others
-    by_cost = np.argsort(-load, kind="stable")[: max(1, -(-np.count_nonzero(load) // ranks)) * ranks]
+    by_cost = np.argsort(-load, kind="stable")
     return [[[item.members for item in forests[b]] for b in by_cost[rank::ranks]] for rank in range(ranks)]
 
 

@@ -81,9 +81,9 @@ def test_entropy_percentiles_by_hand():
 
 
 def test_gap_metrics_by_hand():
-    """Ratios trainer/rollout of 1, 4, 1/4 and 1."""
-    found = gap_metrics(torch.tensor([-1.0, -1.0, -1.0, 0.0]), torch.tensor([-1.0, -1 - math.log(4), -1 + math.log(4), 0.0]))
-    assert found["gap/kl"] == pytest.approx(((4 - 1 - math.log(4)) + (0.25 - 1 + math.log(4))) / 4, rel=1e-6)
+    """Ratios trainer/rollout of 1, 4, 1/3 and 1; the KL is that of the rollout's policy from the trainer's, k3."""
+    found = gap_metrics(torch.tensor([-1.0, -1.0, -2.0, 0.0]), torch.tensor([-1.0, -1 - math.log(4), -2 + math.log(3), 0.0]))
+    assert found["gap/kl"] == pytest.approx(((4 - 1 - math.log(4)) + (1 / 3 - 1 + math.log(3))) / 4, rel=1e-6)
     assert found["gap/max_ratio"] == pytest.approx(4.0, rel=1e-6)
     assert found["gap/max_abs_logprob"] == pytest.approx(math.log(4), rel=1e-6)
     assert found["gap/fraction_over_2"] == 0.5
