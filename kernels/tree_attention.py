@@ -57,18 +57,20 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, backen
     if scale <= 0:
         raise ValueError(f"scale must be positive, got {scale}")
     if backend == "triton":
-        _check_triton(q)
+        _check_triton(q, k, v)
     elif backend == "paths" and q.device.type != "cpu":
         raise ValueError(f"backend 'paths' is for tensors on a CPU, got {q.device}: use 'triton'")
     elif backend not in ("paths", "dense"):
         raise ValueError(f"unknown backend {backend!r}: use 'triton', 'paths' or 'dense'")
 
 
-def _check_triton(q: Tensor) -> None:
+def _check_triton(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.shape[-1] not in TRITON_HEAD_DIMS:
         raise ValueError(f"the Triton kernels take head_dim {TRITON_HEAD_DIMS}, got {q.shape[-1]}: use backend 'paths' or 'dense'")
     if q.dtype not in TRITON_DTYPES:
         raise TypeError(f"the Triton kernels take {TRITON_DTYPES}, got {q.dtype}: cast, or use backend 'paths' or 'dense'")
+    if max(x.shape[1] * x.stride(1) for x in (q, k, v)) >= 2**31:
+        raise ValueError("heads lie more than 2³¹ elements apart, which the Triton kernels cannot address: call .contiguous() first")
     if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("backend 'triton' on a CPU needs TRITON_INTERPRET=1 in the environment before Python starts: use 'paths'")
 

@@ -162,9 +162,12 @@ def test_errors_name_the_value_and_the_remedy(change, error, message):
         tree_attention(**arguments)
 
 
-def test_triton_on_a_cpu_needs_the_interpreter_and_says_so():
+def test_triton_says_what_it_cannot_take():
     q = torch.randn(9, 2, 32)
     with pytest.raises(ValueError, match="needs TRITON_INTERPRET=1"):
         tree_attention(q, q, q, TreeMask.causal([9]), backend="triton")
+    far_apart = torch.empty(2**30 + 32, dtype=torch.float16).as_strided((9, 2, 32), (0, 2**30, 1))  # never touched: costs no memory
+    with pytest.raises(ValueError, match="more than 2³¹ elements apart"):
+        tree_attention(far_apart, q.half(), q.half(), TreeMask.causal([9]), backend="triton")
     with pytest.raises(TypeError, match=r"got torch\.float64: cast"):
         tree_attention(q.double(), q.double(), q.double(), TreeMask.causal([9]), backend="triton")
