@@ -1,30 +1,32 @@
 """The miniature world: arithmetic whose reasoning splits, a tokenizer made for it, and solutions in both formats, all from a seed.
 
-    sum          Add a: 4, b: 7, c: 5, … .                                        many terms, one step each
-    products     Add the last digits of a: 6*9, b: 7*8, … .                       up to two steps each
-    expressions  Add the last digits of a: (3+4)*6, b: (8-2)*7, … .               up to three steps each
-    chain        Start with x=7 and keep the last digit after each of a: 3*x, b: 5+x, … .
-                                                                                  every step needs the one before: nothing splits
+    sum          Add a to l and keep the last digit: a: 4, b: 7, c: 5, … .                 many terms, one step each
+    products     Add a to i and keep the last digit: a: 6*9, b: 7*8, … .                   up to two steps each
+    expressions  Add a to g and keep the last digit: a: (3+4)*6, b: (5+2)*7, … .           up to three steps each
+    chain        Start with x=7, take a to h and keep the last digit: a: 3*x, b: 5+x, … .  every step needs the one before: nothing splits
 
-A sequential solution goes through the labels and carries a running total. Some of the steps towards a term's last digit may be
-done in the head. Writing them down is longer and easier to get right, so length and accuracy pull against each other as they do
-in real reasoning:
+All arithmetic is on last digits. A sequential solution goes through the labels and carries a running total. Some of the steps
+towards a term may be done in the head. Writing them down is longer and easier to get right, so length and accuracy pull against
+each other as they do in real reasoning:
 
     <think>
-    a: (3+4)*6=7*6=42, so 2                everything written down
-    b: 6*7=42, so 2+2=4                    the bracket in the head
-    c: so 5+4=9                            all of it in the head
-    </think><answer>\\boxed{9}</answer>
+    a: (3+4)*6=7*6=2, so 2                 everything written down
+    b: 6*7=2, so 2+2=4                     the bracket in the head
+    c: so 9+4=3                            all of it in the head
+    </think><answer>\\boxed{3}</answer>
 
 `rewrite_parallel` turns such a text into the parallel format with the text's own steps. Workers take consecutive labels and report
 under their number; the director adds up the reports as it would add terms:
 
     <think>
     Split at d, g.
-    <spawn_workers><worker_1>a: … c: so 5+4=9 1: 9</worker_1><worker_2>d: … f: … 2: 14</worker_2><worker_3>…</worker_3></spawn_workers>
-    2: 14+9=23
-    3: 7+23=30
-    </think><answer>\\boxed{30}</answer>
+    <spawn_workers><worker_1>a: … c: so 9+4=3 1: 3</worker_1><worker_2>d: … f: … 2: 8</worker_2><worker_3>…</worker_3></spawn_workers>
+    2: 8+3=1
+    3: 7+1=8
+    </think><answer>\\boxed{8}</answer>
+
+The problems of the base split ask for any part of their list, so the base model can begin and end anywhere, as a worker must. All
+others ask for the whole list.
 
 Nothing in a chain is independent except looking again. About half of the sequential solutions of chains check three steps at the
 end; those become the director's walk with one check for each worker. The others have no use for workers and are not rewritten.
@@ -58,7 +60,7 @@ if TYPE_CHECKING:
 
 WORKERS = 3
 EOS = "<｜end▁of▁sentence｜>"
-CHAIN_OPENING, CHAIN_RULE = "Start with x=", " and keep the last digit after each of "
+ADD, START, TAKE, TO, RULE = "Add ", "Start with x=", ", take ", " to ", " and keep the last digit: "
 SPLIT, CHECK, SO = "Split at ", "Check ", "so "
 
 Tree = int | tuple[str, "Tree", "Tree"]  # an expression: a number or (operator, left, right)
@@ -76,12 +78,13 @@ class Family:
 
 
 FAMILIES = {
-    "sum": Family(range(9, 17), range(18, 22), 0.35),
-    "products": Family(range(7, 13), range(14, 18), 0.3),
-    "expressions": Family(range(5, 9), range(10, 13), 0.15),
-    "chain": Family(range(7, 13), range(14, 18), 0.2),
+    "sum": Family(range(14, 22), range(23, 27), 0.3),
+    "products": Family(range(10, 17), range(18, 23), 0.3),
+    "expressions": Family(range(8, 13), range(14, 18), 0.25),
+    "chain": Family(range(7, 13), range(14, 19), 0.15),
 }
 SMALLEST = 3  # problems for the base model start here: it learns to walk before it runs
+WHOLE = 0.4  # how often a problem for the base model asks for its whole list
 
 # A problem's split is a hash of its question, so two splits never share one, whatever their sizes and seeds.
 SPLIT_BUCKETS = {"base": range(8), "train": range(8, 14), "validation": range(14, 15), "test": range(15, 16)}
@@ -94,8 +97,8 @@ class ArithmeticProblem(Problem):
     """A problem that knows what it is made of. Its id reads `split-family-number`, so results can be told apart by family."""
 
     family: str
-    labels: str  # one letter per term or step
-    terms: tuple  # an expression each; in a chain the (operator, number) of each step
+    labels: str  # of the terms or steps asked for, one letter each
+    terms: tuple  # what is asked for: an expression each; in a chain the (operator, number) of each step
     start: int | None = None  # what a chain starts with
 
 
@@ -130,37 +133,42 @@ def _draw(rng: random.Random, family: str, split: str, id: str) -> ArithmeticPro
     of = FAMILIES[family]
     size = rng.choice(of.larger if split == LARGER else range(SMALLEST, of.sizes.stop) if split == "base" else of.sizes)
     first = rng.randrange(len(ascii_lowercase) - size + 1)  # any letter may come first, so larger problems hold no unseen label
-    labels = ascii_lowercase[first : first + size]
+    listed = {label: _TERMS[family](rng) for label in ascii_lowercase[first : first + size]}
+    labels = "".join(listed)
+    if split == "base" and rng.random() > WHOLE:
+        begin, end = sorted(rng.sample(range(size + 1), 2))
+        labels = labels[begin:end]
+    terms, start = tuple(listed[label] for label in labels), None
     if family == "chain":
-        start, terms = rng.randint(2, 9), tuple((rng.choice("*+"), rng.randint(2, 9)) for _ in labels)
-        state = start
+        start = gold = rng.randint(2, 9)
         for operator, number in terms:
-            state = _value((operator, number, state)) % 10
-        listed = ", ".join(f"{label}: {number}{operator}x" for label, (operator, number) in zip(labels, terms))
-        return ArithmeticProblem(id, f"{CHAIN_OPENING}{start}{CHAIN_RULE}{listed}.", str(state), family, labels, terms, start)
-    terms = tuple(_TERMS[family](rng) for _ in labels)
-    listed = ", ".join(f"{label}: {_text(term)}" for label, term in zip(labels, terms))
-    opening = "Add " if family == "sum" else "Add the last digits of "
-    return ArithmeticProblem(id, f"{opening}{listed}.", str(sum(_value(term) % 10 for term in terms)), family, labels, terms)
+            gold = _digit((operator, number, gold))
+    else:
+        gold = sum(map(_digit, terms)) % 10
+    opening = ADD if start is None else f"{START}{start}{TAKE}"
+    items = ", ".join(f"{label}: {_text(term) if start is None else f'{term[1]}{term[0]}x'}" for label, term in listed.items())
+    question = f"{opening}{labels[0]}{TO}{labels[-1]}{RULE}{items}."
+    return ArithmeticProblem(id, question, str(gold), family, labels, terms, start)
 
 
-_PAIRS = [(a, b) for a in range(1, 10) for b in range(1, 10)]
-_BRACKETS = [("+", a, b) for a, b in _PAIRS if a + b <= 9] + [("-", a, b) for a, b in _PAIRS if a - b >= 2]
+_BRACKETS = [("+", a, b) for a in range(1, 9) for b in range(1, 10 - a)]  # one digit after the bracket
 
 _TERMS = {
     "sum": lambda rng: rng.randint(1, 9),
     "products": lambda rng: ("*", rng.randint(2, 9), rng.randint(2, 9)),
     "expressions": lambda rng: ("*", rng.choice(_BRACKETS), rng.randint(2, 9)),
+    "chain": lambda rng: (rng.choice("*+"), rng.randint(2, 9)),
 }
 
 
 # ---- arithmetic written down ----------------------------------------------------------------------------------------------
 
-def _value(tree: Tree) -> int:
+def _digit(tree: Tree) -> int:
+    """The last digit of an expression."""
     if isinstance(tree, int):
-        return tree
-    operator, left, right = tree[0], _value(tree[1]), _value(tree[2])
-    return {"+": left + right, "-": left - right, "*": left * right}[operator]
+        return tree % 10
+    operator, left, right = tree[0], _digit(tree[1]), _digit(tree[2])
+    return (left * right if operator == "*" else left + right) % 10
 
 
 def _text(tree: Tree) -> str:
@@ -176,7 +184,7 @@ def _workings(tree: Tree) -> list[str]:
     if isinstance(tree, int):
         return []
     operator, left, right = tree
-    short = f"{_value(left)}{operator}{right}={_value(tree)}"
+    short = f"{_digit(left)}{operator}{right}={_digit(tree)}"
     return [short] if isinstance(left, int) else [f"{_text(tree)}={short}", short]
 
 
@@ -191,12 +199,12 @@ def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, in_head: f
     for label, term in zip(problem.labels, problem.terms):
         if problem.family == "chain":
             step: Tree = (term[0], term[1], total)
-            lines.append(f"{label}: {_text(step)}={_value(step)}\n")
-            total = _value(step) % 10
+            total = _digit(step)
+            lines.append(f"{label}: {_text(step)}={total}\n")
         else:
-            line, total = _line(label, written(term), _value(term) % 10, total, "" if problem.family == "sum" else SO)
+            line, total = _line(label, written(term), _digit(term), total, "" if problem.family == "sum" else SO)
             lines.append(line)
-    if problem.family == "chain" and rng.random() < 0.5:
+    if problem.family == "chain" and len(lines) >= WORKERS and rng.random() < 0.5:
         checked = sorted(rng.sample(range(len(lines)), WORKERS))
         lines += [f"{CHECK}{', '.join(problem.labels[i] for i in checked)}.\n", *(lines[i] for i in checked)]
     return f"{THINK_OPEN}\n{''.join(lines)}{_answer(total)}"
@@ -204,7 +212,7 @@ def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, in_head: f
 
 def _line(label: str, working: str | None, adds: int, total: int | None, so: str = "") -> tuple[str, int]:
     """The line of one term and the running total behind it; the first term of a run has no total to be added to."""
-    now = adds if total is None else total + adds
+    now = adds if total is None else (total + adds) % 10
     return f"{label}: {f'{working}, ' if working else ''}{so}{now if total is None else f'{adds}+{total}={now}'}\n", now
 
 
@@ -222,10 +230,10 @@ def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0
     """
     rng = random.Random(f"{attempt}/{problem.question}/{sequential_text}")
     thought = sequential_text.partition(THINK_CLOSE)[0]
-    if problem.question.startswith(CHAIN_OPENING):
+    if problem.question.startswith(START):
         return _chain_with_checks(thought, sequential_text)
     lines = re.findall(r"^([a-z]): (.+)\n", thought, re.MULTILINE)
-    if [label for label, _ in lines] != re.findall(r"([a-z]): ", problem.question):
+    if "".join(label for label, _ in lines) != _asked_for(problem.question) or len(lines) < WORKERS:
         return sequential_text
     try:
         steps = [_own_step(label, line, first=i == 0) for i, (label, line) in enumerate(lines)]
@@ -240,6 +248,11 @@ def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0
     combined, total = _run(reports[1:], reports[0].adds)
     plan = f"{SPLIT}{steps[cuts[0]].label}, {steps[cuts[1]].label}.\n"
     return f"{THINK_OPEN}\n{plan}{_block(workers)}{combined}{_answer(total)}"
+
+
+def _asked_for(question: str) -> str:
+    found = re.search(f"([a-z]){TO}([a-z]){RULE}", question)
+    return ascii_lowercase[ascii_lowercase.index(found[1]) : ascii_lowercase.index(found[2]) + 1] if found else ""
 
 
 @dataclass(frozen=True)
@@ -263,7 +276,7 @@ def _chain_with_checks(thought: str, sequential_text: str) -> str:
 
 def _own_step(label: str, line: str, *, first: bool) -> Step:
     """What the text itself says about a term."""
-    found = re.fullmatch(r"(?:(\S+), )?(so )?(\d+)" if first else r"(?:(\S+), )?(so )?(\d+)\+\d+=\d+", line)
+    found = re.fullmatch(r"(?:(\S+), )?(so )?(\d)" if first else r"(?:(\S+), )?(so )?(\d)\+\d=\d", line)
     if found is None:
         raise ValueError(f"{line!r} does not end in a running total")
     return Step(label, found[1], int(found[3]), found[2] or "")
@@ -295,7 +308,7 @@ def _block(workers: list[str]) -> str:
 
 # An instruction of the prompts is one token, so that a prompt costs little more than its question.
 SENTENCES = (f" {PARALLEL_INSTRUCTION}", f" {INSTRUCTION}")
-PHRASES = ("Add ", "Add the last digits of ", CHAIN_OPENING, CHAIN_RULE, SPLIT, CHECK, SO, f", {SO}", ", ", ".\n", "\\boxed{")
+PHRASES = (ADD, START, TAKE, TO, RULE, SPLIT, CHECK, SO, f", {SO}", ", ", ".\n", "\\boxed{")
 TAG_PIECES = ("</", ">\n", "think", "answer", "spawn_workers", "worker_")
 
 

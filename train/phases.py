@@ -13,7 +13,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dccot.train.runtime import Runtime
+from dccot.train.timeline import merge
 
 log = logging.getLogger(__name__)
 
@@ -71,16 +72,18 @@ class Phases:
         log.warning("rank %d, step %d: %s has been running for %.0f s, usually %.1f s", self.rank, self.step, name, running, usual)
 
 
-def profiled(config: ProfileConfig, step: int, folder: Path, runtime: Runtime):
-    """A context that writes this rank's trace of `step` if it is one of the chosen; opens in Perfetto and in TensorBoard."""
+@contextmanager
+def profiled(config: ProfileConfig, step: int, folder: Path, runtime: Runtime) -> Iterator[None]:
+    """If `step` is one of the chosen, a trace of each rank and one of all ranks together (train/timeline.py)."""
     if step not in config.steps:
-        return nullcontext()
+        yield
+        return
     folder = folder / f"step_{step:06d}"
     folder.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
-    return profile(
-        activities=activities,
-        record_shapes=config.shapes,
-        profile_memory=config.memory,
-        on_trace_ready=lambda done: done.export_chrome_trace(str(folder / f"rank{runtime.rank}.pt.trace.json")),
-    )
+    with profile(activities=activities, record_shapes=config.shapes, profile_memory=config.memory) as trace:
+        yield
+    trace.export_chrome_trace(str(folder / f"rank{runtime.rank}.pt.trace.json"))
+    runtime.barrier()  # every rank's trace is there
+    if runtime.is_main:
+        log.info("step %d, all ranks on one timeline: %s", step, merge(folder))

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from dccot.train.phases import Phases, ProfileConfig, profiled
+from dccot.train.phases import Phases
 from dccot.train.runtime import Runtime
 
 HERE = Runtime(rank=3, ranks=8, device=torch.device("cpu"), owned=False)
@@ -51,11 +51,3 @@ def test_a_phase_that_ends_in_time_says_nothing(caplog):
             pass
     time.sleep(0.1)
     assert caplog.text == ""
-
-
-def test_only_chosen_steps_leave_a_trace(tmp_path):
-    config = ProfileConfig(steps=[1])
-    for step in range(3):
-        with profiled(config, step, tmp_path, HERE):
-            torch.zeros(3).sum()
-    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.json")] == ["step_000001/rank3.pt.trace.json"]

@@ -26,6 +26,8 @@ with profiled(ProfileConfig(steps=[10]), 10, Path(sys.argv[1]), runtime):
         weight = torch.randn(8, 8, requires_grad=True)
         (weight @ weight).sum().backward()
         dist.all_reduce(weight.grad)
+with profiled(ProfileConfig(steps=[10]), 11, Path(sys.argv[1]), runtime):
+    torch.zeros(3).sum()
 runtime.stop()
 """
 
@@ -51,7 +53,7 @@ def step_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def merged(step_folder):
-    return opened(merge(step_folder))
+    return opened(step_folder / "step_000010.trace.json.gz")  # made by the ranks themselves
 
 
 def test_ranks_are_named_processes_and_phases_have_a_lane_each(merged):
@@ -59,6 +61,13 @@ def test_ranks_are_named_processes_and_phases_have_a_lane_each(merged):
     lanes = names(merged, "thread_name")
     shown = sorted((lanes[e["tid"]], e["ts"], e["name"]) for e in merged if e.get("cat") == "phase")
     assert [(lane, name) for lane, _, name in shown] == [(f"rank {r}", name) for r in (0, 1) for name in ("rollout", "update")]
+
+
+def test_only_chosen_steps_leave_traces(step_folder):
+    assert [folder.name for folder in step_folder.parent.iterdir() if folder.is_dir()] == ["step_000010"]
+    assert sorted(path.name for path in step_folder.iterdir()) == [
+        "rank0.pt.trace.json", "rank1.pt.trace.json", "step_000010.trace.json.gz"
+    ]
 
 
 def test_no_operator_is_lost(step_folder, merged):
