@@ -100,11 +100,14 @@ def open_run(config: Any, runtime: Runtime) -> Path:
 
 
 class StepProgress:
-    """A bar with the time left on a terminal; on anything else every line carries it."""
+    """A bar with the time left on a terminal; on anything else every line carries it. Of quick steps only some are shown."""
+
+    PAUSE = 3.0  # seconds between lines
 
     def __init__(self, title: str, first: int, steps: int, active: bool):
         self.console = Console(stderr=False, highlight=False, soft_wrap=True)
         self.active, self.first, self.steps, self.began = active, first, steps, time.monotonic()
+        self.next_line = 0.0
         columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
         self.bar = Progress(*columns, console=self.console, disable=not (active and self.console.is_terminal), transient=True)
         self.task = self.bar.add_task(title, total=steps, completed=first)
@@ -119,11 +122,14 @@ class StepProgress:
     def step(self, done: int, line: str) -> None:
         if not self.active:
             return
+        self.bar.update(self.task, completed=done)
+        if time.monotonic() < self.next_line and done < self.steps:
+            return
+        self.next_line = time.monotonic() + self.PAUSE
         if not self.console.is_terminal:
             seconds = (time.monotonic() - self.began) / max(1, done - self.first) * (self.steps - done)
             line += f"  (left {int(seconds // 60)}:{int(seconds % 60):02d})"
         self.console.print(line)
-        self.bar.update(self.task, completed=done)
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:
