@@ -137,14 +137,27 @@ def save_checkpoint(
     gathered, problem = full_parameters(model), None
     if _rank() == 0:
         try:
-            with written_whole(folder) as partial:
-                _write(model, gathered, partial, dtype, max_shard_bytes)
-                _copy_companions(source, partial)
+            write_folder(model, gathered, folder, source=source, dtype=dtype, max_shard_bytes=max_shard_bytes)
         except Exception as error:
             problem = error
     for _ in gathered:  # gathering is collective: every rank walks to the end, also when rank 0 could not write
         pass
     _raise_everywhere(problem, f"rank 0 could not write {folder}")
+
+
+def write_folder(
+    model: Transformer,
+    parameters: Iterator[tuple[str, Tensor]],
+    folder: str | Path,
+    *,
+    source: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """One process writes `parameters` (name, whole tensor) as a checkpoint; of `model` only names, shapes, dtype and config matter."""
+    with written_whole(folder) as partial:
+        _write(model, parameters, partial, dtype, max_shard_bytes)
+        _copy_companions(source, partial)
 
 
 def _raise_everywhere(problem: Exception | None, what: str) -> None:

@@ -6,6 +6,9 @@
     checkpoints/step_000010/manifest.json   size and checksum of every file above; written last
     latest                                  name of the newest whole checkpoint; moves last
 
+Training waits only while its shards are copied to memory. A thread of every rank writes the copy while training goes on, over a process
+group of its own, so that its collectives never meet those of training. hf/ is made from what has just been written to dcp/.
+
 A checkpoint that does not match its manifest is reported and the one before it is used. The newest good one is never deleted. A disk
 that is full costs the checkpoint, not the run: the next one is tried as usual, and only the last one must succeed.
 """
@@ -16,21 +19,29 @@ import json
 import logging
 import os
 import shutil
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
 from dccot.config import require
-from dccot.model.checkpoint_io import save_checkpoint
+from dccot.model.checkpoint_io import write_folder
+from dccot.model.transformer import Transformer
 from dccot.train.runtime import Runtime
 
 log = logging.getLogger(__name__)
+warnings.filterwarnings("ignore", "torch.distributed is disabled, .* assuming the intent is to load in a single process")  # it is
 
 
 @dataclass
@@ -47,34 +58,70 @@ class CheckpointConfig:
 
 
 class Checkpointer:
-    """Saves and restores one run. Every method is collective: all ranks call it."""
+    """Saves and restores one run. Every method but `costs` is collective: all ranks call it."""
 
     def __init__(self, run: Path, config: CheckpointConfig, runtime: Runtime, source: str | Path):
         self.folder, self.latest = run / "checkpoints", run / "latest"
         self.config, self.runtime, self.source = config, runtime, source  # source: where tokenizer and config.json come from
+        self._costs: dict[str, float] = {}
+        self._group = dist.new_group(backend="gloo")
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._underway: Future[list[str]] | None = None
         if runtime.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             for leftover in self.folder.glob(".*.partial"):
                 shutil.rmtree(leftover)
         runtime.barrier()
 
-    def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any], *, last: bool = False) -> bool:
-        """Write the checkpoint of `step`; False (and a message) if the disk would not take it, with everything older intact.
+    def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any], *, last: bool = False) -> None:
+        """Begin to write the checkpoint of `step`, when the one before is done. A disk that does not take it costs a message.
 
-        Where it is the `last` of a run, there is no later one to make up for it: then that is an error.
+        Where it is the `last` of a run, there is no later one to make up for it: it is waited for, and a failure is an error.
         """
+        start = time.perf_counter()
+        self.finish()
+        partial = self.folder / f".step_{step:06d}.partial"
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        written = dcp.async_save(  # returns when the copy is made
+            {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial / "dcp", process_group=self._group
+        )
+        with torch.device("meta"):
+            shape = Transformer(model.config).to(next(model.parameters()).dtype)
+        state_text = json.dumps({"step": step, **state}, indent=1)
+        self._underway = self._writer.submit(self._complete, step, written, shape, state_text, start, time.perf_counter() - start, last)
+        if last:
+            problems = self._underway.result()
+            if problems:
+                raise OSError(f"the last checkpoint, step {step}, was not written ({problems[0]}); make room and run this again")
+
+    def finish(self) -> bool:
+        """Wait for a checkpoint that is being written; False if the disk would not take it, with everything older intact."""
+        return self._underway is None or not self._underway.result()
+
+    def costs(self) -> dict[str, float]:
+        """What a checkpoint took that was done since this was last asked: seconds that training waited, seconds until it stood."""
+        costs, self._costs = self._costs, {}
+        return costs
+
+    def close(self) -> None:
+        """Let a checkpoint that is being written stand before the process group goes, also when training ends in an error."""
+        if self._underway is not None and (error := self._underway.exception()):
+            log.error("the checkpoint being written was lost: %s", _first_line(error))
+        self._writer.shutdown()
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+    def _complete(self, step: int, written: Future, shape: Transformer, state: str, start: float, waited: float, last: bool) -> list[str]:
+        """In the background: when every rank has written its shards, rank 0 adds the rest and gives the checkpoint its name."""
         partial, final = self.folder / f".step_{step:06d}.partial", self.folder / f"step_{step:06d}"
-        problem = None
-        try:
-            model_state, optimizer_state = get_state_dict(model, optimizer)
-            dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial / "dcp")
-            save_checkpoint(model, partial / "hf", source=self.source)
-        except (Exception, CheckpointException) as error:  # a full disk surfaces as OSError, RuntimeError, SafetensorError or this
-            problem = f"rank {self.runtime.rank}: {_first_line(error)}"
-        problems = [text for [text] in self.runtime.gather([problem]) if text]
+        error = written.exception()  # a full disk surfaces as OSError, RuntimeError, SafetensorError or CheckpointException
+        problems: list[str | None] = [None] * self.runtime.ranks
+        dist.all_gather_object(problems, f"rank {self.runtime.rank}: {_first_line(error)}" if error else None, group=self._group)
+        problems = [problem for problem in problems if problem]
         if self.runtime.is_main and not problems:
             try:
-                (partial / "state.json").write_text(json.dumps({"step": step, **state}, indent=1))
+                write_folder(shape, _read_back(partial / "dcp", shape), partial / "hf", source=self.source)
+                (partial / "state.json").write_text(state)
                 _write_manifest(partial)
                 if final.exists():
                     shutil.rmtree(final)
@@ -82,19 +129,22 @@ class Checkpointer:
                 _flush(self.folder)
                 _point(self.latest, final.name)
                 self._retire(step)
-            except OSError as error:
-                problems = [f"rank 0: {error}"]
-        problems = self.runtime.share(problems)
-        if problems:
-            if self.runtime.is_main:
-                shutil.rmtree(partial, ignore_errors=True)
-            if last:
-                raise OSError(f"the last checkpoint, step {step}, was not written ({problems[0]}); make room and run this again")
-            log.error("checkpoint of step %d was not written (%s); training goes on, the one before it stays", step, problems[0])
-        return not problems
+            except (Exception, CheckpointException) as error:
+                problems = [f"rank 0: {_first_line(error)}"]
+        if self.runtime.is_main and problems:
+            shutil.rmtree(partial, ignore_errors=True)
+            if not last:
+                log.error("checkpoint of step %d was not written (%s); training goes on, the one before it stays", step, problems[0])
+        box = [problems]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        self._costs = {"time/checkpoint_waited": waited, "time/checkpoint_written": time.perf_counter() - start}
+        if not box[0]:
+            log.info("checkpoint of step %d stands after %.1f s; training waited %.2f s", step, *reversed(self._costs.values()))
+        return box[0]
 
     def newest(self) -> Path | None:
         """The newest checkpoint that matches its manifest; damaged ones are reported and passed over."""
+        self.finish()
         found, damaged = None, []
         if self.runtime.is_main:
             whole = [folder for folder in self._steps() if (folder / "dcp").exists()]  # of others only hf/ was to stay
@@ -141,6 +191,14 @@ class Checkpointer:
                 (folder / "manifest.json").unlink(missing_ok=True)
             else:
                 shutil.rmtree(folder)
+
+
+def _read_back(folder: Path, shape: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of every parameter in a dcp/ folder, one at a time; needs no other rank."""
+    for name, parameter in shape.named_parameters():
+        whole = torch.empty_like(parameter, device="cpu")
+        dcp.load({"model": {name: whole}}, checkpoint_id=folder, no_dist=True)
+        yield name, whole
 
 
 def _step_of(folder: Path) -> int:

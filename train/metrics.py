@@ -42,6 +42,7 @@ LAYOUT = {
     },
     "3 · Where does the time go?": {
         "Seconds per phase": ["time/rollout", "time/grade", "time/old_logprob", "time/reference", "time/update", "time/sync"],
+        "Checkpoints: seconds waited, seconds until written": ["time/checkpoint_waited", "time/checkpoint_written"],
         "Tokens per second": ["speed/rollout_tokens", "speed/trained_tokens"],
         "Model FLOP utilisation": ["speed/mfu"],
     },

@@ -332,6 +332,7 @@ def train(config: RLConfig, engine: Engine | None = None) -> None:
         runtime = Runtime.start(config.timeout_seconds)
         stack.callback(runtime.stop)
         rl = RL(config, runtime, stack, engine)
+        stack.callback(rl.checkpointer.close)
         phases, first = rl.phases, rl.first_step
         recorder = Recorder(rl.run, first, runtime.is_main)
         stack.callback(recorder.close)
@@ -358,7 +359,8 @@ def train(config: RLConfig, engine: Engine | None = None) -> None:
             recorder.write(step, metrics, {"sample": sample_text(batch.groups[0][0])} if step % 10 == 0 else None)
             progress.step(step + 1, console_line(step + 1, config.steps, metrics))
             if last or (step + 1) % config.checkpoint.every == 0:
-                rl.checkpointer.save(step + 1, rl.model, rl.optimizer, rl.state(), last=last)
+                with phases("checkpoint"):
+                    rl.checkpointer.save(step + 1, rl.model, rl.optimizer, rl.state(), last=last)
 
 
 def step_metrics(rl: RL, batch: Batch, reports: Sequence[StepReport]) -> dict[str, float]:
@@ -378,6 +380,7 @@ def step_metrics(rl: RL, batch: Batch, reports: Sequence[StepReport]) -> dict[st
         "data/trained_reward": sum(r.reward or 0.0 for r in trained) / len(trained),
         "speed/rollout_tokens": sampled / seconds["rollout"] if "rollout" in seconds else 0.0,
         **{f"time/{name}": took for name, took in seconds.items()},
+        **rl.checkpointer.costs(),
         **memory_metrics(),
     }
 

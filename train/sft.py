@@ -203,6 +203,7 @@ class SFT:
             "speed/trained_tokens": sum(map(len, forests)) * self.runtime.ranks / seconds["update"],
             **training_speed(self.model.config, forests, seconds["update"], self.runtime.device, DTYPES[config.sharding.compute_dtype]),
             **{f"time/{name}": took for name, took in seconds.items()},
+            **self.checkpointer.costs(),
             **memory_metrics(),
         }
 
@@ -213,6 +214,7 @@ def train(config: SFTConfig) -> None:
         runtime = Runtime.start()
         stack.callback(runtime.stop)
         sft = SFT(config, runtime)
+        stack.callback(sft.checkpointer.close)
         recorder = Recorder(sft.run, sft.first_step, runtime.is_main)
         stack.callback(recorder.close)
         progress = stack.enter_context(StepProgress(config.name, sft.first_step, config.steps, runtime.is_main))
@@ -229,7 +231,8 @@ def train(config: SFTConfig) -> None:
             progress.step(step + 1, console_line(step + 1, config.steps, metrics))
             if last or (step + 1) % config.checkpoint.every == 0:
                 state = {"skipped": sft.skipped, "stream": sft.stream.state()}
-                sft.checkpointer.save(step + 1, sft.model, sft.optimizer, state, last=last)
+                with sft.phases("checkpoint"):
+                    sft.checkpointer.save(step + 1, sft.model, sft.optimizer, state, last=last)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,17 +20,23 @@ def main(model_folder: Path, run: Path) -> None:
     model = build_model(model_folder, ShardingConfig(compute_dtype="float32"))
     optimizer = torch.optim.SGD(model.parameters())  # no state of its own, so that a rank's part in dcp/ is smaller than hf/
     checkpointer = Checkpointer(run, CheckpointConfig(), runtime, source=model_folder)
-    saved = [checkpointer.save(1, model, optimizer, {})]
+    saved = []
+
+    def save(step: int) -> None:
+        checkpointer.save(step, model, optimizer, {})
+        saved.append(checkpointer.finish())
+
+    save(1)
     dcp, hf = (max(path.stat().st_size for path in (run / "checkpoints" / "step_000001" / folder).iterdir()) for folder in ("dcp", "hf"))
     assert dcp < hf, "the limit below must stop hf/ and not dcp/"
     for step, limit in ((2, hf - 1), (3, 1000), (4, resource.RLIM_INFINITY)):
         if runtime.is_main:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        saved.append(checkpointer.save(step, model, optimizer, {}))
+        save(step)
     answers = runtime.gather(saved)
     if runtime.is_main:
         (run / "saved.json").write_text(json.dumps(answers))
-    runtime.barrier()
+    checkpointer.close()
     runtime.stop()
 
 

@@ -4,6 +4,7 @@ import json
 import logging
 import resource
 import shutil
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import dccot.train.checkpoint as checkpoint_module
 from dccot.model.sharding import ShardingConfig, build_model
 from dccot.train.checkpoint import CheckpointConfig, Checkpointer, resolve_model, verify_manifest
 from dccot.train.runtime import Runtime
@@ -43,10 +45,20 @@ def move(model, optimizer) -> None:
 
 @pytest.fixture
 def checkpointer(tmp_path, runtime, checkpoint):
-    def make(**settings) -> Checkpointer:
-        return Checkpointer(tmp_path / "run", CheckpointConfig(**settings), runtime, source=checkpoint)
+    made = []
 
-    return make
+    def make(**settings) -> Checkpointer:
+        made.append(Checkpointer(tmp_path / "run", CheckpointConfig(**settings), runtime, source=checkpoint))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def saved(checkpointer: Checkpointer, *arguments) -> bool:
+    checkpointer.save(*arguments)
+    return checkpointer.finish()
 
 
 def steps(checkpointer: Checkpointer) -> list[str]:
@@ -84,21 +96,59 @@ def no_file_larger_than(limit: int):
 
 def test_model_optimizer_and_state_come_back_bit_for_bit(checkpointer, trained, checkpoint):
     model, optimizer = trained
-    assert checkpointer().save(7, model, optimizer, {"stream": {"position": 3}})
-    saved = values(model)
+    assert saved(checkpointer(), 7, model, optimizer, {"stream": {"position": 3}})
+    before = values(model)
     move(model, optimizer)
     moved = values(model)
     fresh = build_model(checkpoint, ShardingConfig(compute_dtype="float32"))
     fresh_optimizer = make_optimizer(fresh, OptimizerConfig(learning_rate=0.1))
     assert checkpointer().resume(fresh, fresh_optimizer) == {"step": 7, "stream": {"position": 3}}
-    assert all(map(torch.equal, values(fresh), saved))
+    assert all(map(torch.equal, values(fresh), before))
     move(fresh, fresh_optimizer)
     assert all(map(torch.equal, values(fresh), moved)), "the optimizer's moments belong to the checkpoint"
 
 
+def test_a_checkpoint_holds_what_training_had_when_it_was_asked_for(checkpointer, trained, checkpoint):
+    """Training goes on at once, and writes over the very memory that is being saved."""
+    model, optimizer = trained
+    keeper, before = checkpointer(), values(model)
+    keeper.save(1, model, optimizer, {})
+    for _ in range(20):
+        move(model, optimizer)
+    assert keeper.finish()
+    theirs = dict(AutoModelForCausalLM.from_pretrained(keeper.folder / "step_000001" / "hf").named_parameters())
+    assert all(torch.equal(theirs[name], value) for (name, _), value in zip(model.named_parameters(), before, strict=True))
+    assert keeper.resume(model, optimizer)["step"] == 1
+    assert all(map(torch.equal, values(model), before))
+    costs = keeper.costs()
+    assert costs["time/checkpoint_written"] > costs["time/checkpoint_waited"] > 0
+    assert keeper.costs() == {}, "each is told once"
+
+
+def test_a_checkpoint_has_no_name_until_its_last_file_is_written(checkpointer, trained, monkeypatch):
+    keeper, hold, reached = checkpointer(), threading.Event(), threading.Event()
+    saved(keeper, 1, *trained, {})
+    write_manifest = checkpoint_module._write_manifest
+
+    def held(folder: Path) -> None:
+        reached.set()
+        hold.wait(60)
+        write_manifest(folder)
+
+    monkeypatch.setattr(checkpoint_module, "_write_manifest", held)
+    keeper.save(2, *trained, {})
+    assert reached.wait(60)
+    assert steps(keeper) == [".step_000002.partial", "step_000001"]
+    assert keeper.latest.read_text() == "step_000001\n"
+    hold.set()
+    assert keeper.finish()
+    assert steps(keeper) == ["step_000001", "step_000002"]
+    assert keeper.latest.read_text() == "step_000002\n"
+
+
 def test_the_hf_folder_opens_in_transformers_with_its_tokenizer(checkpointer, trained):
     model, optimizer = trained
-    checkpointer().save(1, model, optimizer, {})
+    saved(checkpointer(), 1, model, optimizer, {})
     folder = checkpointer().folder / "step_000001" / "hf"
     theirs = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
     assert all(torch.equal(theirs[name], parameter.full_tensor()) for name, parameter in model.named_parameters())
@@ -113,7 +163,7 @@ def test_a_new_run_has_nothing_to_resume(checkpointer, trained):
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(checkpointer, trained, caplog, kind):
     model, optimizer = trained
     for step in (1, 2):
-        checkpointer().save(step, model, optimizer, {})
+        saved(checkpointer(), step, model, optimizer, {})
     damage(checkpointer().folder / "step_000002", kind)
     assert checkpointer().resume(model, optimizer)["step"] == 1
     assert "step_000002 is damaged" in caplog.text
@@ -121,7 +171,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(chec
 
 
 def test_a_run_without_a_whole_checkpoint_is_not_silently_begun_anew(checkpointer, trained):
-    checkpointer().save(1, *trained, {})
+    saved(checkpointer(), 1, *trained, {})
     damage(checkpointer().folder / "step_000001", "a flipped bit")
     with pytest.raises(FileExistsError, match=r"no checkpoint in .* is whole \(step_000001\); remove that folder"):
         checkpointer().resume(*trained)
@@ -130,7 +180,7 @@ def test_a_run_without_a_whole_checkpoint_is_not_silently_begun_anew(checkpointe
 def test_the_newest_are_kept_and_chosen_hf_folders_stay_for_good(checkpointer, trained):
     keeper = checkpointer(keep=2, keep_hf_every=2)
     for step in range(1, 6):
-        keeper.save(step, *trained, {})
+        saved(keeper, step, *trained, {})
     assert steps(keeper) == ["step_000002", "step_000004", "step_000005"]
     assert sorted(path.name for path in (keeper.folder / "step_000002").iterdir()) == ["hf", "state.json"]
     assert [verify_manifest(keeper.folder / name) for name in ("step_000004", "step_000005")] == [None, None]
@@ -140,25 +190,25 @@ def test_the_newest_are_kept_and_chosen_hf_folders_stay_for_good(checkpointer, t
 def test_a_damaged_checkpoint_never_outlives_a_good_one(checkpointer, trained):
     """Behind a damaged step 20 the run goes on from 10; what it saves at 15 is the newest, whatever the numbers say."""
     keeper = checkpointer(keep=1)
-    keeper.save(10, *trained, {})
+    saved(keeper, 10, *trained, {})
     shutil.copytree(keeper.folder / "step_000010", keeper.folder / "step_000020")
     damage(keeper.folder / "step_000020", "a flipped bit")
     assert keeper.resume(*trained)["step"] == 10
-    keeper.save(15, *trained, {})
+    saved(keeper, 15, *trained, {})
     assert steps(keeper) == ["step_000015"]
     assert keeper.resume(*trained)["step"] == 15
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(checkpointer, trained, caplog):
     keeper = checkpointer(keep=1)
-    assert keeper.save(1, *trained, {})
+    assert saved(keeper, 1, *trained, {})
     with no_file_larger_than(20_000):
-        assert keeper.save(2, *trained, {}) is False
+        assert saved(keeper, 2, *trained, {}) is False
     assert "checkpoint of step 2 was not written" in caplog.text
     assert "training goes on" in caplog.text
     assert steps(keeper) == ["step_000001"]
     assert keeper.resume(*trained)["step"] == 1
-    assert keeper.save(3, *trained, {})
+    assert saved(keeper, 3, *trained, {})
     assert keeper.resume(*trained)["step"] == 3
 
 
@@ -180,13 +230,13 @@ def test_what_a_killed_writer_left_behind_is_removed(checkpointer, trained):
 
 
 def test_a_folder_with_checkpoints_is_refused_where_resuming_is_not_wanted(checkpointer, trained):
-    checkpointer().save(1, *trained, {})
+    saved(checkpointer(), 1, *trained, {})
     with pytest.raises(FileExistsError, match=r"choose another name or set checkpoint\.resume=auto"):
         checkpointer(resume="never").resume(*trained)
 
 
 def test_a_model_is_meant_by_its_folder_or_by_a_run(checkpointer, trained, checkpoint, tmp_path):
-    checkpointer().save(4, *trained, {})
+    saved(checkpointer(), 4, *trained, {})
     run = checkpointer().folder.parent
     assert resolve_model(checkpoint) == checkpoint
     assert resolve_model(run) == run / "checkpoints" / "step_000004" / "hf"
