@@ -55,5 +55,9 @@ mini: .venv/ready
 bench: .venv/ready
 	$(BIN)/dccot bench all
 
+# Runs every command of README.md and docs/ (tests/test_docs.py says how), and the wheel outside the checkout.
+docs-check: setup
+	DOCS=all $(BIN)/python -m pytest tests/test_docs.py
+
 clean:
 	rm -rf .venv runs build dist *.egg-info

@@ -1,8 +1,9 @@
 """One problem, live in the terminal: the director above, its workers side by side, then the answer and what parallelism bought.
 
-    dccot solve runs/demo/stage4 "Add a: 4, b: 7, c: 5."                 dccot solve MODEL "…" --json --trace solve.json
+    dccot solve runs/demo/stage4 "Add a to c and keep the last digit: a: 4, b: 7, c: 5."
+    dccot solve MODEL "…" --json --trace solve.json
 
-    from dccot import solve;  solution = solve("runs/demo/stage4", "Add a: 4, b: 7, c: 5.");  solution.answer
+    from dccot import solve;  solution = solve("runs/demo/stage4", "What is 2 + 3?");  solution.answer
 
 Wall-clock is compared with what writing the same tokens one after another would have taken:
 
@@ -95,8 +96,9 @@ def solve(
 ) -> Solution:
     """Let a model solve one problem, its workers in parallel.
 
-        solution = solve("runs/demo/stage4", "Add a: 4, b: 7, c: 5.")
-        solution.answer, solution.response.longest_path, solution.seconds
+    >>> solution = solve(model, "What is 2 + 3?", budget=300, seed=1)  # model: a folder, e.g. "runs/demo/stage4"
+    >>> solution.response.longest_path <= 300, solution.seconds > 0
+    (True, True)
 
     `model` is a Hugging Face folder, or a run, whose own prompt, budget and temperature are then the defaults. `budget` bounds the
     longest path in tokens. `sequential` asks without workers. The same `seed` gives the same tokens. An `engine` that is given is used
@@ -239,7 +241,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> int:
     parser = Parser(
         description="Solve one problem, live: director above, workers side by side, then the answer and what parallelism bought.",
-        epilog='example: dccot solve runs/demo/stage4 "Add a: 4, b: 7, c: 5." --trace solve.json',
+        epilog='example: dccot solve runs/demo/stage4 "Add a to c and keep the last digit: a: 4, b: 7, c: 5." --trace solve.json',
     )
     parser.add_argument("model", help="a Hugging Face folder, or a run (its newest checkpoint, asked as it was trained)")
     parser.add_argument("problem", help="the problem, in quotes; - reads it from standard input")

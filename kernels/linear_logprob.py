@@ -30,6 +30,11 @@ def linear_logprob(
     """hidden [M, d], weight [V, d], targets int [M] → log-prob and entropy [M] of softmax(hidden weightᵀ / temperature).
 
     Results are fp32 (fp64 for fp64 inputs); both carry gradients to hidden and weight. `chunk_rows` limits the rows of a block.
+
+    >>> hidden, weight = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [4.0, 0.0]])
+    >>> logprob, entropy = linear_logprob(hidden, weight, torch.tensor([2]))  # four equal logits: log 1/4 and log 4
+    >>> round(logprob.item(), 4), round(entropy.item(), 4)
+    (-1.3863, 1.3863)
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
         shapes = f"{tuple(hidden.shape)}, {tuple(weight.shape)}, {tuple(targets.shape)}"

@@ -77,6 +77,12 @@ def _require(holds: Tensor, ends: Tensor, what: str) -> None:
 class TreeMask:
     """The mask of one packed forest, with everything derived from it computed at most once.
 
+    >>> mask = TreeMask(torch.tensor([6, 6, 4, 4, 6, 6]))  # a trunk of two tokens, a branch (2, 3), then the trunk goes on
+    >>> mask.position.tolist(), mask.parent.tolist()
+    ([0, 1, 2, 3, 2, 3], [-1, 0, 1, 2, 1, 4])
+    >>> TreeMask.causal([2, 3]).visible_until.tolist()
+    [2, 2, 5, 5, 5]
+
     Custom operators take tensors, not objects, so the mask also travels as `handle`, a zero-dimensional CPU tensor that `from_handle`
     turns back into this object (or into an equal one, should this one be gone by the time the backward runs).
     """

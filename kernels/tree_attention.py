@@ -31,7 +31,13 @@ TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, *, scale: float | None = None, backend: str | None = None
 ) -> Tensor:
-    """q [N, Hq, D], k and v [N, Hk, D] → [N, Hq, D].  `scale` is 1/√D unless given; `backend` follows the device unless given."""
+    """q [N, Hq, D], k and v [N, Hk, D] → [N, Hq, D].  `scale` is 1/√D unless given; `backend` follows the device unless given.
+
+    >>> mask = TreeMask(torch.tensor([4, 2, 4, 4]))  # token 1 is a branch: tokens 2 and 3 do not see it
+    >>> q, k, v = torch.zeros(4, 2, 32), torch.zeros(4, 1, 32), torch.arange(4.0)[:, None, None].expand(4, 1, 32).contiguous()
+    >>> tree_attention(q, k, v, mask)[:, 0, 0]  # equal scores: the mean of what each token sees
+    tensor([0.0000, 0.5000, 1.0000, 1.6667])
+    """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     backend = backend or ("triton" if q.is_cuda else "paths")
     _check(q, k, v, mask, scale, backend)

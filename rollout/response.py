@@ -47,6 +47,14 @@ class Round:
 
 @dataclass
 class Response:
+    """One response, segment by segment.
+
+    >>> workers = [Segment([7], [1, 2]), Segment([8], [3]), Segment([9], [4, 5, 6])]  # opening tag, then what was sampled
+    >>> response = Response([0], [Round(Segment([], [1, 2]), workers)], Segment([10], [3]))
+    >>> response.longest_path, response.total_tokens  # 2 + the longest worker's 4 + 2; 2 + 3 + 2 + 4 + 2
+    (8, 13)
+    """
+
     prompt: list[int]
     rounds: list[Round] = field(default_factory=list)
     final: Segment | None = None  # None: the budget ran out among the workers of the last round

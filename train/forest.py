@@ -25,7 +25,12 @@ from dccot.rollout.response import Response, Segment
 
 @dataclass(frozen=True)
 class Forest:
-    """One micro-batch. N tokens, M of them sampled by the policy."""
+    """One micro-batch. N tokens, M of them sampled by the policy; `build_forest` makes it.
+
+    >>> causal = Forest(torch.tensor([5, 6, 7]), torch.tensor([3, 3, 3]), torch.tensor([False, True, True]), torch.zeros(3), torch.zeros(3))
+    >>> causal.targets.tolist(), causal.mask.parent[causal.targets].tolist()  # which tokens carry loss, and the rows that predict them
+    ([1, 2], [0, 1])
+    """
 
     tokens: Tensor  # int64 [N]
     visible_until: Tensor  # int32 [N]
@@ -70,7 +75,18 @@ def _ids(tokens: Sequence[int]) -> np.ndarray:
 
 
 def build_forest(groups: Sequence[Sequence[tuple[int, Response]]]) -> Forest:
-    """Lay out groups of (response index, response) one after another; a group shares the prompt of its first response."""
+    """Lay out groups of (response index, response) one after another; a group shares the prompt of its first response.
+
+    >>> from dccot.rollout.response import Round
+    >>> workers = [Segment([11], [12]), Segment([21], [22]), Segment([31], [32])]  # opening tag, then what was sampled
+    >>> forest = build_forest([[(0, Response([1], [Round(Segment([], [2]), workers)], Segment([3], [4])))]])
+    >>> forest.tokens.tolist()  # prompt S1 | W2 | W3 | W1 W2' W3' S2
+    [1, 2, 21, 22, 31, 32, 11, 12, 21, 22, 31, 32, 3, 4]
+    >>> forest.visible_until.tolist()
+    [14, 14, 4, 4, 6, 6, 14, 14, 14, 14, 14, 14, 14, 14]
+    >>> forest.tokens[forest.targets].tolist()  # no loss on tags that were inserted, nor on what is only read
+    [2, 22, 32, 12, 4]
+    """
     tokens: list[np.ndarray] = []
     ends: list[np.ndarray] = []
     sampled: list[np.ndarray] = []

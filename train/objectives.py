@@ -7,6 +7,10 @@ over all ranks (token mean). r = π_θ / π_old, A the group-normalised advantag
     DAPO    −min(r·A, clip(r, 1−ε_low, 1+ε_high)·A), optionally bounded from below by −c·A where A < 0 (dual clip)
     CISPO   −sg[min(r, cap)] · A · log π_θ
     KL      π_ref/π_θ − log(π_ref/π_θ) − 1      (k3)
+
+>>> ratio, advantage = torch.tensor([0.5, 1.0, 2.0]), torch.tensor([1.0, 1.0, 1.0])
+>>> dapo(ratio.log(), torch.zeros(3), advantage, clip_low=0.2, clip_high=0.28)  # a ratio of 2 is clipped at 1.28
+tensor([-0.5000, -1.0000, -1.2800])
 """
 from __future__ import annotations
 

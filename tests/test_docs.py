@@ -1,0 +1,313 @@
+"""Every command in README.md and docs/ is run as it stands, in a folder like a user's; what cannot be run here has its reason in QUICK.
+
+    make docs-check       everything: training under torchrun, the engine, TensorBoard, the wheel
+    make test             what needs neither an engine nor a compiler
+
+A ```text block behind a command says what it prints: the words of each line must stand in this order in one line of the output.
+"""
+import contextlib
+import doctest
+import importlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import dccot
+from dccot.cli import COMMANDS
+from dccot.cli import main as front_door
+from dccot.data.jsonl import write_jsonl_atomic
+from dccot.rollout import tiny
+from dccot.rollout.protocol import TagIds
+from dccot.rollout.response import Finish, Response, Rollout, Round, Segment
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROGRAMS = ("make", "dccot", "torchrun", "srun", "tensorboard", "python", "pip")
+thorough = pytest.mark.skipif(os.environ.get("DOCS") != "all", reason="part of `make docs-check`")
+
+
+# ---- what the pages say ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Command:
+    page: str
+    text: str
+    printed: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> list[str]:
+        first, *rest = shlex.split(self.text)
+        return [first.removeprefix(".venv/bin/"), *rest]
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.text[:70]}"
+
+
+def commands_of(page: Path) -> list[Command]:
+    """Code lines that begin with a program, without their explanation (two or more blanks before it) and with continued lines joined."""
+    found: list[Command] = []
+    fence, block = None, []
+    for line in re.sub(r"\\\n\s*", "", page.read_text()).splitlines():
+        if line.startswith("```"):
+            if fence == "```text" and found:
+                found[-1] = Command(found[-1].page, found[-1].text, (*found[-1].printed, *block))
+            fence, block = (None, []) if fence else (line.strip(), [])
+        elif fence == "```text":
+            block.append(line)
+        elif fence or line.startswith("    "):
+            text = re.split(r"\s{2,}", line.strip())[0]
+            if text.split(" ")[0].removeprefix(".venv/bin/") in PROGRAMS:
+                found.append(Command(page.name, text))
+    return found
+
+
+FOUND = [command for page in PAGES for command in commands_of(page)]
+
+
+# ---- a folder like a user's: a model, problems, demonstrations and a run, all small ------------------------------------------------
+
+
+def demonstration(i: int) -> str:
+    workers = "".join(f"<worker_{k}>part {k}</worker_{k}>" for k in (1, 2, 3))
+    return f"<think>\nplan<spawn_workers>{workers}</spawn_workers>so</think><answer>\\boxed{{{i}}}</answer>"
+
+
+def small_rollout(i: int, tokenizer) -> Rollout:
+    tags = TagIds.of(tokenizer)
+
+    def segment(text: str, inserted=()) -> Segment:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return Segment(list(inserted), ids, [-0.5] * len(ids))
+
+    workers = [segment(f"part {k}</worker_{k}>", tags.worker_open[k - 1]) for k in (1, 2, 3)]
+    last = segment("so</think><answer>\\boxed{3}</answer>", tags.spawn_close)
+    response = Response([0, 1], [Round(segment("plan<spawn_workers>"), workers)], last, Finish.ANSWERED)
+    facts = {"flaw": None, "verdict": "correct", "reward": 1.0, "advantage": 0.5, "step": 0}
+    return Rollout(f"p{i}", 0, "What is 1 + 2?", "3", "<think>\n" + response.text(tokenizer), response, **facts)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("docs")
+    model = tiny.save(folder / "MODEL", context=16_384)
+    (folder / ".venv").symlink_to(sys.prefix)
+    (folder / "runs").mkdir()
+    (folder / "runs/sft").symlink_to(model)
+    problems = [{"id": f"p{i}", "question": f"What is {i} + 1?", "gold": str(i + 1)} for i in range(3)]
+    for name in ("train", "deepscaler", "aime24", "runs/data/aime24", "runs/data/math500"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl_atomic(folder / f"{name}.jsonl", problems)
+    write_jsonl_atomic(folder / "sft.jsonl", [{"id": str(i), "question": "Count.", "completion": demonstration(i)} for i in range(4)])
+    demo = ROOT / "runs/demo"
+    if (demo / "stage4/latest").is_file() and (demo / "stage4/rollouts/step_000000.jsonl").is_file():
+        shutil.copytree(demo, folder / "runs/demo", symlinks=True)
+    else:
+        shutil.copytree(model, folder / "runs/demo/stage4")
+        rollouts = [small_rollout(i, tiny.tokenizer("single")).to_json() for i in range(3)]
+        write_jsonl_atomic(folder / "runs/demo/stage4/rollouts/step_000000.jsonl", rollouts)
+    return folder
+
+
+# ---- how each command is run ---------------------------------------------------------------------------------------------------
+
+
+def in_process(words: list[str], capsys) -> str:
+    """`dccot X …` or `torchrun … -m dccot.X …` in this process."""
+    module, arguments = (words[words.index("-m") + 1], words[words.index("-m") + 2 :]) if "-m" in words else (None, words[1:])
+    if module is None and arguments[0] in COMMANDS:
+        module, arguments = COMMANDS[arguments[0]][0], arguments[1:]
+    status = (importlib.import_module(module).main if module else front_door)(arguments)
+    said = capsys.readouterr()
+    assert status == 0, said.err
+    return said.out
+
+
+def resolved(words: list[str], capsys) -> str:
+    """The configuration alone: files, keys and values are right."""
+    return in_process([*words, "--print-config"] if "--print-config" not in words else words, capsys)
+
+
+def dry(words: list[str], capsys) -> str:
+    return subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def helped(words: list[str], capsys) -> str:
+    with contextlib.suppress(SystemExit):
+        return in_process(words, capsys)
+    return capsys.readouterr().out
+
+
+# pattern → what `make test` does with such a command, and why it does no more
+QUICK = {
+    r"make [\w-]+": (dry, "takes minutes or hours, or is what runs this"),
+    r"(srun )?torchrun .* -m dccot\..*": (resolved, "wants 8 GPUs; docs-check trains with two processes"),
+    r"dccot (sft|rl|pipeline) .*": (resolved, "the same, or a whole training run"),
+    r"dccot data (rewrite|sequential) .*": (resolved, "asks a paid API with a key, or generates for hours"),
+    r"dccot( \w+)? --help": (helped, ""),
+    r"dccot (plan|view) .*": (in_process, ""),
+}
+SMALL_RUN = "steps=1 sharding.compute_dtype=float32"
+SMALL_RL = (
+    "filter=none rollout.budget=300 reward.cutoff=200 batch.prompts_rolled_out=4 batch.prompts=2 batch.samples=2 batch.token_budget=4000 "
+    "validation.samples=1 engine.dtype=float32 engine.context=2048 engine.kv_cache_gb=0.1 engine.max_sequences=8 grading.workers=1"
+)
+# pattern → what docs-check adds to make it small; these are run as they stand, in processes of their own
+THOROUGH = {
+    r"torchrun --standalone .* -m dccot\.train\.sft .*": f"{SMALL_RUN} batch=2",
+    r"torchrun --standalone .* -m dccot\.train\.rl .*": f"{SMALL_RUN} {SMALL_RL} name=small_rl",
+    r"dccot eval .*": "engine.dtype=float32 engine.context=4096 engine.kv_cache_gb=0.1 engine.max_sequences=8 --budget 300",
+    r"dccot solve .*": "--budget 300",
+    r"dccot inspect.*": "",
+    r"dccot bench kernels": "--quick",
+    r"dccot bench attention .*": "--tokens 512",
+    r"dccot bench logprob .*": "--vocabulary 2048 --hidden 32",
+    r"tensorboard .*": "--port 0 --bind_all",
+}
+
+
+def rule_for(command: Command, rules: dict):
+    text = " ".join(command.words)
+    return next((rule for pattern, rule in rules.items() if re.fullmatch(pattern, text)), None)
+
+
+def environment() -> dict[str, str]:
+    path = f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+
+
+def check_printed(command: Command, output: str) -> None:
+    lines = [line.replace("│", " ").replace("┃", " ").split() for line in output.splitlines()]
+    for wanted in filter(str.strip, command.printed):
+        assert any(in_order(wanted.split(), line) for line in lines), f"{command.page} says that {command.text!r} prints {wanted!r}"
+
+
+def in_order(words: list[str], line: list[str]) -> bool:
+    rest = iter(line)
+    return all(word in rest for word in words)
+
+
+# ---- tests -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_pages_hold_the_commands_that_they_should():
+    assert len(FOUND) > 20
+    assert "dccot plan 7B --gpus 8" in {command.text for command in FOUND}
+    assert any(command.text.startswith("srun torchrun") and "dccot.train.rl" in command.text for command in FOUND)
+
+
+@pytest.mark.parametrize("command", FOUND, ids=str)
+def test_every_command_is_run_or_has_a_reason(command, folder, capsys, monkeypatch):
+    rule = rule_for(command, QUICK)
+    if rule is None:
+        assert rule_for(command, THOROUGH) is not None, f"{command}: add a rule to {Path(__file__).name}"
+        return
+    monkeypatch.chdir(folder)
+    output = rule[0](command.words, capsys)
+    assert output.strip()
+    check_printed(command, output)
+
+
+@thorough
+@pytest.mark.parametrize("command", [c for c in FOUND if rule_for(c, THOROUGH) is not None], ids=str)
+def test_commands_that_compute_do_so(command, folder):
+    words = [*command.words, *shlex.split(rule_for(command, THOROUGH))]
+    if "--nproc_per_node" in words:
+        words[words.index("--nproc_per_node") + 1] = "2"
+    if words[0] == "tensorboard":
+        return look_at_tensorboard(words, folder)
+    done = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.stdout.strip() or "torchrun" in words
+    check_printed(command, done.stdout)
+
+
+def look_at_tensorboard(words: list[str], folder: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words[words.index("--port") :] = ["--port", str(port)]
+    server = subprocess.Popen(words, cwd=folder, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(120):
+            with contextlib.suppress(OSError):
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/plugins_listing") as answer:
+                    assert json.load(answer)["custom_scalars"]
+                return
+            time.sleep(0.5)
+        raise AssertionError("TensorBoard did not answer within a minute")
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(20)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_named_in_the_text_exist(page):
+    text = page.read_text()
+    assert set(re.findall(r"`dccot (\w+)", text)) <= COMMANDS.keys()
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`make ([\w-]+)`", text)) <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page):
+    links = re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("name", sorted(set(dccot.__all__) - {"solve"}))
+def test_public_names_have_examples_that_run(name):
+    run_examples(name, {})
+
+
+@thorough
+def test_the_example_of_solve_runs(folder, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    run_examples("solve", {"model": folder / "MODEL"})
+
+
+def run_examples(name: str, names: dict) -> None:
+    subject = getattr(dccot, name)
+    module = subject if isinstance(subject, ModuleType) else sys.modules[subject.__module__]
+    [example] = doctest.DocTestFinder(recurse=False).find(subject, name, module, extraglobs=vars(module) | names)
+    assert example.examples, f"dccot.{name} has no example"
+    result = doctest.DocTestRunner().run(example)
+    assert result.failed == 0
+
+
+@thorough
+def test_the_wheel_runs_outside_the_checkout(folder, tmp_path):
+    """Built from the tracked files alone, installed where nothing else is; dependencies come from here, the checkout does not."""
+    source, empty = tmp_path / "source", tmp_path / "empty"
+    for file in subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
+        (source / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, source / file)
+    run = lambda *words: subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True).stdout
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path / "dist", source)
+    run(sys.executable, "-m", "venv", "--without-pip", empty)
+    [wheel] = (tmp_path / "dist").glob("*.whl")
+    run(sys.executable, "-m", "pip", "--python", empty / "bin/python", "install", "-q", "--no-deps", "--no-index", wheel)
+    [packages] = empty.glob("lib/python*/site-packages")
+    # A folder named in a .pth file is searched, but .pth files in it, such as the one that names this checkout, are not read.
+    (packages / "dependencies.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
+    shutil.rmtree(source)
+    assert run(empty / "bin/python", "-c", "import dccot; print(dccot.__file__)").startswith(str(packages))
+    solution = json.loads(run(empty / "bin/dccot", "solve", folder / "MODEL", "What is 2 + 3?", "--budget", "300", "--json"))
+    assert 0 < solution["longest_path"] <= 300
+    shown = run(empty / "bin/dccot", "rl", "configs/rl/stage1.yaml", "model.path=x", "data.train=y", "--print-config")
+    assert "kind: dapo" in shown
+    page = run(empty / "bin/dccot", "view", folder / "runs/demo/stage4/rollouts/step_000000.jsonl", "--out", tmp_path / "page.html")
+    assert "responses" in page
