@@ -83,7 +83,7 @@ FAMILIES = {
     "expressions": Family(range(8, 13), range(14, 18), 0.25),
     "chain": Family(range(7, 13), range(14, 19), 0.15),
 }
-SMALLEST = 3  # problems for the base model start here: it learns to walk before it runs
+SMALLEST = 2  # problems for the base model start here, and small ones are frequent: it learns to walk before it runs
 WHOLE = 0.4  # how often a problem for the base model asks for its whole list
 
 # A problem's split is a hash of its question, so two splits never share one, whatever their sizes and seeds.
@@ -131,7 +131,8 @@ def _bucket(question: str) -> int:
 
 def _draw(rng: random.Random, family: str, split: str, id: str) -> ArithmeticProblem:
     of = FAMILIES[family]
-    size = rng.choice(of.larger if split == LARGER else range(SMALLEST, of.sizes.stop) if split == "base" else of.sizes)
+    sizes = of.larger if split == LARGER else range(SMALLEST, of.sizes.stop) if split == "base" else of.sizes
+    size = rng.choices(sizes, [1 / size if split == "base" else 1 for size in sizes])[0]
     first = rng.randrange(len(ascii_lowercase) - size + 1)  # any letter may come first, so larger problems hold no unseen label
     listed = {label: _TERMS[family](rng) for label in ascii_lowercase[first : first + size]}
     labels = "".join(listed)

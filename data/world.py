@@ -8,18 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dccot.config import require
 from dccot.data.arithmetic import make_splits, make_tokenizer, sequential_solution
 from dccot.data.jsonl import write_jsonl_atomic
 
+if TYPE_CHECKING:
+    from dccot.model.transformer import Transformer
+
 
 @dataclass
 class TinyModel:
-    hidden_size: int = 96
+    hidden_size: int = 128
     intermediate_size: int = 256
     num_hidden_layers: int = 2
-    num_attention_heads: int = 3
+    num_attention_heads: int = 4
     max_position_embeddings: int = 1024
 
     def check(self) -> None:
@@ -52,7 +56,8 @@ def make_world(config: WorldConfig, folder: Path) -> None:
     demonstrations = ({"id": p.id, "question": p.question, "completion": sequential_solution(p)} for p in splits["base"])
     write_jsonl_atomic(folder / "base.jsonl", demonstrations)
     tokenizer = make_tokenizer(config.single_token_tags)
-    create_checkpoint(checkpoint_config(config.model, tokenizer), folder / "init", tokenizer=tokenizer, seed=config.seed)
+    shape = checkpoint_config(config.model, tokenizer)
+    create_checkpoint(shape, folder / "init", tokenizer=tokenizer, seed=config.seed, prepare=look_back)
 
 
 def checkpoint_config(model: TinyModel, tokenizer) -> dict:
@@ -71,3 +76,27 @@ def checkpoint_config(model: TinyModel, tokenizer) -> dict:
         "eos_token_id": tokenizer.eos_token_id,
         "dtype": "float32",
     }
+
+
+def look_back(model: Transformer) -> None:
+    """A start from which a small model soon learns to look terms up by their labels.
+
+    Two things are in its way. Drawn as wide models are, embeddings are drowned in what the layers add, and attention is flat; so
+    embeddings and what reads the residual stream start larger than what writes to it. And a lookup needs heads that look a fixed
+    number of tokens back; so those of the first layer but one start that way, by their biases: with query and key constant in a
+    few of RoPE's fastest planes, and the query turned by d tokens, a score is highest d tokens back.
+    """
+    import torch
+
+    config, attention, planes = model.config, model.model.layers[0].self_attn, 5
+    frequency = config.rope.theta ** (-torch.arange(planes) * 2 / config.head_dim)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2 and not name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.mul_(5 if "embed" in name else 4)
+        for head in range(config.heads - 1):
+            rows = slice(head * config.head_dim, (head + 1) * config.head_dim)
+            for projection, angle in ((attention.q_proj, -frequency * (head + 1)), (attention.k_proj, 0 * frequency)):
+                projection.weight[rows] *= 0.1
+                bias = projection.bias[rows].view(2, -1)  # RoPE turns dimension i together with dimension i + head_dim / 2
+                bias[0, :planes], bias[1, :planes] = 6 * angle.cos(), 6 * angle.sin()

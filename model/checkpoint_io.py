@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -171,10 +171,22 @@ def _raise_everywhere(problem: Exception | None, what: str) -> None:
         raise problem
 
 
-def create_checkpoint(config: Mapping, folder: str | Path, *, tokenizer, seed: int, dtype: torch.dtype = torch.float32) -> None:
-    """A new checkpoint with random weights from the contents of a config.json; `tokenizer` is transformers' (it has save_pretrained)."""
+def create_checkpoint(
+    config: Mapping,
+    folder: str | Path,
+    *,
+    tokenizer,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    prepare: Callable[[Transformer], None] = lambda model: None,
+) -> None:
+    """A new checkpoint with random weights from the contents of a config.json; `tokenizer` is transformers' (it has save_pretrained).
+
+    `prepare` may change the weights that were drawn before they are written.
+    """
     model = Transformer(parse_config(config)).to(dtype)
     model.init_weights(seed)
+    prepare(model)
     with written_whole(folder) as partial:
         _write(model, full_parameters(model), partial, dtype, max_shard_bytes=5 * 10**9)
         _write_tokenizer(tokenizer, partial)

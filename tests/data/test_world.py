@@ -1,0 +1,37 @@
+"""The miniature world on disk, and the start of its model."""
+import torch
+
+from dccot.data.jsonl import read_jsonl
+from dccot.data.world import TinyModel, WorldConfig, make_world
+from dccot.model.checkpoint_io import load_weights
+from dccot.model.config import read_config
+from dccot.model.rotary import cos_sin, rotate
+from dccot.model.transformer import Transformer
+
+
+def test_the_same_configuration_gives_the_same_bytes_and_another_seed_others(tmp_path):
+    tiny = TinyModel(64, 128, 1, 2)
+    for name, seed in (("one", 0), ("two", 0), ("three", 1)):
+        make_world(WorldConfig(seed, base_examples=30, train=20, validation=5, test=5, larger=5, model=tiny), tmp_path / name)
+    files = [sorted(p.relative_to(tmp_path / n) for p in (tmp_path / n).rglob("*") if p.is_file()) for n in ("one", "two", "three")]
+    assert files[0] == files[1] == files[2]
+    changed = [f.name for f in files[0] if (tmp_path / "one" / f).read_bytes() != (tmp_path / "three" / f).read_bytes()]
+    assert all((tmp_path / "one" / f).read_bytes() == (tmp_path / "two" / f).read_bytes() for f in files[0])
+    assert {"base.jsonl", "train.jsonl", "test.jsonl", "model.safetensors"} <= set(changed) and "tokenizer.json" not in changed
+    assert len(list(read_jsonl(tmp_path / "one" / "base.jsonl"))) == 30
+
+
+def test_heads_of_the_first_layer_start_by_looking_1_2_and_3_tokens_back(tmp_path):
+    make_world(WorldConfig(base_examples=1, train=1, validation=1, test=1, larger=1), tmp_path)
+    model = Transformer(read_config(tmp_path / "init"))
+    load_weights(model, tmp_path / "init")
+    tokens, attention = torch.randperm(200)[:100], model.model.layers[0].self_attn
+    with torch.no_grad():
+        x = model.model.layers[0].input_layernorm(model.model.embed_tokens(tokens))
+        turn = cos_sin(torch.arange(100), model.config.rope, model.config.head_dim)
+        q, k = (rotate(p(x).unflatten(-1, (-1, 32)), *turn).transpose(0, 1) for p in (attention.q_proj, attention.k_proj))
+        scores = (q @ k.transpose(1, 2) / 32**0.5).masked_fill(torch.ones(100, 100).triu(1).bool(), float("-inf"))
+    weight = scores.softmax(-1)
+    for head, back in enumerate((1, 2, 3)):
+        assert weight[head].diagonal(-back).mean() > 0.8
+    assert weight[3].diagonal(-1).mean() < 0.2
