@@ -145,6 +145,7 @@ class ReportStage:
     title: str = "Divide-and-Conquer CoT"
     rows: dict[str, str] = field(default_factory=dict)  # stage → its name in the tables
     baselines: dict[str, str] = field(default_factory=dict)  # name in the tables → name it is compared with
+    kind: str | None = None  # finds the kind of problem in its id (eval/tables.py)
     notes: list[str] = field(default_factory=list)
 
 
@@ -161,7 +162,9 @@ def run_report(context: Context) -> None:
         evaluation.name = shown
     trained = [folder / name for name, kind in kinds.items() if kind == "rl"]
     latencies = [folder / name for name, kind in kinds.items() if kind == "latency"]
-    page = write_report(evaluations, trained, context.folder, stage.title, stage.notes, baseline=stage.baselines, latencies=latencies)
+    page = write_report(
+        evaluations, trained, context.folder, stage.title, stage.notes, baseline=stage.baselines, latencies=latencies, kind=stage.kind
+    )
     context.say(f"report: {page}")
 
 

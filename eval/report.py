@@ -22,7 +22,7 @@ from dccot.eval.benchmarks import BENCHMARKS
 from dccot.eval.document import Block, Cell, Document, Figure, Heading, Paragraph, Row, Table
 from dccot.eval.results import SUMMARY, Evaluation
 from dccot.eval.statistics import ByProblem, Estimate, over_problems
-from dccot.eval.tables import Method, compared_pairs, methods_of, papers_tables, responses_table, table_1, table_2
+from dccot.eval.tables import Method, compared_pairs, kinds_table, methods_of, papers_tables, responses_table, table_1, table_2
 from dccot.eval.terminal import run_cleanly
 
 ERRORS = (
@@ -42,17 +42,19 @@ def write_report(
     *,
     baseline: str | Mapping[str, str] | None = None,
     latencies: Sequence[Path] = (),
+    kind: str | None = None,
 ) -> Path:
     """Write report.html and report.md into `out` and return the path of the page. `notes` open it, a paragraph each.
 
     `baseline` names the evaluation that the others are compared with, or says for each row of table 1 which row is its baseline.
+    `kind`: where problem ids say what kind of problem it is, a regular expression whose group finds that in them.
     """
     names = [evaluation.name for evaluation in evaluations]
     repeated = [name for name in names if names.count(name) > 1]
     require(not repeated, f"two evaluations are called {repeated[0] if repeated else ''!r}; rename one of their folders")
     blocks: list[Block] = [Paragraph(note) for note in notes]
     if evaluations:
-        blocks += _results(evaluations, baseline)
+        blocks += _results(evaluations, baseline, kind)
     for folder in latencies:
         blocks += _latency(Path(folder))
     if training_runs:
@@ -66,7 +68,7 @@ def write_report(
     return page
 
 
-def _results(evaluations: Sequence[Evaluation], baseline: str | Mapping[str, str] | None) -> list[Block]:
+def _results(evaluations: Sequence[Evaluation], baseline: str | Mapping[str, str] | None, kind: str | None) -> list[Block]:
     titles = {name: result.title for evaluation in evaluations for name, result in evaluation.results.items()}
     order = [*(name for name in BENCHMARKS if name in titles), *(name for name in titles if name not in BENCHMARKS)]
     titles = {name: titles[name] for name in order}
@@ -82,6 +84,8 @@ def _results(evaluations: Sequence[Evaluation], baseline: str | Mapping[str, str
     how = Paragraph(f"Up and to the left is better. The dashed line is the Pareto front of our points{hollow}")
     blocks += [Heading("Accuracy against longest path"), how, *(_tradeoff(name, titles[name], methods) for name in titles)]
     blocks += [Heading("The responses"), responses_table(evaluations, titles)]
+    if kind:
+        blocks.append(kinds_table(evaluations, titles, kind))
     if known:
         blocks.append(papers_tables())
     return blocks

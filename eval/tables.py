@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -160,6 +161,23 @@ def responses_table(evaluations: Sequence[Evaluation], titles: Titles) -> Table:
     columns = ("Benchmark", "asked", "budget", "responses", *(LABELS[measure] for measure in measures))
     caption = "What the responses are made of. Truncated: ended by budget or context rather than by itself."
     return Table(caption, "Method", [("", columns)], rows)
+
+
+def kinds_table(evaluations: Sequence[Evaluation], titles: Titles, kind: str) -> Table:
+    """Results by kind of problem; `kind` is a regular expression whose group finds the kind in a problem's id."""
+    measures = ("accuracy", "longest_path", "spawned")
+    rows = []
+    for name, title in titles.items():
+        ours = [evaluation for evaluation in evaluations if name in evaluation.results]
+        problems = ours[0].results[name].by_problem["longest_path"]
+        kinds = {problem: found[1] for problem in problems if (found := re.search(kind, problem))}
+        for each in dict.fromkeys(sorted(kinds.values())):
+            for number, evaluation in enumerate(ours):
+                table = evaluation.results[name].by_problem
+                cells = [{p: v for p, v in table[measure].items() if kinds.get(p) == each} for measure in measures]
+                rows.append(Row(evaluation.name, [_words(title), _words(each), *map(_cell, measures, cells)], begins_block=number == 0))
+    columns = ("Benchmark", "kind", *(LABELS[measure] for measure in measures))
+    return Table("The same by kind of problem.", "Method", [("", columns)], rows)
 
 
 def papers_tables() -> Fold:

@@ -16,7 +16,7 @@ from dccot.eval.latency import save as save_latency
 from dccot.eval.plots import smoothed
 from dccot.eval.report import chains, main, write_report
 from dccot.eval.results import BenchmarkResult, Evaluation, Sample, summarise
-from dccot.eval.tables import compared_pairs, methods_of, papers_changes, table_1, table_2
+from dccot.eval.tables import compared_pairs, kinds_table, methods_of, papers_changes, table_1, table_2
 
 TITLES = {name: BENCHMARKS[name].title for name in paper.COLUMNS}
 PAPERS_TABLE_2 = {  # as printed
@@ -213,3 +213,12 @@ def test_a_folder_that_holds_no_run_costs_one_line(tmp_path, capsys):
     assert main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     printed = capsys.readouterr().err
     assert "holds neither summary.json" in printed and printed.count("\n") == 1
+
+
+def test_kinds_of_problems_are_averaged_apart():
+    table = {"accuracy": {"t-sum-1": 1.0, "t-sum-2": 0.0, "t-chain-1": 0.25}, "longest_path": {"t-sum-1": 10, "t-sum-2": 30, "t-chain-1": 7},
+             "spawned": {"t-sum-1": 1.0, "t-sum-2": 1.0, "t-chain-1": 0.0}}  # fmt: skip
+    found = Evaluation("ours", "", "parallel", 100, {"t": BenchmarkResult("t", "Test", 1, {}, table)})
+    chain, total = kinds_table([found], {"t": "Test"}, "-([a-z]+)-").rows
+    assert [cell.text for cell in chain.cells] == ["Test", "chain", "25.00", "7", "0.00"]
+    assert [cell.text for cell in total.cells] == ["Test", "sum", "50.00", "20", "100.00"]
