@@ -59,5 +59,8 @@ bench: .venv/ready
 docs-check: setup
 	DOCS=all $(BIN)/python -m pytest tests/test_docs.py
 
+torture: .venv/ready
+	$(BIN)/dccot torture
+
 clean:
 	rm -rf .venv runs build dist *.egg-info
