@@ -6,9 +6,13 @@
 
 Memory is arithmetic on shapes, per rank (P parameters, S ranks that share one copy of the model):
 
-    while training   (4 + 8 + 4) P/S master weights, AdamW, gradients;  2 P/S reference;  4 P gradients waiting for the last
-                     micro-batch (not with sharding.reduce_once=false);  gathered blocks;  activations of the token budget
-    while sampling   the first two of these lines' sharded parts;  2 P/T engine weights;  the rest of engine.gpu_memory is KV cache
+    always           (4 + 8) P/S master weights and AdamW;  2 P/S reference
+    while training   4 P gradients waiting for the last micro-batch (with sharding.reduce_once=false 4 P/S, and the LM head's);
+                     gathered blocks;  activations of the token budget;  what one block or the LM head needs besides
+    while sampling   2 P/T engine weights (T: tensor parallel);  the rest of engine.gpu_memory is KV cache
+
+tests/train/test_plan.py holds this against training steps under torchrun: what is always there and the gradients are exact, the peak of a
+step is met within 20%.
 
 Speeds are estimates: sampling is bound by reading weights and KV cache, training by matrix products at the assumed utilisation.
 """
@@ -22,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dccot.config import ConfigError, load_config
+from dccot.kernels.linear_logprob import BLOCK_ELEMENTS
 from dccot.model.config import ModelConfig, parse_config, read_config
 from dccot.train.flops import block_parameters
 from dccot.train.rl_config import RLConfig
@@ -69,13 +74,22 @@ def parameters(model: ModelConfig) -> int:
     return embeddings + model.layers * per_block + model.hidden_size
 
 
+def inside_block(model: ModelConfig) -> int:
+    """Numbers per token that a block's backward needs: norms and residuals; q, k, v and the output; gate, up, their product."""
+    return 6 * model.hidden_size + (2 * model.heads + 2 * model.kv_heads) * model.head_dim + 4 * model.intermediate_size
+
+
 def activation_bytes(model: ModelConfig, tokens: int, width: int, checkpointing: bool) -> float:
-    """What a micro-batch of `tokens` keeps for its backward pass, `width` bytes per number."""
-    attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim  # q, k, v and the output
-    inside = 4 * model.hidden_size + attention + 4 * model.intermediate_size  # norms, residuals, gate, up, product
-    if checkpointing:
-        return tokens * width * (model.layers * model.hidden_size + 2 * inside)
-    return tokens * width * model.layers * inside
+    """What a micro-batch keeps for its backward pass, `width` bytes per number; with checkpointing, a block's input and attention."""
+    kept = model.hidden_size + model.heads * model.head_dim if checkpointing else inside_block(model)
+    return tokens * width * model.layers * kept
+
+
+def working_bytes(model: ModelConfig, tokens: int, width: int, checkpointing: bool) -> float:
+    """What comes and goes: a recomputed block with its gradients on their way to the others, or logits and the gradient of the LM head."""
+    block = 1.3 * tokens * width * inside_block(model) * checkpointing + 2 * 4 * block_parameters(model)
+    head = 4 * min(tokens * model.vocab_size, BLOCK_ELEMENTS) + 4 * model.vocab_size * model.hidden_size
+    return max(block, head)
 
 
 @dataclass(frozen=True)
@@ -112,11 +126,13 @@ def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan
         "AdamW moments": 8 * total / shards,
         "reference policy": width * total / shards if config.objective.kl_coefficient else 0.0,
     }
+    waits, head = config.sharding.reduce_once and shards > 1, 4.0 * model.vocab_size * model.hidden_size
+    size = model, config.batch.token_budget, width, config.sharding.activation_checkpointing
     training = {
-        "gradients, sharded": 4 * total / shards,
-        "gradients, waiting": 4.0 * total if config.sharding.reduce_once and shards > 1 else 0.0,
+        "gradients": 4.0 * total if waits else 4 * total / shards + head * (shards > 1),
         "gathered weights": width * (roots + 2 * block_parameters(model)) if shards > 1 else 0.0,
-        "activations": activation_bytes(model, config.batch.token_budget, width, config.sharding.activation_checkpointing),
+        "activations": activation_bytes(*size),
+        "a block or the LM head at work": working_bytes(*size),
     }
     kv_per_token = 2 * model.layers * model.kv_heads * model.head_dim * 2 / parallel
     weights = 2 * total / parallel
@@ -137,7 +153,7 @@ def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan
 def advice(plan: Plan, gpu: Gpu) -> list[str]:
     room, found = gpu.memory * GB, []
     if plan.training_peak > room:
-        if plan.training["gradients, waiting"]:
+        if plan.training["gradients"] >= 4 * plan.parameters and plan.persistent["master weights"] < 4 * plan.parameters:
             found.append("training does not fit: set sharding.reduce_once=false (one reduction per micro-batch, no gradients waiting)")
         else:
             found.append("training does not fit: lower batch.token_budget or use more GPUs")
