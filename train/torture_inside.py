@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 import dccot.train.rl as rl
+import dccot.train.update as updating
 from dccot.config import load_config
 from dccot.data.jsonl import read_jsonl
 from dccot.rollout.engine import Engine
@@ -31,16 +32,22 @@ Settings = Callable[..., RLConfig]
 
 
 def _nan_gradient(settings: Settings, engine: Engine) -> Trial:
-    """A gradient that is NaN in the second step of four: skipped, counted, kept for replay; the other steps are taken."""
+    """One shard's gradient is NaN on rank 1 in the second step of four: all ranks skip it, count it, keep the batch, and go on."""
+
     class Spoiled(rl.RL):
         def train_on(self, batch):
-            first = next(self.model.parameters())
-            hook = first.register_hook(lambda gradient: gradient * float("nan")) if self.phases.step == 1 else None
+            whole = updating.apply_gradients
+
+            def spoiled(model, *more):
+                if self.runtime.rank == 1:
+                    next(model.parameters()).grad.to_local()[0, 0] = float("nan")
+                return whole(model, *more)
+
+            updating.apply_gradients = spoiled if self.phases.step == 1 else whole
             try:
                 return super().train_on(batch)
             finally:
-                if hook:
-                    hook.remove()
+                updating.apply_gradients = whole
 
     config, before = settings("nan", "steps=4", "checkpoint.keep=9"), rl.RL
     rl.RL = Spoiled
@@ -52,7 +59,7 @@ def _nan_gradient(settings: Settings, engine: Engine) -> Trial:
     weights = [load_file(run / "checkpoints" / f"step_{step:06d}" / "hf" / "model.safetensors") for step in (1, 2, 3, 4)]
     same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in pairwise(weights)]
     skipped = [row["policy/skipped_updates"] for _, row in read_jsonl(run / "metrics.jsonl")]
-    kept = [path.name for path in sorted((run / "bad").iterdir())]
+    kept = [path.name for path in sorted((run / "bad").glob("*"))]
     good = same == [True, False, False] and skipped == [0, 2, 2, 2] and kept == ["step_000001.jsonl"]
     return Trial("gradient not finite", 1, int(good), "step skipped and counted, weights unchanged, batch kept, next step taken",
                  [] if good else [f"{same} {skipped} {kept}"])  # fmt: skip
