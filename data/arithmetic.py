@@ -2,28 +2,29 @@
 
     sum          Add a to l and keep the last digit: a: 4, b: 7, c: 5, … .                 many terms, one step each
     products     Add a to i and keep the last digit: a: 6*9, b: 7*8, … .                   up to two steps each
-    expressions  Add a to g and keep the last digit: a: (3+4)*6, b: (5+2)*7, … .           up to three steps each
-    chain        Start with x=7, take a to h and keep the last digit: a: 3*x, b: 5+x, … .  every step needs the one before: nothing splits
+    expressions  Add a to g and keep the last digit: a: 3*4+6, b: 5*2+7, … .               up to three steps each
+    chain        Start with x=7, take a to h and keep the last digit: a: 3*x, b: 5+x, … .  every step needs the one before
 
-All arithmetic is on last digits. A sequential solution goes through the labels and carries a running total. Some of the steps
-towards a term may be done in the head. Writing them down is longer and easier to get right, so length and accuracy pull against
+All arithmetic is on last digits. A sequential solution goes through the labels and carries a running total. A product and what is
+added to it may be worked out in one go. Taking them apart is longer and easier to get right, so length and accuracy pull against
 each other as they do in real reasoning:
 
     <think>
-    a: (3+4)*6=7*6=2, so 2                 everything written down
-    b: 6*7=2, so 2+2=4                     the bracket in the head
-    c: so 9+4=3                            all of it in the head
-    </think><answer>\\boxed{3}</answer>
+    a: 3*4+6=2+6=8                         the first term; there is no total yet
+    b: 5*2+7=7, so 7+8=5                   a*b+c in one go
+    c: 6*9=4, so 4+5=9                     a product by itself
+    d: 6*7+9=1                             a product and the total in one go
+    </think><answer>\\boxed{1}</answer>
 
 `rewrite_parallel` turns such a text into the parallel format with the text's own steps. Workers take consecutive labels and report
 under their number; the director adds up the reports as it would add terms:
 
     <think>
     Split at d, g.
-    <spawn_workers><worker_1>a: … c: so 9+4=3 1: 3</worker_1><worker_2>d: … f: … 2: 8</worker_2><worker_3>…</worker_3></spawn_workers>
-    2: 8+3=1
-    3: 7+1=8
-    </think><answer>\\boxed{8}</answer>
+    <spawn_workers><worker_1>a: … c: 6*9=4, so 4+5=9 1: 9</worker_1><worker_2>d: … 2: 8</worker_2><worker_3>…</worker_3></spawn_workers>
+    2: 8+9=7
+    3: 7+7=4
+    </think><answer>\\boxed{4}</answer>
 
 The problems of the base split ask for any part of their list, so the base model can begin and end anywhere, as a worker must. All
 others ask for the whole list.
@@ -36,7 +37,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from string import ascii_lowercase
 from typing import TYPE_CHECKING
@@ -152,12 +153,14 @@ def _draw(rng: random.Random, family: str, split: str, id: str) -> ArithmeticPro
     return ArithmeticProblem(id, question, str(gold), family, labels, terms, start)
 
 
-_BRACKETS = [("+", a, b) for a in range(1, 9) for b in range(1, 10 - a)]  # one digit after the bracket
+def _product(rng: random.Random) -> Tree:
+    return "*", rng.randint(2, 9), rng.randint(2, 9)
+
 
 _TERMS = {
     "sum": lambda rng: rng.randint(1, 9),
-    "products": lambda rng: ("*", rng.randint(2, 9), rng.randint(2, 9)),
-    "expressions": lambda rng: ("*", rng.choice(_BRACKETS), rng.randint(2, 9)),
+    "products": _product,
+    "expressions": lambda rng: ("+", _product(rng), rng.randint(2, 9)),
     "chain": lambda rng: (rng.choice("*+"), rng.randint(2, 9)),
 }
 
@@ -173,48 +176,68 @@ def _digit(tree: Tree) -> int:
 
 
 def _text(tree: Tree) -> str:
-    if isinstance(tree, int):
-        return str(tree)
-    operator, left, right = tree
-    bracketed = operator == "*" and not isinstance(left, int) and left[0] != "*"
-    return f"({_text(left)}){operator}{_text(right)}" if bracketed else f"{_text(left)}{operator}{_text(right)}"
+    return str(tree) if isinstance(tree, int) else f"{_text(tree[1])}{tree[0]}{_text(tree[2])}"
 
 
-def _workings(tree: Tree) -> list[str]:
-    """How a term can be worked out on paper, from everything written down to everything but the last step in the head."""
-    if isinstance(tree, int):
-        return []
-    operator, left, right = tree
-    short = f"{_digit(left)}{operator}{right}={_digit(tree)}"
-    return [short] if isinstance(left, int) else [f"{_text(tree)}={short}", short]
+@dataclass(frozen=True)
+class Step:
+    """One term of a running total, in a problem or in a text."""
+
+    label: str
+    adds: int
+    working: str | None = None  # how the term comes to that; a plain number needs no working
+    in_one_go: bool = False  # together with the total
 
 
-def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, in_head: float = 0.25) -> str:
-    """A correct sequential solution as the base model should write it. `in_head`: the chance that a line's next step is not written."""
+def _line(step: Step, total: int | None) -> tuple[str, int]:
+    """The line of one step and the running total behind it; the first step of a run has no total to be added to."""
+    if total is None:
+        return f"{step.label}: {step.working or step.adds}\n", step.adds
+    now = (total + step.adds) % 10
+    if step.in_one_go:
+        return f"{step.label}: {step.working.partition('=')[0]}+{total}={now}\n", now
+    return f"{step.label}: {f'{step.working}, {SO}' if step.working else ''}{step.adds}+{total}={now}\n", now
+
+
+def _run(steps: Iterable[Step], total: int | None = None) -> tuple[str, int]:
+    """Lines of consecutive steps and the running total behind them; a run that starts from nothing has no total to begin with."""
+    text = ""
+    for step in steps:
+        line, total = _line(step, total)
+        text += line
+    return text, total
+
+
+def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, in_one_go: float = 0.2) -> str:
+    """A correct sequential solution as the base model should write it. `in_one_go`: the chance that a product is not taken apart."""
     rng = random.Random(f"{seed}/{problem.question}")
+    if problem.family == "chain":
+        text, total = _walk(problem, rng)
+    else:
+        text, total = _run(_step(label, term, rng.random() < in_one_go) for label, term in zip(problem.labels, problem.terms))
+    return f"{THINK_OPEN}\n{text}{_answer(total)}"
 
-    def written(tree: Tree) -> str | None:
-        return next((working for working in _workings(tree) if rng.random() >= in_head), None)
 
-    lines, total = [], problem.start
-    for label, term in zip(problem.labels, problem.terms):
-        if problem.family == "chain":
-            step: Tree = (term[0], term[1], total)
-            total = _digit(step)
-            lines.append(f"{label}: {_text(step)}={total}\n")
-        else:
-            line, total = _line(label, written(term), _digit(term), total, "" if problem.family == "sum" else SO)
-            lines.append(line)
-    if problem.family == "chain" and len(lines) >= WORKERS and rng.random() < 0.5:
+def _step(label: str, term: Tree, in_one_go: bool) -> Step:
+    if isinstance(term, int):
+        return Step(label, term)
+    operator, left, right = term
+    if isinstance(left, int):
+        return Step(label, _digit(term), f"{_text(term)}={_digit(term)}", in_one_go)
+    between = "" if in_one_go else f"={_digit(left)}{operator}{right}"
+    return Step(label, _digit(term), f"{_text(term)}{between}={_digit(term)}")
+
+
+def _walk(problem: ArithmeticProblem, rng: random.Random) -> tuple[str, int]:
+    """A chain step by step; about half of the walks check some of their steps again."""
+    lines, x = [], problem.start
+    for label, (operator, number) in zip(problem.labels, problem.terms):
+        step, x = f"{number}{operator}{x}", _digit((operator, number, x))
+        lines.append(f"{label}: {step}={x}\n")
+    if len(lines) >= WORKERS and rng.random() < 0.5:
         checked = sorted(rng.sample(range(len(lines)), WORKERS))
         lines += [f"{CHECK}{', '.join(problem.labels[i] for i in checked)}.\n", *(lines[i] for i in checked)]
-    return f"{THINK_OPEN}\n{''.join(lines)}{_answer(total)}"
-
-
-def _line(label: str, working: str | None, adds: int, total: int | None, so: str = "") -> tuple[str, int]:
-    """The line of one term and the running total behind it; the first term of a run has no total to be added to."""
-    now = adds if total is None else (total + adds) % 10
-    return f"{label}: {f'{working}, ' if working else ''}{so}{now if total is None else f'{adds}+{total}={now}'}\n", now
+    return "".join(lines), x
 
 
 def _answer(value: int | str) -> str:
@@ -245,7 +268,7 @@ def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0
     for number, part in enumerate((steps[: cuts[0]], steps[cuts[0] : cuts[1]], steps[cuts[1] :]), 1):
         text, total = _run(part)
         workers.append(f"{text}{number}: {total}\n")
-        reports.append(Step(str(number), None, total))
+        reports.append(Step(str(number), total))
     combined, total = _run(reports[1:], reports[0].adds)
     plan = f"{SPLIT}{steps[cuts[0]].label}, {steps[cuts[1]].label}.\n"
     return f"{THINK_OPEN}\n{plan}{_block(workers)}{combined}{_answer(total)}"
@@ -254,16 +277,6 @@ def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0
 def _asked_for(question: str) -> str:
     found = re.search(f"([a-z]){TO}([a-z]){RULE}", question)
     return ascii_lowercase[ascii_lowercase.index(found[1]) : ascii_lowercase.index(found[2]) + 1] if found else ""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One term in a text: what is worked out on paper, and what is added to the running total."""
-
-    label: str
-    working: str | None
-    adds: int
-    so: str = ""
 
 
 def _chain_with_checks(thought: str, sequential_text: str) -> str:
@@ -277,19 +290,14 @@ def _chain_with_checks(thought: str, sequential_text: str) -> str:
 
 def _own_step(label: str, line: str, *, first: bool) -> Step:
     """What the text itself says about a term."""
-    found = re.fullmatch(r"(?:(\S+), )?(so )?(\d)" if first else r"(?:(\S+), )?(so )?(\d)\+\d=\d", line)
-    if found is None:
-        raise ValueError(f"{line!r} does not end in a running total")
-    return Step(label, found[1], int(found[3]), found[2] or "")
-
-
-def _run(steps: list[Step], total: int | None = None) -> tuple[str, int]:
-    """Lines of consecutive steps and the running total behind them; a run that starts from nothing has no total to begin with."""
-    text = ""
-    for step in steps:
-        line, total = _line(step.label, step.working, step.adds, total, step.so)
-        text += line
-    return text, total
+    if found := re.fullmatch(r"(\d)" if first else r"(\d)\+\d=\d", line):
+        return Step(label, int(found[1]))
+    if found := re.fullmatch(r"(\S+=(\d))" if first else r"(\S+=\d), so (\d)\+\d=\d", line):
+        return Step(label, int(found[2]), found[1])
+    if found := re.fullmatch(r"(\d\*\d)\+(\d)=(\d)", line):
+        adds = (int(found[3]) - int(found[2])) % 10
+        return Step(label, adds, f"{found[1]}={adds}", in_one_go=True)
+    raise ValueError(f"{line!r} does not end in a running total")
 
 
 def _cuts(count: int, rng: random.Random) -> tuple[int, int]:
@@ -309,7 +317,7 @@ def _block(workers: list[str]) -> str:
 
 # An instruction of the prompts is one token, so that a prompt costs little more than its question.
 SENTENCES = (f" {PARALLEL_INSTRUCTION}", f" {INSTRUCTION}")
-PHRASES = (ADD, START, TAKE, TO, RULE, SPLIT, CHECK, SO, f", {SO}", ", ", ".\n", "\\boxed{")
+PHRASES = (ADD, START, TAKE, TO, RULE, SPLIT, CHECK, f", {SO}", ", ", ".\n", "\\boxed{")
 TAG_PIECES = ("</", ">\n", "think", "answer", "spawn_workers", "worker_")
 
 
