@@ -216,7 +216,8 @@ def test_a_folder_that_holds_no_run_costs_one_line(tmp_path, capsys):
 
 
 def test_kinds_of_problems_are_averaged_apart():
-    table = {"accuracy": {"t-sum-1": 1.0, "t-sum-2": 0.0, "t-chain-1": 0.25}, "longest_path": {"t-sum-1": 10, "t-sum-2": 30, "t-chain-1": 7},
+    table = {"accuracy": {"t-sum-1": 1.0, "t-sum-2": 0.0, "t-chain-1": 0.25},
+             "longest_path": {"t-sum-1": 10, "t-sum-2": 30, "t-chain-1": 7},
              "spawned": {"t-sum-1": 1.0, "t-sum-2": 1.0, "t-chain-1": 0.0}}  # fmt: skip
     found = Evaluation("ours", "", "parallel", 100, {"t": BenchmarkResult("t", "Test", 1, {}, table)})
     chain, total = kinds_table([found], {"t": "Test"}, "-([a-z]+)-").rows
