@@ -2,21 +2,26 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from dccot.rollout.protocol import Flaw
 from dccot.rollout.response import Finish, Response, Rollout, Round, Segment
 from dccot.train.metrics import (
     LAYOUT,
+    SFT_LAYOUT,
     Recorder,
     console_line,
     entropy_metrics,
     gap_metrics,
     rollout_metrics,
     sample_text,
+    tag_of,
     validation_metrics,
 )
 
@@ -105,7 +110,7 @@ def test_a_resumed_run_says_every_step_once_in_jsonl_and_tensorboard(tmp_path):
     again.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["reward/mean"]) for row in rows] == [(0, 0), (1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]
-    assert scalars(tmp_path) == {"reward/mean": [(0, 0), (1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]}
+    assert scalars(tmp_path) == {tag_of("reward/mean"): [(0, 0), (1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]}
 
 
 def test_a_run_cut_off_in_the_middle_of_a_line_goes_on(tmp_path):
@@ -127,14 +132,36 @@ def test_only_the_main_rank_writes(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_charts_that_answer_whether_it_learns_come_first(tmp_path):
-    assert list(LAYOUT) == sorted(LAYOUT)
-    assert "reward/correct" in next(iter(next(iter(LAYOUT.values())).values()))
+def test_what_answers_whether_it_learns_comes_first_and_is_described(tmp_path):
+    """TensorBoard sorts by tag: digits come before the letters of all that is not in SHOWN."""
+    everything = {name: 1.0 for charts in LAYOUT.values() for names in charts.values() for name in names} | {"data/kept": 1.0}
     recorder = Recorder(tmp_path, 0, active=True)
-    recorder.write(0, {"reward/mean": 1.0})
+    recorder.write(0, everything)
     recorder.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert "custom_scalars__config__" in events.Tags()["tensors"]
+    tags = sorted(scalars(tmp_path))
+    assert len(tags) == len(everything)
+    assert tags[:2] == ["1 learning/answers right (share)", "1 learning/longest path (tokens)"]
+    assert tags.index("2 health/KL to the reference") < tags.index("data/kept")
+    [first] = [value for value in events_of(tmp_path) if value.tag == tags[0]]
+    assert "answer is right" in first.metadata.summary_description
+
+
+@pytest.mark.parametrize(("metrics", "charts"), [({"reward/mean": 1.0}, LAYOUT), ({"policy/loss": 1.0}, SFT_LAYOUT)])
+def test_every_chart_names_curves_by_the_tags_they_have(tmp_path, metrics, charts):
+    recorder = Recorder(tmp_path, 0, active=True)
+    recorder.write(0, metrics)
+    recorder.close()
+    [config] = [value for value in events_of(tmp_path) if value.tag == "custom_scalars__config__"]
+    layout = Layout.FromString(config.tensor.string_val[0])
+    assert [category.title for category in layout.category] == list(charts)
+    patterns = [pattern for category in layout.category for chart in category.chart for pattern in chart.multiline.tag]
+    names = [name for section in charts.values() for names in section.values() for name in names]
+    assert all(re.match(pattern, tag_of(name)) for pattern, name in zip(patterns, names, strict=True))
+
+
+def events_of(run) -> list:
+    [file] = (run / "tensorboard").iterdir()
+    return [value for event in EventFileLoader(str(file)).Load() for value in event.summary.value]
 
 
 def test_the_console_line_shows_what_is_there_and_leaves_out_what_is_not():
