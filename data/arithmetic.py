@@ -1,27 +1,27 @@
 """The miniature world: arithmetic whose reasoning splits, a tokenizer made for it, and solutions in both formats, all from a seed.
 
-    sum          Add a to l and keep the last digit: a: 4, b: 7, c: 5, … .                 many terms, one step each
-    products     Add a to i and keep the last digit: a: 6*9, b: 7*8, … .                   up to two steps each
-    expressions  Add a to g and keep the last digit: a: 3*4+6, b: 5*2+7, … .               up to three steps each
-    chain        Start with x=7, take a to h and keep the last digit: a: 3*x, b: 5+x, … .  every step needs the one before
+A problem lists labelled digits and asks for the last digit of what becomes of those from one label to another:
 
-All arithmetic is on last digits. A sequential solution goes through the labels and carries a running total. A product and what is
-added to it may be worked out in one go. Taking them apart is longer and easier to get right, so length and accuracy pull against
-each other as they do in real reasoning:
+    sum          Add all from a to l and keep the last digit: a: 4, b: 7, c: 5, … .
+    products     Add products of two from a to l and keep the last digit: …                 a*b + c*d + …
+    expressions  Add products of two plus a third from a to l and keep the last digit: …    (a*b+c) + (d*e+f) + …
+    chain        Multiply 7 and add in turn from a to l and keep the last digit: …          ((7*a+b)*c+d)…: nothing splits
 
-    <think>
-    a: 3*4+6=2+6=8                         the first term; there is no total yet
-    b: 5*2+7=7, so 7+8=5                   a*b+c in one go
-    c: 6*9=4, so 4+5=9                     a product by itself
-    d: 6*7+9=1                             a product and the total in one go
-    </think><answer>\\boxed{1}</answer>
-
-`rewrite_parallel` turns such a text into the parallel format with the text's own steps. Workers take consecutive labels and report
-under their number; the director adds up the reports as it would add terms:
+A sequential solution goes through the list and carries a running total. A product and what is added to it may be worked out in one
+go. Taking them apart is longer and easier to get right, so length and accuracy pull against each other as in real reasoning:
 
     <think>
-    Split at d, g.
-    <spawn_workers><worker_1>a: … c: 6*9=4, so 4+5=9 1: 9</worker_1><worker_2>d: … 2: 8</worker_2><worker_3>…</worker_3></spawn_workers>
+    a: 3*b: 4=2                            the first product; there is no total yet
+    c: 6*d: 9=4, so 4+2=6                  a product, then the total
+    e: 6*f: 7+6=8                          a product and the total in one go
+    </think><answer>\\boxed{8}</answer>
+
+`rewrite_parallel` turns such a text into the parallel format with the text's own steps. Workers take consecutive parts of the list
+and report under their number; the director adds up the reports as it would add terms:
+
+    <think>
+    Split at g, m.
+    <spawn_workers><worker_1>a: … 1: 9</worker_1><worker_2>g: … 2: 8</worker_2><worker_3>m: … 3: 7</worker_3></spawn_workers>
     2: 8+9=7
     3: 7+7=4
     </think><answer>\\boxed{4}</answer>
@@ -37,9 +37,9 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from string import ascii_lowercase
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from string import ascii_letters as LABELS
 from typing import TYPE_CHECKING
 
 from dccot.data.problems import Problem
@@ -61,28 +61,28 @@ if TYPE_CHECKING:
 
 WORKERS = 3
 EOS = "<｜end▁of▁sentence｜>"
-ADD, START, TAKE, TO, RULE = "Add ", "Start with x=", ", take ", " to ", " and keep the last digit: "
+FROM, TO, RULE = " from ", " to ", " and keep the last digit: "
 SPLIT, CHECK, SO = "Split at ", "Check ", "so "
-
-Tree = int | tuple[str, "Tree", "Tree"]  # an expression: a number or (operator, left, right)
 
 
 # ---- problems ------------------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Family:
-    """How many terms a problem has, in training and in the held-out larger split, and how often the family is drawn."""
+    """What is done with the digits, how many make up a step, and how many steps a problem has: in training, and in the larger split."""
 
+    opening: str
+    width: int
     sizes: range
     larger: range
     weight: float
 
 
 FAMILIES = {
-    "sum": Family(range(14, 22), range(23, 27), 0.3),
-    "products": Family(range(10, 17), range(18, 23), 0.3),
-    "expressions": Family(range(8, 13), range(14, 18), 0.25),
-    "chain": Family(range(7, 13), range(14, 19), 0.15),
+    "sum": Family("Add all", 1, range(14, 22), range(23, 29), 0.3),
+    "products": Family("Add products of two", 2, range(10, 17), range(18, 23), 0.3),
+    "expressions": Family("Add products of two plus a third", 3, range(8, 13), range(14, 17), 0.25),
+    "chain": Family("Multiply {} and add in turn", 1, range(7, 13), range(14, 19), 0.15),
 }
 SMALLEST = 2  # problems for the base model start here, and small ones are frequent: it learns to walk before it runs
 WHOLE = 0.4  # how often a problem for the base model asks for its whole list
@@ -98,9 +98,15 @@ class ArithmeticProblem(Problem):
     """A problem that knows what it is made of. Its id reads `split-family-number`, so results can be told apart by family."""
 
     family: str
-    labels: str  # of the terms or steps asked for, one letter each
-    terms: tuple  # what is asked for: an expression each; in a chain the (operator, number) of each step
+    labels: str  # of the digits asked for
+    digits: tuple[int, ...]
     start: int | None = None  # what a chain starts with
+
+    def steps(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Labels and digits of each step."""
+        width = FAMILIES[self.family].width
+        for i in range(0, len(self.labels), width):
+            yield self.labels[i : i + width], self.digits[i : i + width]
 
 
 def make_splits(seed: int, sizes: Mapping[str, int]) -> dict[str, list[ArithmeticProblem]]:
@@ -133,50 +139,27 @@ def _bucket(question: str) -> int:
 def _draw(rng: random.Random, family: str, split: str, id: str) -> ArithmeticProblem:
     of = FAMILIES[family]
     sizes = of.larger if split == LARGER else range(SMALLEST, of.sizes.stop) if split == "base" else of.sizes
-    size = rng.choices(sizes, [1 / size if split == "base" else 1 for size in sizes])[0]
-    first = rng.randrange(len(ascii_lowercase) - size + 1)  # any letter may come first, so larger problems hold no unseen label
-    listed = {label: _TERMS[family](rng) for label in ascii_lowercase[first : first + size]}
+    size = of.width * rng.choices(sizes, [1 / size if split == "base" else 1 for size in sizes])[0]
+    first = rng.randrange(len(LABELS) - size + 1)  # any letter may come first, so larger problems hold no unseen label
+    listed = {label: rng.randint(2, 9) for label in LABELS[first : first + size]}
     labels = "".join(listed)
     if split == "base" and rng.random() > WHOLE:
-        begin, end = sorted(rng.sample(range(size + 1), 2))
+        begin, end = sorted(of.width * i for i in rng.sample(range(size // of.width + 1), 2))
         labels = labels[begin:end]
-    terms, start = tuple(listed[label] for label in labels), None
-    if family == "chain":
-        start = gold = rng.randint(2, 9)
-        for operator, number in terms:
-            gold = _digit((operator, number, gold))
-    else:
-        gold = sum(map(_digit, terms)) % 10
-    opening = ADD if start is None else f"{START}{start}{TAKE}"
-    items = ", ".join(f"{label}: {_text(term) if start is None else f'{term[1]}{term[0]}x'}" for label, term in listed.items())
-    question = f"{opening}{labels[0]}{TO}{labels[-1]}{RULE}{items}."
-    return ArithmeticProblem(id, question, str(gold), family, labels, terms, start)
-
-
-def _product(rng: random.Random) -> Tree:
-    return "*", rng.randint(2, 9), rng.randint(2, 9)
-
-
-_TERMS = {
-    "sum": lambda rng: rng.randint(1, 9),
-    "products": _product,
-    "expressions": lambda rng: ("+", _product(rng), rng.randint(2, 9)),
-    "chain": lambda rng: (rng.choice("*+"), rng.randint(2, 9)),
-}
+    start = rng.randint(2, 9) if family == "chain" else None
+    items = ", ".join(f"{label}: {digit}" for label, digit in listed.items())
+    question = f"{of.opening.format(start)}{FROM}{labels[0]}{TO}{labels[-1]}{RULE}{items}."
+    problem = ArithmeticProblem(id, question, "", family, labels, tuple(listed[label] for label in labels), start)
+    gold = _walk(problem)[1] if family == "chain" else sum(_worth(digits) for _, digits in problem.steps()) % 10
+    return replace(problem, gold=str(gold))
 
 
 # ---- arithmetic written down ----------------------------------------------------------------------------------------------
 
-def _digit(tree: Tree) -> int:
-    """The last digit of an expression."""
-    if isinstance(tree, int):
-        return tree % 10
-    operator, left, right = tree[0], _digit(tree[1]), _digit(tree[2])
-    return (left * right if operator == "*" else left + right) % 10
-
-
-def _text(tree: Tree) -> str:
-    return str(tree) if isinstance(tree, int) else f"{_text(tree[1])}{tree[0]}{_text(tree[2])}"
+def _worth(digits: Sequence[int]) -> int:
+    """The last digit of a, a*b or a*b+c."""
+    a, b, c = *digits, *(1, 0)[len(digits) - 1 :]
+    return (a * b + c) % 10
 
 
 @dataclass(frozen=True)
@@ -212,32 +195,34 @@ def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, in_one_go:
     """A correct sequential solution as the base model should write it. `in_one_go`: the chance that a product is not taken apart."""
     rng = random.Random(f"{seed}/{problem.question}")
     if problem.family == "chain":
-        text, total = _walk(problem, rng)
+        lines, total = _walk(problem)
+        if len(lines) >= WORKERS and rng.random() < 0.5:
+            checked = sorted(rng.sample(range(len(lines)), WORKERS))
+            lines += [f"{CHECK}{', '.join(problem.labels[i] for i in checked)}.\n", *(lines[i] for i in checked)]
+        text = "".join(lines)
     else:
-        text, total = _run(_step(label, term, rng.random() < in_one_go) for label, term in zip(problem.labels, problem.terms))
+        text, total = _run(_step(labels, digits, rng.random() < in_one_go) for labels, digits in problem.steps())
     return f"{THINK_OPEN}\n{text}{_answer(total)}"
 
 
-def _step(label: str, term: Tree, in_one_go: bool) -> Step:
-    if isinstance(term, int):
-        return Step(label, term)
-    operator, left, right = term
-    if isinstance(left, int):
-        return Step(label, _digit(term), f"{_text(term)}={_digit(term)}", in_one_go)
-    between = "" if in_one_go else f"={_digit(left)}{operator}{right}"
-    return Step(label, _digit(term), f"{_text(term)}{between}={_digit(term)}")
+def _step(labels: str, digits: Sequence[int], in_one_go: bool) -> Step:
+    worth = _worth(digits)
+    if len(digits) == 1:
+        return Step(labels, worth)
+    working = f"{digits[0]}*{labels[1]}: {digits[1]}"
+    if len(digits) == 2:
+        return Step(labels[0], worth, f"{working}={worth}", in_one_go)
+    between = "" if in_one_go else f"={_worth(digits[:2])}+{digits[2]}"
+    return Step(labels[0], worth, f"{working}+{labels[2]}: {digits[2]}{between}={worth}")
 
 
-def _walk(problem: ArithmeticProblem, rng: random.Random) -> tuple[str, int]:
-    """A chain step by step; about half of the walks check some of their steps again."""
+def _walk(problem: ArithmeticProblem) -> tuple[list[str], int]:
+    """The lines of a chain and where it ends."""
     lines, x = [], problem.start
-    for label, (operator, number) in zip(problem.labels, problem.terms):
-        step, x = f"{number}{operator}{x}", _digit((operator, number, x))
+    for i, (label, digit) in enumerate(zip(problem.labels, problem.digits)):
+        step, x = f"{digit}{'*+'[i % 2]}{x}", (digit * x if i % 2 == 0 else digit + x) % 10
         lines.append(f"{label}: {step}={x}\n")
-    if len(lines) >= WORKERS and rng.random() < 0.5:
-        checked = sorted(rng.sample(range(len(lines)), WORKERS))
-        lines += [f"{CHECK}{', '.join(problem.labels[i] for i in checked)}.\n", *(lines[i] for i in checked)]
-    return "".join(lines), x
+    return lines, x
 
 
 def _answer(value: int | str) -> str:
@@ -254,9 +239,9 @@ def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0
     """
     rng = random.Random(f"{attempt}/{problem.question}/{sequential_text}")
     thought = sequential_text.partition(THINK_CLOSE)[0]
-    if problem.question.startswith(START):
+    if problem.question.startswith(FAMILIES["chain"].opening.partition("{")[0]):
         return _chain_with_checks(thought, sequential_text)
-    lines = re.findall(r"^([a-z]): (.+)\n", thought, re.MULTILINE)
+    lines = re.findall(r"^([a-zA-Z]): (.+)\n", thought, re.MULTILINE)
     if "".join(label for label, _ in lines) != _asked_for(problem.question) or len(lines) < WORKERS:
         return sequential_text
     try:
@@ -275,8 +260,10 @@ def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0
 
 
 def _asked_for(question: str) -> str:
-    found = re.search(f"([a-z]){TO}([a-z]){RULE}", question)
-    return ascii_lowercase[ascii_lowercase.index(found[1]) : ascii_lowercase.index(found[2]) + 1] if found else ""
+    """The first label of every step."""
+    opening, _, rest = question.partition(FROM)
+    width = next((family.width for family in FAMILIES.values() if family.opening == opening), 0)
+    return LABELS[LABELS.index(rest[0]) : LABELS.index(rest[len(TO) + 1]) + 1 : width] if width else ""
 
 
 def _chain_with_checks(thought: str, sequential_text: str) -> str:
@@ -292,9 +279,9 @@ def _own_step(label: str, line: str, *, first: bool) -> Step:
     """What the text itself says about a term."""
     if found := re.fullmatch(r"(\d)" if first else r"(\d)\+\d=\d", line):
         return Step(label, int(found[1]))
-    if found := re.fullmatch(r"(\S+=(\d))" if first else r"(\S+=\d), so (\d)\+\d=\d", line):
+    if found := re.fullmatch(r"(.+=(\d))" if first else r"(.+=\d), so (\d)\+\d=\d", line):
         return Step(label, int(found[2]), found[1])
-    if found := re.fullmatch(r"(\d\*\d)\+(\d)=(\d)", line):
+    if found := re.fullmatch(r"(\d\*[a-zA-Z]: \d)\+(\d)=(\d)", line):
         adds = (int(found[3]) - int(found[2])) % 10
         return Step(label, adds, f"{found[1]}={adds}", in_one_go=True)
     raise ValueError(f"{line!r} does not end in a running total")
@@ -317,7 +304,8 @@ def _block(workers: list[str]) -> str:
 
 # An instruction of the prompts is one token, so that a prompt costs little more than its question.
 SENTENCES = (f" {PARALLEL_INSTRUCTION}", f" {INSTRUCTION}")
-PHRASES = (ADD, START, TAKE, TO, RULE, SPLIT, CHECK, f", {SO}", ", ", ".\n", "\\boxed{")
+OPENINGS = tuple(part for family in FAMILIES.values() for part in family.opening.split("{}"))
+PHRASES = (*OPENINGS, FROM, TO, RULE, SPLIT, CHECK, f", {SO}", ", ", ".\n", "\\boxed{")
 TAG_PIECES = ("</", ">\n", "think", "answer", "spawn_workers", "worker_")
 
 
@@ -334,7 +322,7 @@ def make_tokenizer(single_token_tags: bool = True) -> Qwen2Tokenizer:
     roles = {"bos_token": CHAT_TOKENS[0], "eos_token": EOS, "pad_token": EOS, "unk_token": EOS}
     tokenizer = Qwen2Tokenizer(vocab=alphabet, merges=[], clean_up_tokenization_spaces=False, **roles)
     tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in CHAT_TOKENS])
-    labels = [f"{label}: " for label in (*ascii_lowercase, *map(str, range(1, WORKERS + 1)))]
+    labels = [f"{label}: " for label in (*LABELS, *map(str, range(1, WORKERS + 1)))]
     tags = all_tags(WORKERS) if single_token_tags else TAG_PIECES
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*tags, *labels, *PHRASES, *SENTENCES)])
     return tokenizer

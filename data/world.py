@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class TinyModel:
-    hidden_size: int = 128
+    hidden_size: int = 96
     intermediate_size: int = 256
     num_hidden_layers: int = 2
-    num_attention_heads: int = 4
+    num_attention_heads: int = 3
     max_position_embeddings: int = 1024
 
     def check(self) -> None:
@@ -78,16 +78,13 @@ def checkpoint_config(model: TinyModel, tokenizer) -> dict:
     }
 
 
-DISTANCES = (1, 3, 5)  # from a label to the numbers of its term
-
-
 def look_back(model: Transformer) -> None:
-    """A start from which a small model soon learns to look terms up by their labels.
+    """A start from which a small model soon learns to look digits up by their labels.
 
     Two things are in its way. Drawn as wide models are, embeddings are drowned in what the layers add, and attention is flat; so
-    embeddings and what reads the residual stream start larger than what writes to it. And a lookup needs heads that look a fixed
-    number of tokens back; so all but one of the first layer's start that way, by their biases: with query and key constant in a
-    few of RoPE's fastest planes, and the query turned by d tokens, a score is highest d tokens back.
+    embeddings and what reads the residual stream start larger than what writes to it. And a lookup by label needs a head that looks
+    at the token before; so one head of the first layer starts that way, by its biases: with query and key constant in a few of
+    RoPE's fastest planes, and the query turned by one token, a score is highest one token back.
     """
     import torch
 
@@ -97,9 +94,7 @@ def look_back(model: Transformer) -> None:
         for name, weight in model.named_parameters():
             if weight.ndim == 2 and not name.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.mul_(5 if "embed" in name else 4)
-        for head, distance in enumerate(DISTANCES[: config.heads - 1]):
-            rows = slice(head * config.head_dim, (head + 1) * config.head_dim)
-            for projection, angle in ((attention.q_proj, -frequency * distance), (attention.k_proj, 0 * frequency)):
-                projection.weight[rows] *= 0.1
-                bias = projection.bias[rows].view(2, -1)  # RoPE turns dimension i together with dimension i + head_dim / 2
-                bias[0, :planes], bias[1, :planes] = 6 * angle.cos(), 6 * angle.sin()
+        for projection, angle in ((attention.q_proj, -frequency), (attention.k_proj, 0 * frequency)):
+            projection.weight[: config.head_dim] *= 0.1
+            bias = projection.bias[: config.head_dim].view(2, -1)  # RoPE turns dimension i together with dimension i + head_dim / 2
+            bias[0, :planes], bias[1, :planes] = 6 * angle.cos(), 6 * angle.sin()
