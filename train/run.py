@@ -7,13 +7,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import fcntl
 import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -83,11 +85,37 @@ def open_model(path: str, prompt_kind: str, workers: int) -> tuple[Path, ModelCo
     return folder, model, tokenizer
 
 
+_CLAIMS: dict[Path, TextIO] = {}  # a lock lives as long as its file is open: to the end of the process, however it ends
+
+
+def claim(run: Path) -> str | None:
+    """Make the folder this process's own; what stands against it, or None. Of two jobs in one folder each would spoil the other's files."""
+    run.mkdir(parents=True, exist_ok=True)
+    if run.resolve() in _CLAIMS:
+        return None
+    file = open(run / ".lock", "a+")  # noqa: SIM115 (stays open)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not inherited by children, who may outlive a killed job
+    except (BlockingIOError, PermissionError):
+        with file:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+        return f"{run} is being written by {holder}; wait for it, end it, or choose another name"
+    except OSError:  # a file system without locks
+        return None
+    _CLAIMS[run.resolve()] = file
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return None
+
+
 def open_run(config: Any, runtime: Runtime) -> Path:
     """Make the run folder and write the resolved configuration; a run that was configured otherwise says what changed."""
     run = Path(config.output) / config.name
+    if taken := runtime.share(claim(run) if runtime.is_main else None):
+        raise FileExistsError(taken)
     if runtime.is_main:
-        run.mkdir(parents=True, exist_ok=True)
         path, text = run / "config.yaml", to_yaml(config)
         if path.exists() and path.read_text() != text:
             changed = list(difflib.unified_diff(path.read_text().splitlines(), text.splitlines(), n=0, lineterm=""))

@@ -70,12 +70,11 @@ def in_launches(kills: Sequence[Kill], seed: int) -> list[list[Kill]]:
 
 
 class Ordeal:
-    """The tortured run and the whole one, below one folder."""
+    """The tortured run and the whole one, below one folder that holds the task (digits_task.py)."""
 
-    def __init__(self, out: Path, steps: int, under: Sequence[str] = ()):
-        self.out, self.steps, self.under = out, steps, list(under)
+    def __init__(self, out: Path, steps: int, settings: Sequence[str] = SETTINGS, under: Sequence[str] = ()):
+        self.out, self.steps, self.settings, self.under = out, steps, settings, under
         self.run, self.whole, self.log = out / "tortured", out / "whole", out / "kills.jsonl"
-        self.config = make_task(out)
         self.problems: list[str] = []
         self.damaged: list[tuple[int, str, int]] = []  # number of kills before it, how, step it must go back to
         self.launches = 0
@@ -85,7 +84,7 @@ class Ordeal:
         """`dccot rl` on two ranks until it ends; returns its exit code. What it prints goes to lives/."""
         module = ["dccot.train.rl"] if name == "whole" else ["dccot.train.torture_rank", str(self.log)]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}", f"--max-restarts={restarts}"]
-        command += ["-m", *module, str(self.config), f"name={name}", f"steps={self.steps}", *SETTINGS]
+        command += ["-m", *module, str(self.out / "rl.yaml"), f"name={name}", f"steps={self.steps}", *self.settings]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         environment["DCCOT_KILLS"] = json.dumps([asdict(kill) for kill in kills])
         self.launches += 1
@@ -222,6 +221,7 @@ def damage(folder: Path, how: str) -> None:
 def kill_again_and_again(out: Path, kills: Sequence[Kill], seed: int, under: Sequence[str] = ()) -> list[Trial]:
     """Torture one run through all `kills`, damage its newest checkpoint now and then, let the disk be full, compare with a whole run."""
     start = time.monotonic()
+    make_task(out)
     ordeal = Ordeal(out, steps=2 * len(kills) + 6, under=under)
     if ordeal.launch("whole"):
         raise RuntimeError(f"the run that nobody touches failed; see {out / 'lives'}")

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 from dccot.data.arithmetic import make_tokenizer
 from dccot.data.prompting import PromptConfig
+from dccot.train.torture import Ordeal
+from dccot.train.torture_rank import Kill
 
 PROGRAM = Path(__file__).with_name("rl_program.py")
 STEPS = {1: 3, 2: 8}  # by ranks: the longer one is there to see it learn
@@ -137,3 +139,13 @@ def test_reward_rises_by_more_than_noise_can_explain(runs):
     standard_error = math.sqrt(START_VARIANCE / ROLLOUTS)
     assert abs(rewards[0] - START_MEAN) < 4 * standard_error
     assert sum(rewards[-3:]) / 3 > START_MEAN + 6 * standard_error / math.sqrt(3)
+
+
+@pytest.mark.parametrize("runs", [2], indirect=True, ids=["two ranks"])
+def test_a_run_killed_three_times_and_restarted_by_torchrun_is_one_that_nobody_touched(runs):
+    """A small part of `make torture`: weights and optimizer to the bit, rollouts, metrics and TensorBoard series."""
+    _, out = runs
+    ordeal = Ordeal(out, STEPS[2], settings=())
+    ordeal.suffer([Kill("rollout", "rank 1", 0.5), Kill("writing shards", "rank 0", 0.5), Kill("moving latest", "rank 0")], restarts=3)
+    assert (ordeal.problems, ordeal.lost(), ordeal.differences()) == ([], [], [])
+    assert len(ordeal.kills()) == 3
