@@ -1,6 +1,6 @@
 """`make torture`: everything that kills long runs, done to a miniature one on purpose.
 
-    dccot torture [--kills 22] [--output runs/torture] [--seed 0]        at most 30 minutes on two cores
+    dccot torture [--kills N] [--output runs/torture] [--seed 0]        at most 30 minutes on two cores
 
 The heart of it: one RL run on two ranks, with a real engine in each, is killed again and again with SIGKILL, one rank or the whole job,
 at random moments of every phase and of writing a checkpoint; now and then its newest checkpoint is damaged, and once the disk is full.
@@ -42,26 +42,35 @@ DAMAGES = ("a flipped bit", "a file cut short", "a missing file", "a broken mani
 # --- which kills, in which order ------------------------------------------------------------------------------------------------
 
 
+ROSTER = [(phase, victim) for phase in PHASES[:4] for victim in ("rank 0", "rank 1", "job")] + [
+    ("checkpoint", "rank 1"),
+    ("writing shards", "rank 0"),
+    ("writing shards", "rank 1"),
+    ("writing weights", "rank 0"),
+    ("writing the manifest", "rank 0"),
+    ("before the rename", "job"),
+    ("between rename and latest", "rank 0"),
+    ("moving latest", "rank 0"),
+    ("moving latest", "job"),
+    ("deleting an old one", "rank 0"),
+]
+EXACT = ("before the rename", "between rename and latest", "moving latest")  # a delay would be past them
+
+
 def draw_kills(count: int, seed: int) -> list[Kill]:
-    """Every phase for rank 0, rank 1 and the whole job, every step of writing a checkpoint at least once; shuffled, cut to `count`."""
+    """The roster in random order, each at a random moment of its phase."""
     rng = random.Random(seed)
-    pairs = [(phase, victim) for phase in PHASES[:4] for victim in ("rank 0", "rank 1", "job")]
-    pairs += [("writing shards", victim) for victim in ("rank 1", "job")]
-    pairs += [(moment, victim) for moment in list(FILES)[1:] for victim in (rng.choice(["rank 0", "job"]),)]
-    pairs += [("checkpoint", "rank 1"), ("moving latest", "rank 0"), ("before the rename", "job")]
-    rng.shuffle(pairs)
-    pairs = (pairs * (count // len(pairs) + 1))[:count]
-    exact = {"before the rename", "between rename and latest", "moving latest"}  # a delay would be past them
-    return [Kill(moment, victim, 0.0 if moment in exact else round(rng.random(), 3)) for moment, victim in pairs]
+    pairs = (rng.sample(ROSTER, len(ROSTER)) * (count // len(ROSTER) + 1))[:count]
+    return [Kill(moment, victim, 0.0 if moment in EXACT else round(rng.random(), 3)) for moment, victim in pairs]
 
 
 def in_launches(kills: Sequence[Kill], seed: int) -> list[list[Kill]]:
-    """Kills that follow one another under one torchrun. A killed job ends a launch, a killed rank half of the time."""
+    """Kills that follow one another under one torchrun. A killed job ends a launch, a killed rank now and then: others are restarted."""
     rng = random.Random(seed)
     launches: list[list[Kill]] = [[]]
     for kill in kills:
         launches[-1].append(kill)
-        if kill.victim == "job" or rng.random() < 0.5:
+        if kill.victim == "job" or rng.random() < 0.2:
             launches.append([])
     return [launch for launch in launches if launch]
 
@@ -268,7 +277,7 @@ def table(trials: Sequence[Trial]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="dccot torture", description="Kills, damages and starves a miniature run; says what it survived.")
-    parser.add_argument("--kills", type=int, default=22)
+    parser.add_argument("--kills", type=int, default=len(ROSTER))
     parser.add_argument("--output", type=Path, default=Path("runs/torture"), help="emptied first")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=["kills", *FAULTS], help="some of the trials")

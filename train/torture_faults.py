@@ -280,7 +280,7 @@ def rewriting_with_a_key(out: Path, under: Sequence[str]) -> list[Trial]:
             ]  # fmt: skip
             command = ["-m", "dccot.data.cli", "rewrite", str(out / "rewrite.yaml"), *settings]
             debug = {"OPENAI_LOG": "debug", "ANTHROPIC_LOG": "debug", "PYTHONASYNCIODEBUG": "1", **PLANTED}
-            _, said = run(command, under, out / f"{protocol}_{name}.log", **debug)
+            _, said = run(command, (), out / f"{protocol}_{name}.log", **debug)
             server.shutdown()
             if Unfriendly.counter == before:
                 problems.append(f"{protocol} {name}: the server was never asked: {said[-200:]}")
