@@ -1,7 +1,6 @@
 """One problem, live in the terminal: the director above, its workers side by side, then the answer and what parallelism bought.
 
-    dccot solve runs/demo/stage4 "Add a to c and keep the last digit: a: 4, b: 7, c: 5."
-    dccot solve MODEL "…" --json --trace solve.json
+    dccot solve MODEL "What is 2 + 3?"                 dccot solve MODEL "What is 2 + 3?" --json --trace solve.json
 
     from dccot import solve;  solution = solve("runs/demo/stage4", "What is 2 + 3?");  solution.answer
 
@@ -241,7 +240,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> int:
     parser = Parser(
         description="Solve one problem, live: director above, workers side by side, then the answer and what parallelism bought.",
-        epilog='example: dccot solve runs/demo/stage4 "Add a to c and keep the last digit: a: 4, b: 7, c: 5." --trace solve.json',
+        epilog='example: dccot solve runs/demo/stage4 "What is 2 + 3?" --trace solve.json',
     )
     parser.add_argument("model", help="a Hugging Face folder, or a run (its newest checkpoint, asked as it was trained)")
     parser.add_argument("problem", help="the problem, in quotes; - reads it from standard input")
