@@ -2,10 +2,10 @@
 
 A problem lists labelled digits and asks for the last digit of what becomes of those from one label to another:
 
-    sum          Add all from a to l and keep the last digit: a: 4, b: 7, c: 5, … .
-    products     Add products of two from a to l and keep the last digit: …                 a*b + c*d + …
-    expressions  Add products of two plus a third from a to l and keep the last digit: …    (a*b+c) + (d*e+f) + …
-    chain        Multiply 7 and add in turn from a to l and keep the last digit: …          ((7*a+b)*c+d)…: nothing splits
+    sum          Add a to l and keep the last digit: a: 4, b: 7, c: 5, … .
+    products     Add a to l and keep the last digit: a: 6*b: 9, c: 7*d: 8, … .
+    expressions  Add a to l and keep the last digit: a: 3*b: 4+c: 6, d: 5*e: 2+f: 7, … .
+    chain        Multiply 7 and add in turn a to l and keep the last digit: a: 3, b: 5, … .     ((7*a+b)*c+d)…: nothing splits
 
 A sequential solution goes through the list and carries a running total. A product and what is added to it may be worked out in one
 go. Taking them apart is longer and easier to get right, so length and accuracy pull against each other as in real reasoning:
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 WORKERS = 3
 EOS = "<｜end▁of▁sentence｜>"
-FROM, TO, RULE = " from ", " to ", " and keep the last digit: "
+TO, RULE = " to ", " and keep the last digit: "
 SPLIT, CHECK, SO = "Split at ", "Check ", "so "
 
 
@@ -69,20 +69,25 @@ SPLIT, CHECK, SO = "Split at ", "Check ", "so "
 
 @dataclass(frozen=True)
 class Family:
-    """What is done with the digits, how many make up a step, and how many steps a problem has: in training, and in the larger split."""
+    """What is asked, how the digits of a step stand together, and how many steps a problem has: in training, in the larger split."""
 
     opening: str
-    width: int
+    operators: str
     sizes: range
     larger: range
     weight: float
 
+    @property
+    def width(self) -> int:
+        """Digits per step."""
+        return len(self.operators) + 1
+
 
 FAMILIES = {
-    "sum": Family("Add all", 1, range(14, 22), range(23, 29), 0.3),
-    "products": Family("Add products of two", 2, range(10, 17), range(18, 23), 0.3),
-    "expressions": Family("Add products of two plus a third", 3, range(8, 13), range(14, 17), 0.25),
-    "chain": Family("Multiply {} and add in turn", 1, range(7, 13), range(14, 19), 0.15),
+    "sum": Family("Add ", "", range(14, 22), range(23, 29), 0.3),
+    "products": Family("Add ", "*", range(10, 17), range(18, 23), 0.3),
+    "expressions": Family("Add ", "*+", range(8, 13), range(14, 17), 0.25),
+    "chain": Family("Multiply {} and add in turn ", "", range(7, 13), range(14, 19), 0.15),
 }
 SMALLEST = 2  # problems for the base model start here, and small ones are frequent: it learns to walk before it runs
 WHOLE = 0.4  # how often a problem for the base model asks for its whole list
@@ -147,8 +152,9 @@ def _draw(rng: random.Random, family: str, split: str, id: str) -> ArithmeticPro
         begin, end = sorted(of.width * i for i in rng.sample(range(size // of.width + 1), 2))
         labels = labels[begin:end]
     start = rng.randint(2, 9) if family == "chain" else None
-    items = ", ".join(f"{label}: {digit}" for label, digit in listed.items())
-    question = f"{of.opening.format(start)}{FROM}{labels[0]}{TO}{labels[-1]}{RULE}{items}."
+    signs = (of.operators + ",") * size
+    items = "".join(f"{label}: {digit}{sign}" for (label, digit), sign in zip(listed.items(), signs)).replace(",", ", ")[:-2]
+    question = f"{of.opening.format(start)}{labels[0]}{TO}{labels[-1]}{RULE}{items}."
     problem = ArithmeticProblem(id, question, "", family, labels, tuple(listed[label] for label in labels), start)
     gold = _walk(problem)[1] if family == "chain" else sum(_worth(digits) for _, digits in problem.steps()) % 10
     return replace(problem, gold=str(gold))
@@ -261,9 +267,9 @@ def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0
 
 def _asked_for(question: str) -> str:
     """The first label of every step."""
-    opening, _, rest = question.partition(FROM)
-    width = next((family.width for family in FAMILIES.values() if family.opening == opening), 0)
-    return LABELS[LABELS.index(rest[0]) : LABELS.index(rest[len(TO) + 1]) + 1 : width] if width else ""
+    found = re.search(f"(.){TO}(.){RULE}(.*)", question)
+    firsts = "".join(step[0] for step in found[3].split(", ")) if found else ""
+    return "".join(label for label in firsts if LABELS.index(found[1]) <= LABELS.index(label) <= LABELS.index(found[2]))
 
 
 def _chain_with_checks(thought: str, sequential_text: str) -> str:
@@ -304,8 +310,8 @@ def _block(workers: list[str]) -> str:
 
 # An instruction of the prompts is one token, so that a prompt costs little more than its question.
 SENTENCES = (f" {PARALLEL_INSTRUCTION}", f" {INSTRUCTION}")
-OPENINGS = tuple(part for family in FAMILIES.values() for part in family.opening.split("{}"))
-PHRASES = (*OPENINGS, FROM, TO, RULE, SPLIT, CHECK, f", {SO}", ", ", ".\n", "\\boxed{")
+OPENINGS = dict.fromkeys(part for family in FAMILIES.values() for part in family.opening.split("{}"))
+PHRASES = (*OPENINGS, TO, RULE, SPLIT, CHECK, f", {SO}", ", ", ".\n", "\\boxed{")
 TAG_PIECES = ("</", ">\n", "think", "answer", "spawn_workers", "worker_")
 
 

@@ -21,18 +21,15 @@ whole_problem = any_problem.filter(lambda problem: not problem.id.startswith("ba
 
 def gold_by_python(question: str) -> str:
     """The answer from the question's text alone."""
-    asked = re.fullmatch(r"(.+) from (\w) to (\w) and keep the last digit: (.*)\.", question)
-    listed = dict(re.findall(r"(\w): (\d)", asked[4]))
-    names = list(listed)
-    digits = [int(listed[name]) for name in names[names.index(asked[2]) : names.index(asked[3]) + 1]]
-    if asked[1] == "Add all":
-        return str(sum(digits))[-1]
-    if asked[1] == "Add products of two":
-        return str(sum(a * b for a, b in zip(digits[::2], digits[1::2], strict=True)))[-1]
-    if asked[1] == "Add products of two plus a third":
-        return str(sum(a * b + c for a, b, c in zip(digits[::3], digits[1::3], digits[2::3], strict=True)))[-1]
+    asked = re.fullmatch(r"(.+) (\w) to (\w) and keep the last digit: (.*)\.", question)
+    steps = asked[4].split(", ")
+    first = next(i for i, step in enumerate(steps) if step.startswith(asked[2]))
+    last = next(i for i, step in enumerate(steps) if re.findall(r"(\w): ", step)[-1] == asked[3])
+    steps = [without_labels(step) for step in steps[first : last + 1]]
+    if asked[1] == "Add":
+        return str(sum(map(eval, steps)))[-1]
     x = int(re.fullmatch(r"Multiply (\d) and add in turn", asked[1])[1])
-    for number, digit in enumerate(digits):
+    for number, digit in enumerate(map(int, steps)):
         x = x + digit if number % 2 else x * digit
     return str(x)[-1]
 
