@@ -80,19 +80,21 @@ class Checkpointer:
         """
         start = time.perf_counter()
         self.finish()
-        partial = self.folder / f".step_{step:06d}.partial"
         model_state, optimizer_state = get_state_dict(model, optimizer)
-        written = dcp.async_save(  # returns when the copy is made
-            {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial / "dcp", process_group=self._group
-        )
-        with torch.device("meta"):
-            shape = Transformer(model.config).to(next(model.parameters()).dtype)
-        state_text = json.dumps({"step": step, **state}, indent=1)
-        self._underway = self._writer.submit(self._complete, step, written, shape, state_text, start, time.perf_counter() - start, last)
-        if last:
-            problems = self._underway.result()
-            if problems:
-                raise OSError(f"the last checkpoint, step {step}, was not written ({problems[0]}); make room and run this again")
+        everything = {"model": model_state, "optimizer": optimizer_state}
+        if problem := self._no_room(_bytes(everything) + _bytes(model_state)):
+            self._underway = Future()
+            self._underway.set_result([problem])
+            self._complain(step, problem, last)
+        else:
+            place = self.folder / f".step_{step:06d}.partial" / "dcp"
+            written = dcp.async_save(everything, checkpoint_id=place, process_group=self._group)  # returns when the copy is made
+            with torch.device("meta"):
+                shape = Transformer(model.config).to(next(model.parameters()).dtype)
+            text = json.dumps({"step": step, **state}, indent=1)
+            self._underway = self._writer.submit(self._complete, step, written, shape, text, start, time.perf_counter() - start, last)
+        if last and (problems := self._underway.result()):
+            raise OSError(f"the last checkpoint, step {step}, was not written ({problems[0]}); make room and run this again")
 
     def finish(self) -> bool:
         """Wait for a checkpoint that is being written; False if the disk would not take it, with everything older intact."""
@@ -110,6 +112,15 @@ class Checkpointer:
         self._writer.shutdown()
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
+
+    def _no_room(self, needed: int) -> str | None:
+        """Before anything is written: a checkpoint that fills the disk to the brim would take metrics and rollouts down with it."""
+        free = self.runtime.share(shutil.disk_usage(self.folder).free if self.runtime.is_main else None)
+        return f"it needs {needed / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are free" if needed > free else None
+
+    def _complain(self, step: int, problem: str, last: bool) -> None:
+        if self.runtime.is_main and not last:
+            log.error("checkpoint of step %d was not written (%s); training goes on, the one before it stays", step, problem)
 
     def _complete(self, step: int, written: Future, shape: Transformer, state: str, start: float, waited: float, last: bool) -> list[str]:
         """In the background: when every rank has written its shards, rank 0 adds the rest and gives the checkpoint its name."""
@@ -133,8 +144,7 @@ class Checkpointer:
                 problems = [f"rank 0: {_first_line(error)}"]
         if self.runtime.is_main and problems:
             shutil.rmtree(partial, ignore_errors=True)
-            if not last:
-                log.error("checkpoint of step %d was not written (%s); training goes on, the one before it stays", step, problems[0])
+            self._complain(step, problems[0], last)
         box = [problems]
         dist.broadcast_object_list(box, src=0, group=self._group)
         self._costs = {"time/checkpoint_waited": waited, "time/checkpoint_written": time.perf_counter() - start}
@@ -191,6 +201,13 @@ class Checkpointer:
                 (folder / "manifest.json").unlink(missing_ok=True)
             else:
                 shutil.rmtree(folder)
+
+
+def _bytes(state: Any) -> int:
+    """Of all tensors in a state dict, over all ranks."""
+    if isinstance(state, Tensor):
+        return state.numel() * state.element_size()
+    return sum(map(_bytes, state.values() if isinstance(state, dict) else state)) if isinstance(state, dict | list) else 0
 
 
 def _read_back(folder: Path, shape: Transformer) -> Iterator[tuple[str, Tensor]]:

@@ -212,6 +212,22 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(checkpointer, trained, c
     assert keeper.resume(*trained)["step"] == 3
 
 
+def test_a_disk_without_room_is_noticed_before_it_is_full(checkpointer, trained, caplog, monkeypatch):
+    """Weights twice (dcp/ and hf/) and two moments of them; nothing is written that would have to be taken back."""
+    keeper = checkpointer(keep=1)
+    assert saved(keeper, 1, *trained, {})
+    needed = 4 * sum(4 * parameter.numel() for parameter in trained[0].parameters())
+    disk = shutil.disk_usage(keeper.folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=needed - 1))
+    assert not saved(keeper, 2, *trained, {})
+    assert f"checkpoint of step 2 was not written (it needs {needed / 1e6:,.0f} MB" in caplog.text
+    assert steps(keeper) == ["step_000001"]
+    with pytest.raises(OSError, match="last checkpoint, step 3, was not written"):
+        keeper.save(3, *trained, {}, last=True)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=needed + 1000))
+    assert saved(keeper, 4, *trained, {})
+
+
 def test_the_last_checkpoint_of_a_run_must_be_written(checkpointer, trained):
     with no_file_larger_than(20_000), pytest.raises(OSError, match="last checkpoint, step 9, was not written"):
         checkpointer().save(9, *trained, {}, last=True)
