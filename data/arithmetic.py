@@ -1,33 +1,37 @@
 """The miniature world: arithmetic whose reasoning splits, a tokenizer made for it, and solutions in both formats, all from a seed.
 
-A problem lists labelled digits and asks for the last digit of what becomes of those from one label to another:
+A problem lists labelled digits and asks for the last digit of what becomes of them:
 
     sum          Add a to l and keep the last digit: a: 4, b: 7, c: 5, … .
     products     Add a to l and keep the last digit: a: 6*b: 9, c: 7*d: 8, … .
     expressions  Add a to l and keep the last digit: a: 3*b: 4+c: 6, d: 5*e: 2+f: 7, … .
     chain        Multiply 7 and add in turn a to l and keep the last digit: a: 3, b: 5, … .     ((7*a+b)*c+d)…: nothing splits
 
-A sequential solution goes through the list and carries a running total. A product and what is added to it may be worked out in one
-go. Taking them apart is longer and easier to get right, so length and accuracy pull against each other as in real reasoning:
+A sequential solution takes the list in three parts, carries a running total through each, reports each part's total under its
+number, and adds up the reports. A product and what is added to it may be worked out in one go. Taking them apart is longer and
+easier to get right, so length and accuracy pull against each other as in real reasoning:
 
     <think>
+    a to f, g to l, m to r.
+    a to f
     a: 3*b: 4=2                            the first product; there is no total yet
     c: 6*d: 9=4, so 4+2=6                  a product, then the total
     e: 6*f: 7+6=8                          a product and the total in one go
-    </think><answer>\\boxed{8}</answer>
+    1: 8
+    g to l
+    …
+    2: 8+8=6
+    3: 7+6=3
+    </think><answer>\\boxed{3}</answer>
 
-`rewrite_parallel` turns such a text into the parallel format with the text's own steps. Workers take consecutive parts of the list
-and report under their number; the director adds up the reports as it would add terms:
+The parts are independent, but nothing is gained by it: they are written one after the other. `rewrite_parallel` gives each to a worker:
 
     <think>
-    Split at g, m.
-    <spawn_workers><worker_1>a: … 1: 9</worker_1><worker_2>g: … 2: 8</worker_2><worker_3>m: … 3: 7</worker_3></spawn_workers>
-    2: 8+9=7
-    3: 7+7=4
-    </think><answer>\\boxed{4}</answer>
-
-The problems of the base split ask for any part of their list, so the base model can begin and end anywhere, as a worker must. All
-others ask for the whole list.
+    a to f, g to l, m to r.
+    <spawn_workers><worker_1>a to f … 1: 8</worker_1><worker_2>g to l … 2: 8</worker_2><worker_3>m to r … 3: 7</worker_3></spawn_workers>
+    2: 8+8=6
+    3: 7+6=3
+    </think><answer>\\boxed{3}</answer>
 
 Nothing in a chain is independent except looking again. About half of the sequential solutions of chains check three steps at the
 end; those become the director's walk with one check for each worker. The others have no use for workers and are not rewritten.
@@ -39,6 +43,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from string import ascii_letters as LABELS
 from typing import TYPE_CHECKING
 
@@ -62,7 +67,7 @@ if TYPE_CHECKING:
 WORKERS = 3
 EOS = "<｜end▁of▁sentence｜>"
 TO, RULE = " to ", " and keep the last digit: "
-SPLIT, CHECK, SO = "Split at ", "Check ", "so "
+CHECK, SO = "Check ", "so "
 
 
 # ---- problems ------------------------------------------------------------------------------------------------------------
@@ -89,13 +94,13 @@ FAMILIES = {
     "expressions": Family("Add ", "*+", range(8, 13), range(14, 17), 0.25),
     "chain": Family("Multiply {} and add in turn ", "", range(7, 13), range(14, 19), 0.15),
 }
-SMALLEST = 2  # problems for the base model start here, and small ones are frequent: it learns to walk before it runs
-WHOLE = 0.4  # how often a problem for the base model asks for its whole list
+SMALLEST = 3  # problems for the base model start here, and small ones are frequent: it learns to walk before it runs
 
 # A problem's split is a hash of its question, so two splits never share one, whatever their sizes and seeds.
 SPLIT_BUCKETS = {"base": range(8), "train": range(8, 14), "validation": range(14, 15), "test": range(15, 16)}
 BUCKETS = 16
 LARGER = "larger"
+CHAIN = FAMILIES["chain"].opening.partition("{")[0]
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ class ArithmeticProblem(Problem):
     """A problem that knows what it is made of. Its id reads `split-family-number`, so results can be told apart by family."""
 
     family: str
-    labels: str  # of the digits asked for
+    labels: str
     digits: tuple[int, ...]
     start: int | None = None  # what a chain starts with
 
@@ -146,16 +151,12 @@ def _draw(rng: random.Random, family: str, split: str, id: str) -> ArithmeticPro
     sizes = of.larger if split == LARGER else range(SMALLEST, of.sizes.stop) if split == "base" else of.sizes
     size = of.width * rng.choices(sizes, [1 / size if split == "base" else 1 for size in sizes])[0]
     first = rng.randrange(len(LABELS) - size + 1)  # any letter may come first, so larger problems hold no unseen label
-    listed = {label: rng.randint(2, 9) for label in LABELS[first : first + size]}
-    labels = "".join(listed)
-    if split == "base" and rng.random() > WHOLE:
-        begin, end = sorted(of.width * i for i in rng.sample(range(size // of.width + 1), 2))
-        labels = labels[begin:end]
+    labels, digits = LABELS[first : first + size], tuple(rng.randint(2, 9) for _ in range(size))
     start = rng.randint(2, 9) if family == "chain" else None
     signs = (of.operators + ",") * size
-    items = "".join(f"{label}: {digit}{sign}" for (label, digit), sign in zip(listed.items(), signs)).replace(",", ", ")[:-2]
+    items = "".join(f"{label}: {digit}{sign}" for label, digit, sign in zip(labels, digits, signs)).replace(",", ", ")[:-2]
     question = f"{of.opening.format(start)}{labels[0]}{TO}{labels[-1]}{RULE}{items}."
-    problem = ArithmeticProblem(id, question, "", family, labels, tuple(listed[label] for label in labels), start)
+    problem = ArithmeticProblem(id, question, "", family, labels, digits, start)
     gold = _walk(problem)[1] if family == "chain" else sum(_worth(digits) for _, digits in problem.steps()) % 10
     return replace(problem, gold=str(gold))
 
@@ -170,22 +171,22 @@ def _worth(digits: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Step:
-    """One term of a running total, in a problem or in a text."""
+    """One step of a running total."""
 
-    label: str
+    labels: str  # of its digits, or the number of a report
     adds: int
-    working: str | None = None  # how the term comes to that; a plain number needs no working
+    working: str | None = None  # how it comes to that; a plain number needs no working
     in_one_go: bool = False  # together with the total
 
 
 def _line(step: Step, total: int | None) -> tuple[str, int]:
     """The line of one step and the running total behind it; the first step of a run has no total to be added to."""
     if total is None:
-        return f"{step.label}: {step.working or step.adds}\n", step.adds
+        return f"{step.labels[0]}: {step.working or step.adds}\n", step.adds
     now = (total + step.adds) % 10
     if step.in_one_go:
-        return f"{step.label}: {step.working.partition('=')[0]}+{total}={now}\n", now
-    return f"{step.label}: {f'{step.working}, {SO}' if step.working else ''}{step.adds}+{total}={now}\n", now
+        return f"{step.labels[0]}: {step.working.partition('=')[0]}+{total}={now}\n", now
+    return f"{step.labels[0]}: {f'{step.working}, {SO}' if step.working else ''}{step.adds}+{total}={now}\n", now
 
 
 def _run(steps: Iterable[Step], total: int | None = None) -> tuple[str, int]:
@@ -207,8 +208,30 @@ def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, in_one_go:
             lines += [f"{CHECK}{', '.join(problem.labels[i] for i in checked)}.\n", *(lines[i] for i in checked)]
         text = "".join(lines)
     else:
-        text, total = _run(_step(labels, digits, rng.random() < in_one_go) for labels, digits in problem.steps())
+        text, total = _in_parts([_step(labels, digits, rng.random() < in_one_go) for labels, digits in problem.steps()], rng)
     return f"{THINK_OPEN}\n{text}{_answer(total)}"
+
+
+def _in_parts(steps: Sequence[Step], rng: random.Random) -> tuple[str, int]:
+    """Steps in three parts, and their totals added up. Where to cut is random near thirds: what is best, is left for a policy to learn."""
+    cuts = (0, *_cuts(len(steps), rng), len(steps))
+    parts = [steps[begin:end] for begin, end in pairwise(cuts)]
+    ranges = [f"{part[0].labels[0]}{TO}{part[-1].labels[-1]}" for part in parts]
+    text, reports = f"{', '.join(ranges)}.\n", []
+    for number, (part, labels) in enumerate(zip(parts, ranges), 1):
+        lines, total = _run(part)
+        text += f"{labels}\n{lines}{number}: {total}\n"
+        reports.append(Step(str(number), total))
+    combined, total = _run(reports[1:], reports[0].adds)
+    return text + combined, total
+
+
+def _cuts(count: int, rng: random.Random) -> tuple[int, int]:
+    """Where parts 2 and 3 begin: thirds, each cut moved by up to a sixth of the steps, no part without a step."""
+    slack = count // 6
+    second = max(1, round(count / 3) + rng.randint(-slack, slack))
+    third = min(count - 1, max(second + 1, round(count * 2 / 3) + rng.randint(-slack, slack)))
+    return second, third
 
 
 def _step(labels: str, digits: Sequence[int], in_one_go: bool) -> Step:
@@ -217,9 +240,9 @@ def _step(labels: str, digits: Sequence[int], in_one_go: bool) -> Step:
         return Step(labels, worth)
     working = f"{digits[0]}*{labels[1]}: {digits[1]}"
     if len(digits) == 2:
-        return Step(labels[0], worth, f"{working}={worth}", in_one_go)
+        return Step(labels, worth, f"{working}={worth}", in_one_go)
     between = "" if in_one_go else f"={_worth(digits[:2])}+{digits[2]}"
-    return Step(labels[0], worth, f"{working}+{labels[2]}: {digits[2]}{between}={worth}")
+    return Step(labels, worth, f"{working}+{labels[2]}: {digits[2]}{between}={worth}")
 
 
 def _walk(problem: ArithmeticProblem) -> tuple[list[str], int]:
@@ -238,38 +261,13 @@ def _answer(value: int | str) -> str:
 # ---- the rewriting rule --------------------------------------------------------------------------------------------------
 
 def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0) -> str:
-    """The same reasoning in the parallel format. A text that the rule cannot read comes back as it is: acceptance refuses it.
-
-    The steps are the text's own, mistakes included; only running totals are new, because a worker starts from nothing.
-    Where to split is drawn at random near thirds: what a good division is, is left for the policy to learn.
-    """
-    rng = random.Random(f"{attempt}/{problem.question}/{sequential_text}")
+    """The same words in the parallel format. A text that the rule cannot read comes back as it is: acceptance refuses it."""
     thought = sequential_text.partition(THINK_CLOSE)[0]
-    if problem.question.startswith(FAMILIES["chain"].opening.partition("{")[0]):
+    if problem.question.startswith(CHAIN):
         return _chain_with_checks(thought, sequential_text)
-    lines = re.findall(r"^([a-zA-Z]): (.+)\n", thought, re.MULTILINE)
-    if "".join(label for label, _ in lines) != _asked_for(problem.question) or len(lines) < WORKERS:
-        return sequential_text
-    try:
-        steps = [_own_step(label, line, first=i == 0) for i, (label, line) in enumerate(lines)]
-    except ValueError:
-        return sequential_text
-    cuts = _cuts(len(steps), rng)
-    workers, reports = [], []
-    for number, part in enumerate((steps[: cuts[0]], steps[cuts[0] : cuts[1]], steps[cuts[1] :]), 1):
-        text, total = _run(part)
-        workers.append(f"{text}{number}: {total}\n")
-        reports.append(Step(str(number), total))
-    combined, total = _run(reports[1:], reports[0].adds)
-    plan = f"{SPLIT}{steps[cuts[0]].label}, {steps[cuts[1]].label}.\n"
-    return f"{THINK_OPEN}\n{plan}{_block(workers)}{combined}{_answer(total)}"
-
-
-def _asked_for(question: str) -> str:
-    """The first label of every step."""
-    found = re.search(f"(.){TO}(.){RULE}(.*)", question)
-    firsts = "".join(step[0] for step in found[3].split(", ")) if found else ""
-    return "".join(label for label in firsts if LABELS.index(found[1]) <= LABELS.index(label) <= LABELS.index(found[2]))
+    part = r"(\w to \w\n(?:[a-zA-Z]: .+\n)+%d: \d\n)"
+    found = re.fullmatch(f"({THINK_OPEN}\n.+\n){''.join(part % number for number in range(1, WORKERS + 1))}((?s:.*))", sequential_text)
+    return f"{found[1]}{_block(found.groups()[1:-1])}{found[WORKERS + 2]}" if found else sequential_text
 
 
 def _chain_with_checks(thought: str, sequential_text: str) -> str:
@@ -281,27 +279,7 @@ def _chain_with_checks(thought: str, sequential_text: str) -> str:
     return f"{walk}{CHECK}{plan}{_block(checked)}{sequential_text[len(thought) :]}"
 
 
-def _own_step(label: str, line: str, *, first: bool) -> Step:
-    """What the text itself says about a term."""
-    if found := re.fullmatch(r"(\d)" if first else r"(\d)\+\d=\d", line):
-        return Step(label, int(found[1]))
-    if found := re.fullmatch(r"(.+=(\d))" if first else r"(.+=\d), so (\d)\+\d=\d", line):
-        return Step(label, int(found[2]), found[1])
-    if found := re.fullmatch(r"(\d\*[a-zA-Z]: \d)\+(\d)=(\d)", line):
-        adds = (int(found[3]) - int(found[2])) % 10
-        return Step(label, adds, f"{found[1]}={adds}", in_one_go=True)
-    raise ValueError(f"{line!r} does not end in a running total")
-
-
-def _cuts(count: int, rng: random.Random) -> tuple[int, int]:
-    """Where workers 2 and 3 begin: thirds, each cut moved by up to a sixth of the steps, no worker without a step."""
-    slack = count // 6
-    second = max(1, round(count / 3) + rng.randint(-slack, slack))
-    third = min(count - 1, max(second + 1, round(count * 2 / 3) + rng.randint(-slack, slack)))
-    return second, third
-
-
-def _block(workers: list[str]) -> str:
+def _block(workers: Sequence[str]) -> str:
     inside = "".join(f"{worker_open(i)}{text}{worker_close(i)}" for i, text in enumerate(workers, 1))
     return f"{SPAWN_OPEN}{inside}{SPAWN_CLOSE}"
 
@@ -311,7 +289,7 @@ def _block(workers: list[str]) -> str:
 # An instruction of the prompts is one token, so that a prompt costs little more than its question.
 SENTENCES = (f" {PARALLEL_INSTRUCTION}", f" {INSTRUCTION}")
 OPENINGS = dict.fromkeys(part for family in FAMILIES.values() for part in family.opening.split("{}"))
-PHRASES = (*OPENINGS, TO, RULE, SPLIT, CHECK, f", {SO}", ", ", ".\n", "\\boxed{")
+PHRASES = (*OPENINGS, TO, RULE, CHECK, f", {SO}", ", ", ".\n", "\\boxed{")
 TAG_PIECES = ("</", ">\n", "think", "answer", "spawn_workers", "worker_")
 
 

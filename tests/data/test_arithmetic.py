@@ -16,7 +16,6 @@ SIZES = {"base": 400, "train": 400, "validation": 100, "test": 100, LARGER: 200}
 SPLITS = make_splits(0, SIZES)
 PROBLEMS = [problem for split in SPLITS.values() for problem in split]
 any_problem = st.sampled_from(PROBLEMS)
-whole_problem = any_problem.filter(lambda problem: not problem.id.startswith("base"))
 
 
 def gold_by_python(question: str) -> str:
@@ -39,8 +38,8 @@ def without_labels(text: str) -> str:
 
 
 def is_rewritten(problem, text: str) -> bool:
-    """Everything is, except what is too short to divide, and a chain that checks nothing: it has no use for workers."""
-    return len(list(problem.steps())) >= 3 and (problem.family != "chain" or "Check" in text)
+    """Everything is, except a chain that checks nothing: it has no use for workers."""
+    return problem.family != "chain" or "Check" in text
 
 
 def test_splits_share_no_question_even_across_seeds():
@@ -93,48 +92,24 @@ def test_a_rewritten_solution_is_well_formed_and_still_correct(problem, attempt)
 
 
 @given(any_problem)
-def test_workers_write_steps_of_the_sequential_text_word_for_word(problem):
+def test_rewriting_adds_tags_and_takes_nothing_away(problem):
     sequential = sequential_solution(problem, seed=3)
-    if not is_rewritten(problem, sequential):
-        return
-    for text in parse(rewrite_parallel(problem, sequential)).rounds[0].workers:
-        for line in re.findall(r"^([a-zA-Z]: .+)$", text, re.M):
-            copied = re.match(r".+(?=, so )|(\w: \d\*\w: \d)|\w: \d", line)[0] if problem.family != "chain" else line
-            assert copied in sequential  # running totals are the only new words
+    text = rewrite_parallel(problem, sequential)
+    assert re.sub(r"</?(?:spawn_workers|worker_\d)>", "", text) == sequential
 
 
-@given(whole_problem.filter(lambda p: p.family != "chain"))
+@given(any_problem.filter(lambda p: p.family != "chain"))
 def test_each_step_goes_to_exactly_one_worker_in_order(problem):
     workers = parse(rewrite_parallel(problem, sequential_solution(problem))).rounds[0].workers
     labels = [re.findall(r"([a-zA-Z]): ", text) for text in workers]
     assert all(labels) and "".join(map("".join, labels)) == problem.labels
 
 
-@given(whole_problem.filter(lambda p: p.family == "chain"))
+@given(any_problem.filter(lambda p: p.family == "chain"))
 def test_the_director_walks_a_chain_alone(problem):
     sequential = next(text for seed in range(20) if "Check" in (text := sequential_solution(problem, seed=seed)))
     director = parse(rewrite_parallel(problem, sequential)).rounds[0].director
     assert director.startswith(sequential.split("Check")[0])
-
-
-def test_a_mistake_of_the_sequential_text_survives_rewriting():
-    problem = next(p for p in SPLITS["train"] if p.family == "sum")
-    right = sequential_solution(problem)
-    last = problem.labels[-1]
-    wrong = re.sub(rf"{last}: (\d)\+", lambda m: f"{last}: {(int(m[1]) + 1) % 10}+", right)
-    answer = int(parse(rewrite_parallel(problem, wrong)).answer[len("\\boxed{") : -1])
-    assert wrong != right and answer == (int(problem.gold) + 1) % 10
-
-
-def test_only_the_base_split_asks_for_a_part_of_its_list_and_it_begins_and_ends_anywhere():
-    begins, ends = set(), set()
-    for problem in PROBLEMS:
-        first, last, *listed = re.findall(r"\b([a-zA-Z])(?: to|: | and)", problem.question)
-        if not problem.id.startswith("base"):
-            assert first + last == listed[0] + listed[-1]
-        begins.add(listed.index(first))
-        ends.add(len(listed) - 1 - listed.index(last))
-    assert set(range(6)) <= begins & ends
 
 
 @given(any_problem)
@@ -146,7 +121,7 @@ def test_rewriting_needs_no_more_than_a_plain_problem(problem):
 def test_a_text_without_all_steps_comes_back_unchanged():
     problem = next(p for p in SPLITS["train"] if p.family == "products")
     text = sequential_solution(problem)
-    for broken in (text.replace(f"{problem.labels[2]}: ", "?: "), re.sub(r"\+(\d+)=(\d+)\n", r"=\n", text), "", "<think>\n"):
+    for broken in (text.replace("2: ", "4: "), text.replace("\n1: ", " 1: "), text.replace(" to ", " until "), "", "<think>\n"):
         assert rewrite_parallel(problem, broken) == broken
 
 
