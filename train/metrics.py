@@ -2,7 +2,7 @@
 
 Names are `section/what`. metrics.jsonl holds one row per step under these names and is what reports read; a resumed run cuts it and
 TensorBoard back to the step it goes on from, so no step appears twice. TensorBoard sorts by name and is read by people: what matters
-most is shown there under SHOWN's titles, numbered to come first, with a description; LAYOUT arranges the same curves as charts.
+most is shown there under SHOWN's titles, numbered to come first, and explained in a table; LAYOUT arranges the same curves as charts.
 """
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
@@ -27,27 +27,27 @@ from dccot.rollout.response import Finish, Rollout
 PERCENTILES = (60, 70, 80, 90, 100)
 
 LEARNING, HEALTH = "1 learning", "2 health"
-SHOWN = {  # name → TensorBoard's title and description
-    "reward/correct": (f"{LEARNING}/answers right (share)", "Training rollouts whose answer is right."),
-    "reward/well_formed": (f"{LEARNING}/well-formed (share)", "Training rollouts that keep every rule of the parallel format."),
-    "reward/mean": (f"{LEARNING}/reward (mean)", "Of training rollouts, length penalty included."),
-    "length/longest_path": (f"{LEARNING}/longest path (tokens)", "Director plus, per round, the longest worker: what latency follows."),
-    "length/longest_path_correct": (f"{LEARNING}/longest path if right (tokens)", "The same, of responses whose answer is right."),
-    "length/longest_path_incorrect": (f"{LEARNING}/longest path if wrong (tokens)", "The same, of responses whose answer is wrong."),
-    "parallel/degree": (f"{LEARNING}/parallelism (total over longest path)", "1: nothing runs in parallel; 3 workers can reach 3."),
-    "parallel/spawn_rate": (f"{LEARNING}/spawns workers (share)", "Responses that spawn at least once."),
-    "validation/accuracy": (f"{LEARNING}/validation: answers right (share)", "pass@1 on held-out problems."),
-    "validation/longest_path": (f"{LEARNING}/validation: longest path (tokens)", "On held-out problems."),
+SHOWN = {  # name → TensorBoard's title and description; a title with parentheses would not be drawn among "custom scalars"
+    "reward/correct": (f"{LEARNING}/answers right, share", "Training rollouts whose answer is right."),
+    "reward/well_formed": (f"{LEARNING}/well-formed, share", "Training rollouts that keep every rule of the parallel format."),
+    "reward/mean": (f"{LEARNING}/reward, mean", "Of training rollouts, length penalty included."),
+    "length/longest_path": (f"{LEARNING}/longest path, tokens", "Director plus, per round, the longest worker: what latency follows."),
+    "length/longest_path_correct": (f"{LEARNING}/right answers: longest path, tokens", "The same, of responses whose answer is right."),
+    "length/longest_path_incorrect": (f"{LEARNING}/wrong answers: longest path, tokens", "The same, of responses whose answer is wrong."),
+    "parallel/degree": (f"{LEARNING}/parallelism, total over longest path", "1: nothing runs in parallel; 3 workers can reach 3."),
+    "parallel/spawn_rate": (f"{LEARNING}/spawns workers, share", "Responses that spawn at least once."),
+    "validation/accuracy": (f"{LEARNING}/validation: answers right, share", "pass@1 on held-out problems."),
+    "validation/longest_path": (f"{LEARNING}/validation: longest path, tokens", "On held-out problems."),
     "validation/loss": (f"{LEARNING}/validation: loss per token", "Negative log-prob on held-out demonstrations."),
     "policy/loss": (f"{LEARNING}/loss per token", "SFT: negative log-prob of demonstrations. RL: the objective, whose size says little."),
-    "policy/entropy": (f"{HEALTH}/entropy (mean, nats)", "Of the policy at sampled tokens. A fall to 0 ends exploration."),
+    "policy/entropy": (f"{HEALTH}/entropy, mean, nats", "Of the policy at sampled tokens. A fall to 0 ends exploration."),
     "policy/kl": (f"{HEALTH}/KL to the reference", "From the policy at the stage's start, per token (k3)."),
-    "policy/grad_norm": (f"{HEALTH}/gradient norm (before clipping)", "Largest of the step's updates."),
-    "policy/clip_fraction": (f"{HEALTH}/clipped tokens (share)", "Tokens whose ratio lies at the clip or cap."),
+    "policy/grad_norm": (f"{HEALTH}/gradient norm, before clipping", "Largest of the step's updates."),
+    "policy/clip_fraction": (f"{HEALTH}/clipped tokens, share", "Tokens whose ratio lies at the clip or cap."),
     "policy/learning_rate": (f"{HEALTH}/learning rate", "Of the last update."),
     "gap/kl": (f"{HEALTH}/KL of trainer and rollout", "Log-probs of the engine against the trainer's: should be near 0."),
-    "length/truncated": (f"{HEALTH}/cut off (share)", "Responses that ended for want of tokens, not with an answer."),
-    **{f"policy/entropy_p{p}": (f"{HEALTH}/entropy (percentile {p:3}, nats)", f"{p}% of sampled tokens have less.") for p in PERCENTILES},
+    "length/truncated": (f"{HEALTH}/cut off, share", "Responses that ended for want of tokens, not with an answer."),
+    **{f"policy/entropy_p{p}": (f"{HEALTH}/entropy, percentile {p:3}, nats", f"{p}% of sampled tokens have less.") for p in PERCENTILES},
 }
 LAYOUT = {  # TensorBoard's page "custom scalars": section → chart → curves
     "1 · Is it learning?": {
@@ -88,6 +88,12 @@ def _charts(layout: dict[str, dict[str, list[str]]]) -> dict:
     """The layout as TensorBoard takes it; tags are patterns there."""
     exactly = lambda names: ["Multiline", [f"^{re.escape(tag_of(name))}$" for name in names]]
     return {section: {chart: exactly(names) for chart, names in charts.items()} for section, charts in layout.items()}
+
+
+def _legend(names: Iterable[str]) -> str:
+    """A table of titles and descriptions: TensorBoard shows no description beside a curve."""
+    rows = sorted(SHOWN[name] for name in names if name in SHOWN)
+    return "\n".join(["| curve | meaning |", "|---|---|", *(f"| {title} | {about} |" for title, about in rows)])
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -178,12 +184,10 @@ class Recorder:
         finite = {name: value for name, value in metrics.items() if not math.isnan(value)}
         if not self.arranged:
             self.writer.add_custom_scalars(_charts(LAYOUT if any(name.startswith("reward/") for name in finite) else SFT_LAYOUT))
+            self.writer.add_text("what the curves mean", _legend(finite), step)
             self.arranged = True
-        shown = [
-            Summary.Value(tag=tag_of(name), simple_value=value, metadata=SummaryMetadata(summary_description=SHOWN.get(name, ("", ""))[1]))
-            for name, value in finite.items()
-        ]
-        self.writer.file_writer.add_summary(Summary(value=shown), step)
+        shown = [Summary.Value(tag=tag_of(name), simple_value=value) for name, value in finite.items()]
+        self.writer.file_writer.add_summary(Summary(value=shown), step)  # add_scalar would change the titles
         for name, text in (texts or {}).items():
             self.writer.add_text(name, text, step)
         self.writer.flush()
