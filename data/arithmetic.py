@@ -33,8 +33,9 @@ The parts are independent, but nothing is gained by it: they are written one aft
     3: 7+6=3
     </think><answer>\\boxed{3}</answer>
 
-Nothing in a chain is independent except looking again. About half of the sequential solutions of chains check three steps at the
-end; those become the director's walk with one check for each worker. The others have no use for workers and are not rewritten.
+Nothing in a chain is independent except looking again. Most of the sequential solutions of chains walk to the end and then check
+the last and two other steps, a part each; those become the director's walk and a worker per check. The others have no use for
+workers and are not rewritten.
 """
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
 WORKERS = 3
 EOS = "<｜end▁of▁sentence｜>"
 TO, RULE = " to ", " and keep the last digit: "
-CHECK, SO = "Check ", "so "
+SO = "so "
 
 
 # ---- problems ------------------------------------------------------------------------------------------------------------
@@ -94,13 +95,13 @@ FAMILIES = {
     "expressions": Family("Add ", "*+", range(8, 13), range(14, 17), 0.25),
     "chain": Family("Multiply {} and add in turn ", "", range(7, 13), range(14, 19), 0.15),
 }
+CHECKED = 0.7  # how many of the solutions of chains check some steps
 SMALLEST = 3  # problems for the base model start here, and small ones are frequent: it learns to walk before it runs
 
 # A problem's split is a hash of its question, so two splits never share one, whatever their sizes and seeds.
 SPLIT_BUCKETS = {"base": range(8), "train": range(8, 14), "validation": range(14, 15), "test": range(15, 16)}
 BUCKETS = 16
 LARGER = "larger"
-CHAIN = FAMILIES["chain"].opening.partition("{")[0]
 
 
 @dataclass(frozen=True)
@@ -203,31 +204,28 @@ def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, in_one_go:
     rng = random.Random(f"{seed}/{problem.question}")
     if problem.family == "chain":
         lines, total = _walk(problem)
-        if len(lines) >= WORKERS and rng.random() < 0.5:
-            checked = sorted(rng.sample(range(len(lines)), WORKERS))
-            lines += [f"{CHECK}{', '.join(problem.labels[i] for i in checked)}.\n", *(lines[i] for i in checked)]
-        text = "".join(lines)
+        checked = [*sorted(rng.sample(range(len(lines) - 1), WORKERS - 1)), len(lines) - 1]
+        checks = [(f"{problem.labels[i]}{TO}{problem.labels[i]}", lines[i], lines[i][-2]) for i in checked]
+        text = "".join(lines) + (f"{_parts(checks)}{WORKERS}: {total}\n" if rng.random() < CHECKED else "")
     else:
-        text, total = _in_parts([_step(labels, digits, rng.random() < in_one_go) for labels, digits in problem.steps()], rng)
+        steps = [_step(labels, digits, rng.random() < in_one_go) for labels, digits in problem.steps()]
+        cuts = (0, *_cuts(len(steps), rng), len(steps))
+        parts = [steps[begin:end] for begin, end in pairwise(cuts)]
+        worked = [(f"{part[0].labels[0]}{TO}{part[-1].labels[-1]}", *_run(part)) for part in parts]
+        reports = [Step(str(number), total) for number, (_, _, total) in enumerate(worked, 1)]
+        combined, total = _run(reports[1:], reports[0].adds)
+        text = _parts(worked) + combined
     return f"{THINK_OPEN}\n{text}{_answer(total)}"
 
 
-def _in_parts(steps: Sequence[Step], rng: random.Random) -> tuple[str, int]:
-    """Steps in three parts, and their totals added up. Where to cut is random near thirds: what is best, is left for a policy to learn."""
-    cuts = (0, *_cuts(len(steps), rng), len(steps))
-    parts = [steps[begin:end] for begin, end in pairwise(cuts)]
-    ranges = [f"{part[0].labels[0]}{TO}{part[-1].labels[-1]}" for part in parts]
-    text, reports = f"{', '.join(ranges)}.\n", []
-    for number, (part, labels) in enumerate(zip(parts, ranges), 1):
-        lines, total = _run(part)
-        text += f"{labels}\n{lines}{number}: {total}\n"
-        reports.append(Step(str(number), total))
-    combined, total = _run(reports[1:], reports[0].adds)
-    return text + combined, total
+def _parts(parts: Sequence[tuple[str, str, int | str]]) -> str:
+    """What the parts are, then for each what it is, its lines, and its result under its number."""
+    plan = ", ".join(labels for labels, _, _ in parts)
+    return f"{plan}.\n" + "".join(f"{labels}\n{lines}{number}: {result}\n" for number, (labels, lines, result) in enumerate(parts, 1))
 
 
 def _cuts(count: int, rng: random.Random) -> tuple[int, int]:
-    """Where parts 2 and 3 begin: thirds, each cut moved by up to a sixth of the steps, no part without a step."""
+    """Where parts 2 and 3 begin: near thirds, no part without a step. Which division is best, is left for a policy to learn."""
     slack = count // 6
     second = max(1, round(count / 3) + rng.randint(-slack, slack))
     third = min(count - 1, max(second + 1, round(count * 2 / 3) + rng.randint(-slack, slack)))
@@ -262,21 +260,10 @@ def _answer(value: int | str) -> str:
 
 def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0) -> str:
     """The same words in the parallel format. A text that the rule cannot read comes back as it is: acceptance refuses it."""
-    thought = sequential_text.partition(THINK_CLOSE)[0]
-    if problem.question.startswith(CHAIN):
-        return _chain_with_checks(thought, sequential_text)
     part = r"(\w to \w\n(?:[a-zA-Z]: .+\n)+%d: \d\n)"
-    found = re.fullmatch(f"({THINK_OPEN}\n.+\n){''.join(part % number for number in range(1, WORKERS + 1))}((?s:.*))", sequential_text)
+    parts = "".join(part % number for number in range(1, WORKERS + 1))
+    found = re.fullmatch(f"({THINK_OPEN}\n(?:.+\n)+){parts}((?s:.*))", sequential_text)
     return f"{found[1]}{_block(found.groups()[1:-1])}{found[WORKERS + 2]}" if found else sequential_text
-
-
-def _chain_with_checks(thought: str, sequential_text: str) -> str:
-    """The director walks the chain; the steps that the text checks afterwards are checked by a worker each."""
-    walk, _, checks = thought.partition(CHECK)
-    plan, *checked = checks.splitlines(keepends=True) or [""]
-    if len(checked) != WORKERS:
-        return sequential_text
-    return f"{walk}{CHECK}{plan}{_block(checked)}{sequential_text[len(thought) :]}"
 
 
 def _block(workers: Sequence[str]) -> str:
@@ -289,7 +276,7 @@ def _block(workers: Sequence[str]) -> str:
 # An instruction of the prompts is one token, so that a prompt costs little more than its question.
 SENTENCES = (f" {PARALLEL_INSTRUCTION}", f" {INSTRUCTION}")
 OPENINGS = dict.fromkeys(part for family in FAMILIES.values() for part in family.opening.split("{}"))
-PHRASES = (*OPENINGS, TO, RULE, CHECK, f", {SO}", ", ", ".\n", "\\boxed{")
+PHRASES = (*OPENINGS, TO, RULE, f", {SO}", ", ", ".\n", "\\boxed{")
 TAG_PIECES = ("</", ">\n", "think", "answer", "spawn_workers", "worker_")
 
 
