@@ -26,6 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util import tb_logging
 
 from dccot.data.jsonl import read_jsonl
 from dccot.train.checkpoint import verify_manifest
@@ -136,14 +137,15 @@ class Ordeal:
         latest = self.run / "latest"
         return self.run / "checkpoints" / latest.read_text().strip() if latest.exists() else None
 
-    def damage_newest(self, how: str) -> None:
-        """Only if there is one before it: that is the promise."""
+    def damage_newest(self, how: str) -> bool:
+        """Only if there is one before it, that is the promise; says whether there was."""
         folders = sorted(path for path in (self.run / "checkpoints").glob("step_*") if verify_manifest(path) is None)
         if len(folders) < 2:
-            return
+            return False
         damage(folders[-1], how)
         self.damaged.append((len(self.kills()), how, int(folders[-2].name.removeprefix("step_"))))
         print(f"  {folders[-1].name}: {how}", flush=True)
+        return True
 
     # what must be true in the end
 
@@ -187,6 +189,7 @@ class Ordeal:
 
 def series(run: Path) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard shows of a run."""
+    tb_logging.get_logger().setLevel("ERROR")  # it warns of every restart that it has understood
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
@@ -234,12 +237,13 @@ def kill_again_and_again(out: Path, kills: Sequence[Kill], seed: int, under: Seq
     ordeal = Ordeal(out, steps=2 * len(kills) + 6, under=under)
     if ordeal.launch("whole"):
         raise RuntimeError(f"the run that nobody touches failed; see {out / 'lives'}")
-    launches = in_launches(kills, seed)
-    ways = list(DAMAGES)
-    for number, launch in enumerate(launches):
+    launches, ways = in_launches(kills, seed), list(DAMAGES)
+    for launch in launches:
         ordeal.suffer(launch, restarts=len(launch) - 1)
-        if ways and number % max(1, len(launches) // (len(DAMAGES) + 1)) == 1:
-            ordeal.damage_newest(ways.pop())
+        if ways and ordeal.damage_newest(ways[0]):
+            del ways[0]
+    if ways and len(launches) > len(DAMAGES):
+        ordeal.problems.append(f"never tried on a checkpoint: {', '.join(ways)}")
     ordeal.suffer([Kill(FULL_DISK, "rank 0")], restarts=1)
     return judge(ordeal, time.monotonic() - start)
 
