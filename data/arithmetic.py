@@ -91,11 +91,11 @@ class Family:
 
 FAMILIES = {
     "sum": Family("Add ", "", range(14, 22), range(23, 29), 0.3),
-    "products": Family("Add ", "*", range(10, 17), range(18, 23), 0.3),
+    "products": Family("Add ", "*", range(10, 17), range(18, 23), 0.25),
     "expressions": Family("Add ", "*+", range(8, 13), range(14, 17), 0.25),
-    "chain": Family("Multiply {} and add in turn ", "", range(7, 13), range(14, 19), 0.15),
+    "chain": Family("Multiply {} and add in turn ", "", range(7, 13), range(14, 19), 0.2),
 }
-CHECKED = 0.7  # how many of the solutions of chains check some steps
+CHECKED = 0.8  # how many of the solutions of chains check some steps
 SMALLEST = 3  # problems for the base model start here, and small ones are frequent: it learns to walk before it runs
 
 # A problem's split is a hash of its question, so two splits never share one, whatever their sizes and seeds.
