@@ -57,7 +57,7 @@ bench: .venv/ready
 
 # Runs every command of README.md and docs/ (tests/test_docs.py says how), and the wheel outside the checkout.
 docs-check: setup
-	DOCS=all $(BIN)/python -m pytest tests/test_docs.py
+	$(BIN)/python -m pytest tests/test_docs.py -m ""
 
 torture: .venv/ready
 	$(BIN)/dccot torture

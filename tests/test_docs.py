@@ -37,7 +37,7 @@ from dccot.rollout.response import Finish, Response, Rollout, Round, Segment
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ("make", "dccot", "torchrun", "srun", "tensorboard", "python", "pip")
-thorough = pytest.mark.skipif(os.environ.get("DOCS") != "all", reason="part of `make docs-check`")
+thorough = pytest.mark.thorough
 
 
 # ---- what the pages say ------------------------------------------------------------------------------------------------------
