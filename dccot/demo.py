@@ -12,6 +12,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -19,16 +20,11 @@ from rich.table import Table
 
 from dccot.config import ConfigError
 from dccot.eval.results import Evaluation
+from dccot.eval.seeds import rows_of
 from dccot.eval.statistics import Estimate
-from dccot.pipeline import Recipe, run_recipe
+from dccot.pipeline import run_recipe
 
 MEASURES = (("accuracy", 100, 1), ("maj3_accuracy", 100, 1), ("longest_path", 1, 1), ("total_tokens", 1, 1), ("well_formed", 100, 1))
-
-
-def rows_of(recipe: Recipe) -> dict[str, Evaluation]:
-    """Name in the tables → evaluation, as the recipe's report has them."""
-    report = next(stage for stage in recipe.stages if stage.run == "report")
-    return {shown: Evaluation.load(recipe.folder / stage) for stage, shown in report.set["rows"].items()}
 
 
 def table_of(rows: dict[str, Evaluation], benchmark: str = "test") -> Table:
@@ -76,21 +72,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.perf_counter()
     try:
         recipe = run_recipe(arguments.recipe, arguments.overrides)
-        rows = rows_of(recipe)
+        rows = rows_of(recipe.folder)
     except (ConfigError, FileNotFoundError) as error:
         print(f"dccot: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on where it stopped", file=sys.stderr)
+        return 130
     Console(soft_wrap=True).print(table_of(rows))
     print("\n".join(plain_words(rows)))
     print(f"\nreport:      {recipe.folder}/report/report.html\nTensorBoard: tensorboard --logdir {recipe.folder}")
-    print(f"try it:      dccot solve {recipe.folder}/stage4 \"{_example(recipe)}\"\n{(time.perf_counter() - began) / 60:.1f} minutes")
+    print(f'try it:      dccot solve {recipe.folder}/stage4 "{_example(recipe.folder)}"')
+    print(f"{(time.perf_counter() - began) / 60:.1f} minutes")
     return 0
 
 
-def _example(recipe: Recipe) -> str:
+def _example(run: Path) -> str:
     from dccot.data.problems import load_problems
 
-    return load_problems(recipe.folder / "world/problems/test.jsonl")[0].question
+    return load_problems(run / "world/problems/test.jsonl")[0].question
 
 
 if __name__ == "__main__":

@@ -1,0 +1,58 @@
+"""The same recipe with several seeds as one Markdown table: the mean over seeds and every seed's own value.
+
+    python -m dccot.eval.seeds runs/mini runs/mini-seed1
+
+Rows and their names are those of the recipe's report stage. A seed changes the world, the base model and every draw after it, so the
+spread is that of the whole method, not of the test problems alone.
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dccot.config import read_yaml, require
+from dccot.eval.results import LABELS, Evaluation
+from dccot.eval.terminal import run_cleanly
+
+MEASURES = ("accuracy", "maj3_accuracy", "longest_path", "total_tokens", "well_formed", "spawned")
+
+
+def rows_of(run: Path) -> dict[str, Evaluation]:
+    """Name in the tables → evaluation, as the recipe in `run` reports them."""
+    recipe = read_yaml(run / "recipe.yaml")
+    reports = [stage for stage in recipe["stages"] if stage["run"] == "report"]
+    require(bool(reports), f"{run}/recipe.yaml has no report stage, which says what the rows are")
+    return {shown: Evaluation.load(run / stage) for stage, shown in reports[0]["set"]["rows"].items()}
+
+
+def table(runs: Sequence[Path], benchmark: str) -> str:
+    """One row per model: `mean (seed 0, seed 1, …)` of each measure on `benchmark`."""
+    by_run = [rows_of(run) for run in runs]
+    lines = [["", *(LABELS[measure] for measure in MEASURES)], ["---", *["---:"] * len(MEASURES)]]
+    for name in by_run[0]:
+        cells = []
+        for measure in MEASURES:
+            found = [rows[name].results[benchmark].estimate(measure) for rows in by_run]
+            scale = 100 if "%" in LABELS[measure] else 1
+            values = [scale * estimate.value for estimate in found if estimate]
+            each = ", ".join(f"{value:.1f}" for value in values)
+            cells.append(f"{sum(values) / len(values):.1f} ({each})" if values else "–")
+        lines.append([name, *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Recipes that differ in their seed, as one Markdown table.",
+        epilog="example: python -m dccot.eval.seeds runs/mini runs/mini-seed1",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished recipe")
+    parser.add_argument("--benchmark", default="test", help="which of the evaluated sets (default: test)")
+    arguments = parser.parse_args(argv)
+    return run_cleanly(lambda: print(table(arguments.runs, arguments.benchmark)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

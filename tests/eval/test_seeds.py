@@ -1,0 +1,43 @@
+"""Several seeds as one table, and what the demo says in words: against means worked out by hand."""
+import pytest
+
+from dccot.config import ConfigError
+from dccot.demo import plain_words
+from dccot.eval.results import BenchmarkResult, Evaluation
+from dccot.eval.seeds import main, rows_of, table
+
+ROWS = {"eval_base": "DSR", "eval_sft": "SFT", "eval_dc": "DC-CoT", "eval_hlp": "DC-CoT-HLP", "eval_dsr": "DSR-HLP"}
+
+
+def finished(folder, accuracies, lengths):
+    """A recipe's folder with an evaluation of two problems per row: one a point better, one a point worse than the mean."""
+    for stage, accuracy, length in zip(ROWS, accuracies, lengths):
+        values = {"accuracy": accuracy, "longest_path": length, "total_tokens": 2 * length, "well_formed": 1.0, "spawned": 0.5}
+        by_problem = {name: {"a": value * 1.01, "b": value * 0.99} for name, value in values.items()}
+        (folder / stage).mkdir(parents=True)
+        Evaluation(stage, "m", "parallel", 10, {"test": BenchmarkResult("test", "Test", 1, {}, by_problem)}).save(folder / stage)
+    rows = "".join(f"      {stage}: {shown}\n" for stage, shown in ROWS.items())
+    (folder / "recipe.yaml").write_text(f"name: x\nstages:\n- name: report\n  run: report\n  set:\n    rows:\n{rows}")
+    return folder
+
+
+def test_a_cell_is_the_mean_over_seeds_and_every_seeds_value(tmp_path):
+    one = finished(tmp_path / "one", [0.6, 0.5, 0.7, 0.7, 0.6], [200, 150, 100, 80, 160])
+    two = finished(tmp_path / "two", [0.8, 0.5, 0.9, 0.8, 0.6], [220, 150, 110, 80, 160])
+    lines = table([one, two], "test").splitlines()
+    assert lines[2].startswith("| DSR | 70.0 (60.0, 80.0) | – | 210.0 (200.0, 220.0) |")
+    assert lines[4].startswith("| DC-CoT | 80.0 (70.0, 90.0) | – | 105.0 (100.0, 110.0) |")
+
+
+def test_the_demos_sentences_say_what_the_table_says(tmp_path):
+    said = " ".join(plain_words(rows_of(finished(tmp_path / "one", [0.6, 0.5, 0.7, 0.69, 0.6], [200, 150, 100, 80, 160]))))
+    for fact in ("solves 60.0%", "by -10.0 points", "a further +20.0", "50% shorter than the base's", "at +10.0 points",
+                 "20% shorter again (-1.0 points)", "penalised base is 20% shorter (+0.0 points)"):  # fmt: skip
+        assert fact in said
+
+
+def test_a_recipe_without_a_report_and_a_folder_without_a_recipe_cost_one_line(tmp_path, capsys):
+    (tmp_path / "recipe.yaml").write_text("stages: []\n")
+    with pytest.raises(ConfigError, match="no report stage"):
+        rows_of(tmp_path)
+    assert main([str(tmp_path / "nothing")]) == 2 and "nothing" in capsys.readouterr().err
