@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from torch.utils.tensorboard import SummaryWriter
 
 from dccot.data.arithmetic import make_tokenizer
 from dccot.data.prompting import PromptConfig
@@ -149,3 +150,17 @@ def test_a_run_killed_three_times_and_restarted_by_torchrun_is_one_that_nobody_t
     ordeal.suffer([Kill("rollout", "rank 1", 0.5), Kill("writing shards", "rank 0", 0.5), Kill("moving latest", "rank 0")], restarts=3)
     assert (ordeal.problems, ordeal.lost(), ordeal.differences()) == ([], [], [])
     assert len(ordeal.kills()) == 3
+    spoil(out / "tortured", STEPS[2])
+    assert [text.split(" ")[0] for text in ordeal.differences()] == ["hf/", "rollouts/step_000001.jsonl", "metrics.jsonl", "TensorBoard"]
+
+
+def spoil(run: Path, steps: int) -> None:
+    """The last bit of the weights, one rollout, a row too many, a value too many: each must be noticed."""
+    weights = run / "checkpoints" / f"step_{steps:06d}" / "hf" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + bytes([weights.read_bytes()[-1] ^ 1]))
+    rollouts = run / "rollouts" / "step_000001.jsonl"
+    rollouts.write_text(rollouts.read_text().replace("correct", "wrong", 1))
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": steps - 1}) + "\n")
+    with SummaryWriter(str(run / "tensorboard")) as writer:
+        writer.add_scalar("reward/mean", 0.0, steps - 1)
