@@ -13,12 +13,12 @@ easier to get right, so length and accuracy pull against each other as in real r
 
     <think>
     a to f, g to l, m to r.
-    a to f
+    1) a to f
     a: 3*b: 4=2                            the first product; there is no total yet
     c: 6*d: 9=4, so 4+2=6                  a product, then the total
     e: 6*f: 7+6=8                          a product and the total in one go
     1: 8
-    g to l
+    2) g to l
     …
     2: 8+8=6
     3: 7+6=3
@@ -28,7 +28,7 @@ The parts are independent, but nothing is gained by it: they are written one aft
 
     <think>
     a to f, g to l, m to r.
-    <spawn_workers><worker_1>a to f … 1: 8</worker_1><worker_2>g to l … 2: 8</worker_2><worker_3>m to r … 3: 7</worker_3></spawn_workers>
+    <spawn_workers><worker_1>1) a to f … 1: 8</worker_1><worker_2>2) g … 2: 8</worker_2><worker_3>3) m … 3: 7</worker_3></spawn_workers>
     2: 8+8=6
     3: 7+6=3
     </think><answer>\\boxed{3}</answer>
@@ -220,8 +220,10 @@ def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, in_one_go:
 
 def _parts(parts: Sequence[tuple[str, str, int | str]]) -> str:
     """What the parts are, then for each what it is, its lines, and its result under its number."""
-    plan = ", ".join(labels for labels, _, _ in parts)
-    return f"{plan}.\n" + "".join(f"{labels}\n{lines}{number}: {result}\n" for number, (labels, lines, result) in enumerate(parts, 1))
+    text = ", ".join(labels for labels, _, _ in parts) + ".\n"
+    for number, (labels, lines, result) in enumerate(parts, 1):
+        text += f"{number}) {labels}\n{lines}{number}: {result}\n"
+    return text
 
 
 def _cuts(count: int, rng: random.Random) -> tuple[int, int]:
@@ -260,8 +262,7 @@ def _answer(value: int | str) -> str:
 
 def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0) -> str:
     """The same words in the parallel format. A text that the rule cannot read comes back as it is: acceptance refuses it."""
-    part = r"(\w to \w\n(?:[a-zA-Z]: .+\n)+%d: \d\n)"
-    parts = "".join(part % number for number in range(1, WORKERS + 1))
+    parts = "".join(rf"({i}\) \w to \w\n(?:[a-zA-Z]: .+\n)+{i}: \d\n)" for i in range(1, WORKERS + 1))
     found = re.fullmatch(f"({THINK_OPEN}\n(?:.+\n)+){parts}((?s:.*))", sequential_text)
     return f"{found[1]}{_block(found.groups()[1:-1])}{found[WORKERS + 2]}" if found else sequential_text
 
@@ -293,7 +294,8 @@ def make_tokenizer(single_token_tags: bool = True) -> Qwen2Tokenizer:
     roles = {"bos_token": CHAT_TOKENS[0], "eos_token": EOS, "pad_token": EOS, "unk_token": EOS}
     tokenizer = Qwen2Tokenizer(vocab=alphabet, merges=[], clean_up_tokenization_spaces=False, **roles)
     tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in CHAT_TOKENS])
-    labels = [f"{label}: " for label in (*LABELS, *map(str, range(1, WORKERS + 1)))]
+    numbers = range(1, WORKERS + 1)
+    labels = [f"{label}: " for label in (*LABELS, *numbers)] + [f"{number}) " for number in numbers]
     tags = all_tags(WORKERS) if single_token_tags else TAG_PIECES
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*tags, *labels, *PHRASES, *SENTENCES)])
     return tokenizer

@@ -68,6 +68,7 @@ class SFTConfig:
     token_budget: int = 16_384  # of one micro-batch on one rank
     workers: int = 3
     validate_every: int = 100
+    threads: int | None = None  # of the CPU, per rank; a tiny model is fastest with one. None: torch's choice
     model: ModelPath = field(default_factory=ModelPath)
     data: SFTData = field(default_factory=SFTData)
     prompt: PromptConfig = field(default_factory=lambda: PromptConfig(open_think=False))
@@ -80,6 +81,8 @@ class SFTConfig:
         check_run(self)
         for name in ("batch", "token_budget", "workers", "validate_every"):
             at_least(1, getattr(self, name), name)
+        if self.threads is not None:
+            at_least(1, self.threads, "threads")
 
 
 @dataclass(frozen=True)
@@ -213,6 +216,8 @@ def train(config: SFTConfig) -> None:
     with ExitStack() as stack:
         runtime = Runtime.start()
         stack.callback(runtime.stop)
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(config.threads or torch.get_num_threads())
         sft = SFT(config, runtime)
         stack.callback(sft.checkpointer.close)
         recorder = Recorder(sft.run, sft.first_step, runtime.is_main)
