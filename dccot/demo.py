@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dccot.config import ConfigError
+from dccot.data.jsonl import BadData
 from dccot.eval.results import Evaluation
 from dccot.eval.seeds import rows_of
 from dccot.eval.statistics import Estimate
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         recipe = run_recipe(arguments.recipe, arguments.overrides)
         rows = rows_of(recipe.folder)
-    except (ConfigError, FileNotFoundError) as error:
+    except (ConfigError, BadData, FileNotFoundError, FileExistsError) as error:
         print(f"dccot: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
