@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from dccot.config import ConfigError, load_config, to_yaml
-from dccot.data.jsonl import BadData
+from dccot.cli import run_cleanly
+from dccot.config import load_config, to_yaml
 from dccot.data.problems import PRESETS, Fields, fetch, load_problems
 
 
@@ -128,15 +128,7 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    try:
-        arguments.run(arguments)
-    except (BadData, ConfigError, OSError) as error:
-        print(f"dccot: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on where it stopped", file=sys.stderr)
-        return 130
-    return 0
+    return run_cleanly(lambda: arguments.run(arguments))
 
 
 if __name__ == "__main__":

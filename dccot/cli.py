@@ -9,7 +9,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 COMMANDS = {
@@ -64,6 +64,23 @@ def dispatch(argv: list[str]) -> int:
     quiet()
     sys.argv = [f"dccot {argv[0]}", *argv[1:]]  # what --help and error messages show
     return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:]) or 0
+
+
+def run_cleanly(work: Callable[[], object]) -> int:
+    """Exit code of a command's work: what cannot run costs one line, not a trace; what was interrupted says how to go on."""
+    from dccot.config import ConfigError
+    from dccot.data.jsonl import BadData
+
+    try:
+        work()
+    except (ConfigError, BadData, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        print(f"dccot: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("\nstopped; the same command goes on where it can", file=sys.stderr)
+        return 130
+    return 0
 
 
 def quiet() -> None:

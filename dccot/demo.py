@@ -18,8 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dccot.config import ConfigError
-from dccot.data.jsonl import BadData
+from dccot.cli import run_cleanly
 from dccot.eval.results import Evaluation
 from dccot.eval.seeds import rows_of
 from dccot.eval.statistics import Estimate
@@ -70,22 +69,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--recipe", default="configs/mini/demo.yaml", help="default: configs/mini/demo.yaml")
     arguments = parser.parse_intermixed_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    return run_cleanly(lambda: _run(arguments.recipe, arguments.overrides))
+
+
+def _run(file: str, overrides: Sequence[str]) -> None:
     began = time.perf_counter()
-    try:
-        recipe = run_recipe(arguments.recipe, arguments.overrides)
-        rows = rows_of(recipe.folder)
-    except (ConfigError, BadData, FileNotFoundError, FileExistsError) as error:
-        print(f"dccot: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on where it stopped", file=sys.stderr)
-        return 130
+    recipe = run_recipe(file, overrides)
+    rows = rows_of(recipe.folder)
     Console(soft_wrap=True).print(table_of(rows))
     print("\n".join(plain_words(rows)))
     print(f"\nreport:      {recipe.folder}/report/report.html\nTensorBoard: tensorboard --logdir {recipe.folder}")
     print(f'try it:      dccot solve {recipe.folder}/stage4 "{_example(recipe.folder)}"')
     print(f"{(time.perf_counter() - began) / 60:.1f} minutes")
-    return 0
 
 
 def _example(run: Path) -> str:

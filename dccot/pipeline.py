@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dccot.config import ConfigError, find_config, load_config, one_of, read_yaml, require, to_yaml
-from dccot.data.jsonl import BadData
+from dccot.cli import run_cleanly
+from dccot.config import find_config, load_config, one_of, read_yaml, require, to_yaml
 from dccot.rollout.settings import EngineConfig
 from dccot.stages import KINDS, TRAINING
 from dccot.train.runtime import Runtime
@@ -190,18 +190,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     arguments = launch_arguments(argv, "All stages of a recipe.", "dccot pipeline configs/dc_cot.yaml model=MODEL sft.data.train=sft.jsonl")
     logging.basicConfig(level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING, format="%(message)s")
-    try:
+
+    def work() -> None:
         if arguments.print_config:
             print(to_yaml(load_recipe(arguments.config, arguments.overrides)[0]), end="")
-            return 0
-        run_recipe(arguments.config, arguments.overrides)
-    except (ConfigError, BadData, FileNotFoundError, FileExistsError) as error:
-        print(f"dccot: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on where it stopped", file=sys.stderr)
-        return 130
-    return 0
+        else:
+            run_recipe(arguments.config, arguments.overrides)
+
+    return run_cleanly(work)
 
 
 if __name__ == "__main__":

@@ -32,13 +32,14 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
+from dccot.cli import run_cleanly
 from dccot.data.jsonl import write_jsonl_atomic
 from dccot.data.problems import load_problems
 from dccot.data.prompting import prompts_of
 from dccot.eval.rollouts import Asked
 from dccot.eval.run import METHODS, EvalConfig, default_name, eval_config
 from dccot.eval.statistics import ByProblem, Estimate, fit_line, mean, over_problems, plain, relative_change
-from dccot.eval.terminal import ResponseProgress, positive, print_table, run_cleanly
+from dccot.eval.terminal import ResponseProgress, positive, print_table
 from dccot.rollout.generate import Request, Watch, generate
 from dccot.train.checkpoint import resolve_model
 

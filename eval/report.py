@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dccot.cli import run_cleanly
 from dccot.config import read_yaml, require
 from dccot.data.jsonl import BadData, read_jsonl
 from dccot.eval import latency, paper, plots
@@ -23,7 +24,6 @@ from dccot.eval.document import Block, Cell, Document, Figure, Heading, Paragrap
 from dccot.eval.results import SUMMARY, Evaluation
 from dccot.eval.statistics import ByProblem, Estimate, over_problems
 from dccot.eval.tables import Method, compared_pairs, kinds_table, methods_of, papers_tables, responses_table, table_1, table_2
-from dccot.eval.terminal import run_cleanly
 
 ERRORS = (
     "± is the standard error of the mean with problems as the independent unit, however many responses each has; changes are paired by "

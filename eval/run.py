@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dccot.cli import run_cleanly
 from dccot.config import ConfigError, load_config, require
 from dccot.data.jsonl import BadData, JsonlWriter, read_jsonl, write_jsonl_atomic
 from dccot.data.prompting import PromptConfig, prompts_of
@@ -32,7 +33,7 @@ from dccot.eval.benchmarks import BENCHMARKS, Benchmark, named_benchmark, own_be
 from dccot.eval.grading import Grader, GradingConfig
 from dccot.eval.results import Evaluation, Sample, by_problem, summarise
 from dccot.eval.rollouts import Asked, rollout_of
-from dccot.eval.terminal import ResponseProgress, positive, print_table, run_cleanly, table_of
+from dccot.eval.terminal import ResponseProgress, positive, print_table, table_of
 from dccot.model.config import read_config
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dccot.cli import run_cleanly
 from dccot.config import read_yaml, require
 from dccot.eval.results import LABELS, Evaluation
-from dccot.eval.terminal import run_cleanly
 
 MEASURES = ("accuracy", "maj3_accuracy", "longest_path", "total_tokens", "well_formed", "spawned")
 

@@ -24,10 +24,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from dccot.cli import run_cleanly
 from dccot.config import ConfigError, read_yaml
 from dccot.data.prompting import PromptConfig
 from dccot.eval.live import view_for
-from dccot.eval.terminal import positive, run_cleanly
+from dccot.eval.terminal import positive
 from dccot.eval.trace import Timeline
 from dccot.model.config import read_config
 from dccot.rollout.director import Call, RolloutConfig

@@ -1,19 +1,14 @@
-"""What the evaluation commands show in a terminal: progress, the table, an error as one line."""
+"""What the evaluation commands show in a terminal: progress and the table."""
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from collections.abc import Callable
 
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from dccot.config import ConfigError
-from dccot.data.jsonl import BadData
-from dccot.data.prompting import UnusablePrompt
 from dccot.eval.results import LABELS, Evaluation, shown
 
 
@@ -73,13 +68,3 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
-
-
-def run_cleanly(work: Callable[[], None]) -> int:
-    """A command that cannot run costs one line, not a trace."""
-    try:
-        work()
-    except (ConfigError, BadData, UnusablePrompt, FileNotFoundError) as error:
-        print(f"dccot: {error}", file=sys.stderr)
-        return 2
-    return 0

@@ -27,10 +27,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dccot.cli import run_cleanly
 from dccot.config import ConfigError
 from dccot.data.jsonl import BadData, read_jsonl
 from dccot.eval.solve import Parser, answer_in, settings_of
-from dccot.eval.terminal import run_cleanly
 from dccot.rollout.protocol import SPAWN_CLOSE, SPAWN_OPEN, worker_close, worker_open
 from dccot.rollout.response import Response, Rollout
 

@@ -16,12 +16,13 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from dccot.cli import run_cleanly
 from dccot.config import ConfigError, load_config, require
 from dccot.data.jsonl import JsonlWriter
 from dccot.data.problems import load_problems
 from dccot.data.prompting import PromptConfig, prompts_of
 from dccot.eval.rollouts import Asked, rollout_of
-from dccot.eval.terminal import positive, run_cleanly
+from dccot.eval.terminal import positive
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
 from dccot.rollout.progress import Progress

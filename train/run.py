@@ -11,7 +11,6 @@ import fcntl
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,8 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from dccot.cli import run_cleanly
 from dccot.config import ConfigError, at_least, load_config, require, to_yaml
-from dccot.data.jsonl import BadData
 from dccot.data.prompting import check_tokenizer
 from dccot.model.config import ModelConfig, read_config
 from dccot.rollout.protocol import TagIds
@@ -35,22 +34,16 @@ log = logging.getLogger("dccot")
 def launch(kind: type, train: Callable[[Any], None], argv: Sequence[str] | None, description: str, example: str) -> int:
     """Read the configuration named on the command line and train with it. A configuration that cannot run costs one line, not a trace."""
     arguments = launch_arguments(argv, description, example)
-    main = os.environ.get("RANK", "0") == "0"
-    logging.basicConfig(level=logging.INFO if main else logging.WARNING, format="%(message)s")
-    try:
+    logging.basicConfig(level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING, format="%(message)s")
+
+    def work() -> None:
         config = load_config(kind, arguments.config, arguments.overrides)
         if arguments.print_config:
             print(to_yaml(config), end="")
-            return 0
-        train(config)
-    except (ConfigError, BadData, FileNotFoundError, FileExistsError) as error:
-        print(f"dccot: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        if main:
-            print("\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+        else:
+            train(config)
+
+    return run_cleanly(work)
 
 
 def launch_arguments(argv: Sequence[str] | None, description: str, example: str) -> argparse.Namespace:
