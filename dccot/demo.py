@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from dccot.cli import run_cleanly
 from dccot.eval.results import Evaluation
 from dccot.eval.seeds import rows_of
 from dccot.eval.statistics import Estimate
+from dccot.eval.terminal import print_table
 from dccot.pipeline import run_recipe
 
 MEASURES = (("accuracy", 100, 1), ("maj3_accuracy", 100, 1), ("longest_path", 1, 1), ("total_tokens", 1, 1), ("well_formed", 100, 1))
@@ -76,7 +76,7 @@ def _run(file: str, overrides: Sequence[str]) -> None:
     began = time.perf_counter()
     recipe = run_recipe(file, overrides)
     rows = rows_of(recipe.folder)
-    Console(soft_wrap=True).print(table_of(rows))
+    print_table(table_of(rows))
     print("\n".join(plain_words(rows)))
     print(f"\nreport:      {recipe.folder}/report/report.html\nTensorBoard: tensorboard --logdir {recipe.folder}")
     print(f'try it:      dccot solve {recipe.folder}/stage4 "{_example(recipe.folder)}"')
