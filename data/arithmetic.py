@@ -261,7 +261,10 @@ def _answer(value: int | str) -> str:
 # ---- the rewriting rule --------------------------------------------------------------------------------------------------
 
 def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0) -> str:
-    """The same words in the parallel format. A text that the rule cannot read comes back as it is: acceptance refuses it."""
+    """The same words in the parallel format. A text that the rule cannot read comes back as it is: acceptance refuses it.
+
+    It has one answer, whatever the attempt; a rewriting model would have several.
+    """
     parts = "".join(rf"({i}\) \w to \w\n(?:[a-zA-Z]: .+\n)+{i}: \d\n)" for i in range(1, WORKERS + 1))
     found = re.fullmatch(f"({THINK_OPEN}\n(?:.+\n)+){parts}((?s:.*))", sequential_text)
     return f"{found[1]}{_block(found.groups()[1:-1])}{found[WORKERS + 2]}" if found else sequential_text
