@@ -47,10 +47,11 @@ test: setup lint
 	$(BIN)/python -m pytest
 
 demo: .venv/ready
-	$(BIN)/dccot demo
+	$(BIN)/dccot demo $(SETTINGS)
 
+# SETTINGS="seed=1 name=mini-seed1" gives another seed.
 mini: .venv/ready
-	$(BIN)/dccot pipeline configs/mini/dc_cot.yaml
+	$(BIN)/dccot demo --recipe configs/mini/dc_cot.yaml $(SETTINGS)
 
 bench: .venv/ready
 	$(BIN)/dccot bench all

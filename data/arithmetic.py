@@ -9,7 +9,8 @@ A problem lists labelled digits and asks for the last digit of what becomes of t
 
 A sequential solution takes the list in three parts, carries a running total through each, reports each part's total under its
 number, and adds up the reports. A product and what is added to it may be worked out in one go. Taking them apart is longer and
-easier to get right, so length and accuracy pull against each other as in real reasoning:
+easier to get right, so length and accuracy pull against each other as in real reasoning. One part in five is gone through twice,
+which changes nothing: words that a length penalty can do without.
 
     <think>
     a to f, g to l, m to r.
@@ -19,6 +20,10 @@ easier to get right, so length and accuracy pull against each other as in real r
     e: 6*f: 7+6=8                          a product and the total in one go
     1: 8
     2) g to l
+    …
+    Again.
+    …
+    2: 8
     …
     2: 8+8=6
     3: 7+6=3
@@ -68,7 +73,7 @@ if TYPE_CHECKING:
 WORKERS = 3
 EOS = "<｜end▁of▁sentence｜>"
 TO, RULE = " to ", " and keep the last digit: "
-SO = "so "
+SO, AGAIN = "so ", "Again.\n"
 
 
 # ---- problems ------------------------------------------------------------------------------------------------------------
@@ -96,6 +101,7 @@ FAMILIES = {
     "chain": Family("Multiply {} and add in turn ", "", range(7, 13), range(14, 19), 0.2),
 }
 CHECKED = 0.8  # how many of the solutions of chains check some steps
+TWICE = 0.2  # how many parts of the other solutions are gone through twice
 SMALLEST = 3  # problems for the base model start here, and small ones are frequent: it learns to walk before it runs
 
 # A problem's split is a hash of its question, so two splits never share one, whatever their sizes and seeds.
@@ -199,7 +205,7 @@ def _run(steps: Iterable[Step], total: int | None = None) -> tuple[str, int]:
     return text, total
 
 
-def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, in_one_go: float = 0.2) -> str:
+def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, in_one_go: float = 0.15) -> str:
     """A correct sequential solution as the base model should write it. `in_one_go`: the chance that a product is not taken apart."""
     rng = random.Random(f"{seed}/{problem.question}")
     if problem.family == "chain":
@@ -211,7 +217,11 @@ def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, in_one_go:
         steps = [_step(labels, digits, rng.random() < in_one_go) for labels, digits in problem.steps()]
         cuts = (0, *_cuts(len(steps), rng), len(steps))
         parts = [steps[begin:end] for begin, end in pairwise(cuts)]
-        worked = [(f"{part[0].labels[0]}{TO}{part[-1].labels[-1]}", *_run(part)) for part in parts]
+        worked = []
+        for part in parts:
+            lines, total = _run(part)
+            twice = f"{AGAIN}{lines}" if rng.random() < TWICE else ""
+            worked.append((f"{part[0].labels[0]}{TO}{part[-1].labels[-1]}", lines + twice, total))
         reports = [Step(str(number), total) for number, (_, _, total) in enumerate(worked, 1)]
         combined, total = _run(reports[1:], reports[0].adds)
         text = _parts(worked) + combined
@@ -265,7 +275,7 @@ def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0
 
     It has one answer, whatever the attempt; a rewriting model would have several.
     """
-    parts = "".join(rf"({i}\) \w to \w\n(?:[a-zA-Z]: .+\n)+{i}: \d\n)" for i in range(1, WORKERS + 1))
+    parts = "".join(rf"({i}\) \w to \w\n(?:[a-zA-Z]: .+\n|{AGAIN})+{i}: \d\n)" for i in range(1, WORKERS + 1))
     found = re.fullmatch(f"({THINK_OPEN}\n(?:.+\n)+){parts}((?s:.*))", sequential_text)
     return f"{found[1]}{_block(found.groups()[1:-1])}{found[WORKERS + 2]}" if found else sequential_text
 
@@ -280,7 +290,7 @@ def _block(workers: Sequence[str]) -> str:
 # An instruction of the prompts is one token, so that a prompt costs little more than its question.
 SENTENCES = (f" {PARALLEL_INSTRUCTION}", f" {INSTRUCTION}")
 OPENINGS = dict.fromkeys(part for family in FAMILIES.values() for part in family.opening.split("{}"))
-PHRASES = (*OPENINGS, TO, RULE, f", {SO}", ", ", ".\n", "\\boxed{")
+PHRASES = (*OPENINGS, TO, RULE, f", {SO}", AGAIN, ", ", ".\n", "\\boxed{")
 TAG_PIECES = ("</", ">\n", "think", "answer", "spawn_workers", "worker_")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from dccot.eval.results import Evaluation
 from dccot.eval.seeds import rows_of
 from dccot.eval.statistics import Estimate
 from dccot.eval.terminal import print_table
-from dccot.pipeline import run_recipe
+from dccot.pipeline import load_recipe, run_recipe
 
 MEASURES = (("accuracy", 100, 1), ("maj3_accuracy", 100, 1), ("longest_path", 1, 1), ("total_tokens", 1, 1), ("well_formed", 100, 1))
 
@@ -67,14 +68,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="The whole paper in miniature, on a CPU.", epilog="example: dccot demo")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe, e.g. seed=1 name=demo1")
     parser.add_argument("--recipe", default="configs/mini/demo.yaml", help="default: configs/mini/demo.yaml")
+    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="ranks; default: 2 where there are two cores")
     arguments = parser.parse_intermixed_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    return run_cleanly(lambda: _run(arguments.recipe, arguments.overrides))
+    if "RANK" in os.environ or arguments.processes < 2:
+        return run_cleanly(lambda: _run(arguments.recipe, arguments.overrides))
+    refused = run_cleanly(lambda: load_recipe(arguments.recipe, arguments.overrides))  # once, not once per rank
+    return refused or _launch(arguments.processes, ["--recipe", arguments.recipe, *arguments.overrides])
+
+
+def _launch(processes: int, arguments: Sequence[str]) -> int:
+    """The demo as ranks of one thread each, as torchrun would start them: the same figures as one process, sooner."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    logging.disable()  # of the launcher alone: the ranks speak for themselves
+    try:
+        torchrun(["--standalone", "--nproc_per_node", str(processes), "-m", "dccot.cli", "demo", *arguments])
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    except ChildFailedError as failed:
+        return failed.get_first_failure()[1].exitcode
+    return 0
 
 
 def _run(file: str, overrides: Sequence[str]) -> None:
     began = time.perf_counter()
     recipe = run_recipe(file, overrides)
+    if os.environ.get("RANK", "0") != "0":
+        return
     rows = rows_of(recipe.folder)
     print_table(table_of(rows))
     print("\n".join(plain_words(rows)))
