@@ -25,7 +25,7 @@ COMMANDS = {
     "data": ("dccot.data.cli", "problem sets and the SFT set"),
     "plan": ("dccot.train.plan", "memory and time of a run before it is launched"),
     "inspect": ("dccot.kernels.inspect", "registers, shared memory and instruction mix of the kernels, for GPUs that are not here"),
-    "torture": ("dccot.train.torture", "kills, damages and starves a miniature run, and says what it survived"),
+    "torture": ("dccot.train.torture.run", "kills, damages and starves a miniature run, and says what it survived"),
     "bench": ("dccot.bench", "every benchmark, or one of them"),
 }
 

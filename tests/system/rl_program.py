@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 tests/system/rl_program.py OUT STEPS
 
-The task is that of train/digits_task.py: a reward of mean 0.1875 at the start, and variance 1/4 · (1/2 · 1 + 1/2 · 1/4) − 0.1875².
+The task is that of train/torture/task.py: a reward of mean 0.1875 at the start, and variance 1/4 · (1/2 · 1 + 1/2 · 1/4) − 0.1875².
 """
 
 import sys
@@ -12,10 +12,10 @@ import torch
 
 from dccot.config import load_config
 from dccot.rollout.engine import Engine
-from dccot.train.digits_task import make_task, write_problems
 from dccot.train.rl import train
 from dccot.train.rl_config import RLConfig
 from dccot.train.runtime import Runtime
+from dccot.train.torture.task import make_task, write_problems
 
 
 def settings(out: Path, name: str, steps: int, *more: str) -> RLConfig:

@@ -13,8 +13,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dccot.data.arithmetic import make_tokenizer
 from dccot.data.prompting import PromptConfig
-from dccot.train.torture import Ordeal
-from dccot.train.torture_rank import Kill
+from dccot.train.torture.rank import Kill
+from dccot.train.torture.run import Ordeal
 
 PROGRAM = Path(__file__).with_name("rl_program.py")
 STEPS = {1: 3, 2: 8}  # by ranks: the longer one is there to see it learn

@@ -1,7 +1,7 @@
 """The torture's own arithmetic: which kills there are and in what order they come."""
 
-from dccot.train.torture import DAMAGES, ROSTER, Trial, draw_kills, in_launches, table
-from dccot.train.torture_rank import FILES, PHASES
+from dccot.train.torture.rank import FILES, PHASES
+from dccot.train.torture.run import DAMAGES, ROSTER, Trial, draw_kills, in_launches, table
 
 
 def test_every_phase_is_hit_on_either_rank_and_with_the_whole_job_and_every_step_of_a_checkpoint_is_hit():

@@ -5,7 +5,7 @@
 The heart of it: one RL run on two ranks, with a real engine in each, is killed again and again with SIGKILL, one rank or the whole job,
 at random moments of every phase and of writing a checkpoint; now and then its newest checkpoint is damaged, and once the disk is full.
 The same command goes on each time, or torchrun restarts it. In the end it must be what a run is that nobody touched: weights and
-optimizer to the bit, every step once in metrics.jsonl and in TensorBoard, the same rollouts. The other faults are in torture_faults.py.
+optimizer to the bit, every step once in metrics.jsonl and in TensorBoard, the same rollouts. The other faults are in faults.py.
 
     report.json   one row per fault: how often it was tried, how often survived, what was seen       lives/   what every life printed
 """
@@ -30,9 +30,9 @@ from tensorboard.util import tb_logging
 
 from dccot.data.jsonl import read_jsonl
 from dccot.train.checkpoint import verify_manifest
-from dccot.train.digits_task import make_task
-from dccot.train.torture_faults import FAULTS, PLANTED, Trial, planted_keys_in
-from dccot.train.torture_rank import FILES, FULL_DISK, PHASES, Kill
+from dccot.train.torture.faults import FAULTS, PLANTED, Trial, planted_keys_in
+from dccot.train.torture.rank import FILES, FULL_DISK, PHASES, Kill
+from dccot.train.torture.task import make_task
 
 RANKS = 2
 SETTINGS = ("optimizer.learning_rate=0.0003", "checkpoint.keep=2", "checkpoint.keep_hf_every=null", "profile.steps=[]")
@@ -80,7 +80,7 @@ def in_launches(kills: Sequence[Kill], seed: int) -> list[list[Kill]]:
 
 
 class Ordeal:
-    """The tortured run and the whole one, below one folder that holds the task (digits_task.py)."""
+    """The tortured run and the whole one, below one folder that holds the task (task.py)."""
 
     def __init__(self, out: Path, steps: int, settings: Sequence[str] = SETTINGS, under: Sequence[str] = ()):
         self.out, self.steps, self.settings, self.under = out, steps, settings, under
@@ -92,7 +92,7 @@ class Ordeal:
 
     def launch(self, name: str, kills: Sequence[Kill] = (), restarts: int = 0) -> int:
         """`dccot rl` on two ranks until it ends; returns its exit code. What it prints goes to lives/."""
-        module = ["dccot.train.rl"] if name == "whole" else ["dccot.train.torture_rank", str(self.log)]
+        module = ["dccot.train.rl"] if name == "whole" else ["dccot.train.torture.rank", str(self.log)]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}", f"--max-restarts={restarts}"]
         command += ["-m", *module, str(self.out / "rl.yaml"), f"name={name}", f"steps={self.steps}", *self.settings]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}

@@ -1,6 +1,6 @@
 """`dccot rl` with a killer inside: what every rank runs under torture.
 
-    DCCOT_KILLS='[{"moment": "update", "victim": "rank 1", "fraction": 0.4}]' torchrun … -m dccot.train.torture_rank KILL_LOG rl.yaml …
+    DCCOT_KILLS='[{"moment": "update", "victim": "rank 1", "fraction": 0.4}]' torchrun … -m dccot.train.torture.rank KILL_LOG rl.yaml …
 
 One kill per life: torchrun's n-th restart suffers the n-th of the list, and what comes after the list lives to its end. The training code
 is not touched. Phases are watched as they begin; what happens to files is seen by an audit hook. Both only ever add a SIGKILL. A kill

@@ -1,6 +1,6 @@
 """Bad numbers and stuck things, in a real run on two ranks: one engine, one trial after another.
 
-    torchrun --nproc_per_node 2 -m dccot.train.torture_inside FOLDER        writes trials.jsonl
+    torchrun --nproc_per_node 2 -m dccot.train.torture.inside FOLDER        writes trials.jsonl
 
 Each trial spoils one thing by replacing one method of the loop, and judges by what the run left behind or said when it ended.
 """
@@ -25,7 +25,7 @@ from dccot.data.jsonl import read_jsonl
 from dccot.rollout.engine import Engine
 from dccot.train.rl_config import RLConfig
 from dccot.train.runtime import Runtime
-from dccot.train.torture_faults import Trial
+from dccot.train.torture.faults import Trial
 
 TIMEOUT_SECONDS = 20.0  # of a collective
 Settings = Callable[..., RLConfig]

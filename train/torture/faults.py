@@ -23,7 +23,7 @@ from dccot.config import ConfigError, load_config
 from dccot.data.jsonl import BadData, read_jsonl, write_jsonl_atomic
 from dccot.data.problems import load_problems
 from dccot.rollout.soup import disagreements
-from dccot.train.digits_task import make_task
+from dccot.train.torture.task import make_task
 
 KEY = "sk-planted-9b2e7c41d6"
 PLANTED = dict.fromkeys(("ANTHROPIC_API_KEY", "OPENAI_API_KEY", "HF_TOKEN", "WANDB_API_KEY"), KEY)
@@ -61,7 +61,7 @@ def run(command: Sequence[str], under: Sequence[str], log: Path, **environment: 
 def numbers_and_stalls(out: Path, under: Sequence[str]) -> list[Trial]:
     out.mkdir(parents=True)
     make_task(out)
-    program = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "dccot.train.torture_inside", str(out)]
+    program = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "dccot.train.torture.inside", str(out)]
     code, said = run(program, under, out / "said.log")
     trials = [Trial(**row) for _, row in read_jsonl(out / "trials.jsonl")] if (out / "trials.jsonl").exists() else []
     return trials if code == 0 else [*trials, Trial("bad numbers and stalls", 1, 0, "", [f"exit code {code}: {said[-500:]}"])]
