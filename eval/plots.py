@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -142,6 +142,7 @@ def _finite(error: float) -> float:
 class Stage:
     name: str
     rows: Sequence[dict]  # of metrics.jsonl
+    config: Mapping = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,17 @@ from dccot.eval.benchmarks import BENCHMARKS
 from dccot.eval.document import Block, Cell, Document, Figure, Heading, Paragraph, Row, Table
 from dccot.eval.results import SUMMARY, Evaluation
 from dccot.eval.statistics import ByProblem, Estimate, over_problems
-from dccot.eval.tables import Method, compared_pairs, kinds_table, methods_of, papers_tables, responses_table, table_1, table_2
+from dccot.eval.tables import (
+    Method,
+    compared_pairs,
+    kinds_table,
+    methods_of,
+    papers_tables,
+    responses_table,
+    stages_table,
+    table_1,
+    table_2,
+)
 
 ERRORS = (
     "± is the standard error of the mean with problems as the independent unit, however many responses each has; changes are paired by "
@@ -58,7 +68,11 @@ def write_report(
     for folder in latencies:
         blocks += _latency(Path(folder))
     if training_runs:
-        blocks += [Heading("Training"), Paragraph(CURVES), *map(_training, chains([Path(run) for run in training_runs]))]
+        figures = chains([Path(run) for run in training_runs])
+        blocks += [Heading("Training"), Paragraph(CURVES), *map(_training, figures)]
+        learnt = [stage for stages in figures for stage in stages if "reward/correct" in stage.rows[0]]
+        if learnt:
+            blocks.append(stages_table([(stage.name, stage.config, stage.rows) for stage in learnt]))
     document = Document(title, blocks)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -138,17 +152,16 @@ def chains(runs: Sequence[Path]) -> list[list[plots.Stage]]:
         except FileNotFoundError:
             raise BadData(f"{run} has no metrics.jsonl; a training run writes it from its first step on") from None
         require(bool(rows), f"{run}/metrics.jsonl holds no step yet")
-        stage = plots.Stage(run.name, rows)
-        if index and _starts_from(run, runs[index - 1]):
+        stage = plots.Stage(run.name, rows, read_yaml(run / "config.yaml") if (run / "config.yaml").exists() else {})
+        if index and _starts_from(stage, runs[index - 1]):
             found[-1].append(stage)
         else:
             found.append([stage])
     return found
 
 
-def _starts_from(run: Path, before: Path) -> bool:
-    config = read_yaml(run / "config.yaml") if (run / "config.yaml").exists() else {}
-    path = (config.get("model") or {}).get("path")
+def _starts_from(stage: plots.Stage, before: Path) -> bool:
+    path = (stage.config.get("model") or {}).get("path")
     return path is None or Path(path).resolve().is_relative_to(before.resolve())
 
 

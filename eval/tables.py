@@ -180,6 +180,32 @@ def kinds_table(evaluations: Sequence[Evaluation], titles: Titles, kind: str) ->
     return Table("The same by kind of problem.", "Method", [("", columns)], rows)
 
 
+STAGE_MEASURES = {
+    "correct (%)": ("reward/correct", 100, ".1f"),
+    "well-formed (%)": ("reward/well_formed", 100, ".1f"),
+    "spawned (%)": ("parallel/spawn_rate", 100, ".1f"),
+    "longest path": ("length/longest_path", 1, ".1f"),
+    "entropy": ("policy/entropy", 1, ".2g"),
+    "its 80th percentile": ("policy/entropy_p80", 1, ".2g"),
+    "90th": ("policy/entropy_p90", 1, ".2g"),
+}
+
+
+def stages_table(stages: Sequence[tuple[str, Mapping, Sequence[Mapping]]]) -> Table:
+    """How each stage of RL began and ended. A stage: its name, its configuration, the rows of its metrics.jsonl."""
+    rows = []
+    for name, config, steps in stages:
+        quarter = max(1, len(steps) // 4)
+        cells = [Cell(str(len(steps))), _words((config.get("objective") or {}).get("kind", "")), _words(config.get("filter") or "")]
+        for metric, scale, digits in STAGE_MEASURES.values():
+            values = [scale * row[metric] for row in steps if metric in row]
+            ends = [sum(part) / len(part) for part in (values[:quarter], values[-quarter:]) if part]
+            cells.append(Cell(" → ".join(format(end, digits) for end in ends)))
+        rows.append(Row(name, cells))
+    caption = "What each stage of reinforcement learning did to its own rollouts: mean of its first → of its last quarter of steps."
+    return Table(caption, "Stage", [("", ("steps", "objective", "filter", *STAGE_MEASURES))], rows)
+
+
 def papers_tables() -> Fold:
     titles = {name: BENCHMARKS[name].title for name in paper.COLUMNS}
     return Fold(

@@ -16,7 +16,7 @@ from dccot.eval.latency import save as save_latency
 from dccot.eval.plots import smoothed
 from dccot.eval.report import chains, main, write_report
 from dccot.eval.results import BenchmarkResult, Evaluation, Sample, summarise
-from dccot.eval.tables import compared_pairs, kinds_table, methods_of, papers_changes, table_1, table_2
+from dccot.eval.tables import compared_pairs, kinds_table, methods_of, papers_changes, stages_table, table_1, table_2
 
 TITLES = {name: BENCHMARKS[name].title for name in paper.COLUMNS}
 PAPERS_TABLE_2 = {  # as printed
@@ -97,6 +97,16 @@ def test_votes_are_compared_with_votes():
     assert [(ours.label, theirs.label) for ours, theirs in chosen] == [("par, maj@3", "seq")]
 
 
+def test_a_stage_begins_with_its_first_quarter_and_ends_with_its_last():
+    correct = (0.2, 0.4, 0.9, 0.1, 0.9, 0.1, 0.6, 0.8)
+    rows = [{"reward/correct": share, "length/longest_path": 100 - i} for i, share in enumerate(correct)]
+    config = {"objective": {"kind": "cispo"}, "filter": "remove_easy"}
+    [row] = stages_table([("stage3", config, rows)]).rows
+    assert [cell.text for cell in row.cells] == ["8", "cispo", "remove_easy", "30.0 → 70.0", "", "", "99.5 → 93.5", "", "", ""]
+    [short] = stages_table([("stage1", {}, rows[:1])]).rows
+    assert [cell.text for cell in short.cells][:4] == ["1", "", "", "20.0 → 20.0"]
+
+
 def test_an_unknown_baseline_names_the_known_ones():
     with pytest.raises(ConfigError, match="no evaluation is called 'sequential'; there are seq, seq, maj@3, par"):
         compared_pairs(methods_of([evaluation("seq"), evaluation("par")]), "sequential")
@@ -154,7 +164,7 @@ def test_the_page_shows_in_a_browser_and_requests_nothing(page, browser):
     assert browser.run("return document.title") == "A title & more"
     tables = browser.run("return [...document.querySelectorAll('table')].map(t => [t.ariaLabel, t.checkVisibility() && t.offsetHeight])")
     shown = [caption for caption, height in tables if height > 40]
-    assert [caption.split()[:2] for caption in shown] == [["Table", "1."], ["Table", "2."], ["What", "the"], ["latency,", "on"]]
+    assert [caption.split()[:2] for caption in shown] == [["Table", "1."], ["Table", "2."], ["What", "the"], ["latency,", "on"], ["What", "each"]]
     assert len(tables) == len(shown) + 3  # the paper's, folded away
     images = browser.run("return [...document.images].map(i => [i.alt, i.complete, i.naturalWidth, i.getBoundingClientRect().width])")
     assert len(images) == 2 + 1 + 2  # trade-offs, latency, two trainings
