@@ -164,7 +164,7 @@ def test_the_page_shows_in_a_browser_and_requests_nothing(page, browser):
     assert browser.run("return document.title") == "A title & more"
     tables = browser.run("return [...document.querySelectorAll('table')].map(t => [t.ariaLabel, t.checkVisibility() && t.offsetHeight])")
     shown = [caption for caption, height in tables if height > 40]
-    assert [caption.split()[:2] for caption in shown] == [["Table", "1."], ["Table", "2."], ["What", "the"], ["latency,", "on"], ["What", "each"]]
+    assert [" ".join(caption.split()[:2]) for caption in shown] == ["Table 1.", "Table 2.", "What the", "latency, on", "What each"]
     assert len(tables) == len(shown) + 3  # the paper's, folded away
     images = browser.run("return [...document.images].map(i => [i.alt, i.complete, i.naturalWidth, i.getBoundingClientRect().width])")
     assert len(images) == 2 + 1 + 2  # trade-offs, latency, two trainings
