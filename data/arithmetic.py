@@ -9,7 +9,7 @@ A problem lists labelled digits and asks for the last digit of what becomes of t
 
 A sequential solution takes the list in three parts, carries a running total through each, reports each part's total under its
 number, and adds up the reports. A product and what is added to it may be worked out in one go. Taking them apart is longer and
-easier to get right, so length and accuracy pull against each other as in real reasoning. One part in five is gone through twice,
+easier to get right, so length and accuracy pull against each other as in real reasoning. Two parts in five are gone through twice,
 which changes nothing: words that a length penalty can do without.
 
     <think>
@@ -38,8 +38,8 @@ The parts are independent, but nothing is gained by it: they are written one aft
     3: 7+6=3
     </think><answer>\\boxed{3}</answer>
 
-Nothing in a chain is independent except looking again. Most of the sequential solutions of chains walk to the end and then check
-the last and two other steps, a part each; those become the director's walk and a worker per check. The others have no use for
+Nothing in a chain is independent except looking again. Most of the sequential solutions of chains walk to the end, note it, check
+three steps, a part each, and come back to the end; those become the director's walk and a worker per check. The others have no use for
 workers and are not rewritten.
 """
 from __future__ import annotations
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 WORKERS = 3
 EOS = "<｜end▁of▁sentence｜>"
 TO, RULE = " to ", " and keep the last digit: "
-SO, AGAIN = "so ", "Again.\n"
+SO, AGAIN, END = "so ", "Again.\n", "end: "
 
 
 # ---- problems ------------------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ FAMILIES = {
     "chain": Family("Multiply {} and add in turn ", "", range(7, 13), range(14, 19), 0.2),
 }
 CHECKED = 0.8  # how many of the solutions of chains check some steps
-TWICE = 0.2  # how many parts of the other solutions are gone through twice
+TWICE = 0.4  # how many parts of the other solutions are gone through twice
 SMALLEST = 3  # problems for the base model start here, and small ones are frequent: it learns to walk before it runs
 
 # A problem's split is a hash of its question, so two splits never share one, whatever their sizes and seeds.
@@ -205,14 +205,15 @@ def _run(steps: Iterable[Step], total: int | None = None) -> tuple[str, int]:
     return text, total
 
 
-def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, in_one_go: float = 0.15) -> str:
+def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, in_one_go: float = 0.3) -> str:
     """A correct sequential solution as the base model should write it. `in_one_go`: the chance that a product is not taken apart."""
     rng = random.Random(f"{seed}/{problem.question}")
     if problem.family == "chain":
         lines, total = _walk(problem)
-        checked = [*sorted(rng.sample(range(len(lines) - 1), WORKERS - 1)), len(lines) - 1]
+        checked = sorted(rng.sample(range(len(lines)), WORKERS))
         checks = [(f"{problem.labels[i]}{TO}{problem.labels[i]}", lines[i], lines[i][-2]) for i in checked]
-        text = "".join(lines) + (f"{_parts(checks)}{WORKERS}: {total}\n" if rng.random() < CHECKED else "")
+        end = f"{END}{total}\n"
+        text = "".join(lines) + (f"{end}{_parts(checks)}{end}" if rng.random() < CHECKED else "")
     else:
         steps = [_step(labels, digits, rng.random() < in_one_go) for labels, digits in problem.steps()]
         cuts = (0, *_cuts(len(steps), rng), len(steps))
@@ -290,7 +291,7 @@ def _block(workers: Sequence[str]) -> str:
 # An instruction of the prompts is one token, so that a prompt costs little more than its question.
 SENTENCES = (f" {PARALLEL_INSTRUCTION}", f" {INSTRUCTION}")
 OPENINGS = dict.fromkeys(part for family in FAMILIES.values() for part in family.opening.split("{}"))
-PHRASES = (*OPENINGS, TO, RULE, f", {SO}", AGAIN, ", ", ".\n", "\\boxed{")
+PHRASES = (*OPENINGS, TO, RULE, f", {SO}", AGAIN, END, ", ", ".\n", "\\boxed{")
 TAG_PIECES = ("</", ">\n", "think", "answer", "spawn_workers", "worker_")
 
 
