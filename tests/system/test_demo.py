@@ -1,0 +1,82 @@
+"""`dccot demo` as its users run it: two ranks started by itself, stopped by Ctrl-C, run again to the end. Few steps of a tiny model."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+# Every kind of stage that a model without skill can pass; what needs right answers is tested with models that give them.
+RECIPE = """
+name: r
+output: OUT
+common:
+  eval:
+    problems: ["{run}/world/problems/test.jsonl"]
+    budget: 24
+    max_prompt_tokens: 256
+    n: 3
+    engine: {dtype: float32, context: 512, max_sequences: 8}
+stages:
+  - {name: world, run: world, set: {base_examples: 40, train: 8, validation: 2, test: 3, larger: 1,
+      model.hidden_size: 32, model.intermediate_size: 32, model.num_hidden_layers: 1, model.num_attention_heads: 1}}
+  - {name: base, run: sft, config: MINI/base.yaml, start: world/init, set: {steps: 400, checkpoint.every: 5,
+      data.train: "{run}/world/base.jsonl"}}
+  - {name: stage1, run: rl, config: MINI/stage1.yaml, set: {steps: 1, filter: none, data.train: "{run}/world/problems/train.jsonl",
+      batch.prompts_rolled_out: 2, batch.prompts: 2, rollout.budget: 24, reward.cutoff: 8, validation.every: 0,
+      engine.context: 512, engine.max_sequences: 8}}
+  - {name: eval_base, run: eval, set: {model: base, method: sequential}}
+  - {name: eval_stage1, run: eval, set: {model: stage1}}
+  - {name: eval_hlp, run: eval, set: {model: stage1}}
+  - {name: eval_sft, run: eval, set: {model: base}}
+  - {name: eval_dsr_hlp, run: eval, set: {model: base, method: sequential}}
+  - name: report
+    run: report
+    set:
+      title: small
+      rows: {eval_base: DSR, eval_dsr_hlp: DSR-HLP, eval_sft: SFT, eval_stage1: DC-CoT, eval_hlp: DC-CoT-HLP}
+      baselines: {DC-CoT: DSR}
+"""
+
+
+@pytest.fixture
+def start(tmp_path, request):
+    """Starts the demo in a process group of its own, as a terminal would."""
+    recipe = tmp_path / "recipe.yaml"
+    mini = request.config.rootpath / "configs" / "mini"
+    recipe.write_text(RECIPE.replace("OUT", str(tmp_path)).replace("MINI", str(mini)))
+
+    def start(*settings: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "dccot.cli", "demo", "--processes", "2", "--recipe", str(recipe), *settings]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path, start_new_session=True)
+
+    return start
+
+
+def test_it_is_stopped_and_goes_on_to_its_table(start, tmp_path):
+    first = start()
+    metrics = tmp_path / "r" / "base" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.is_file() and metrics.read_text().count("\n") > 20) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.killpg(first.pid, signal.SIGINT)
+    said = first.communicate(timeout=60)[0]
+    assert first.returncode == 130 and said.rstrip().endswith("the same command goes on where it can")
+    assert "Traceback" not in said and "[2/9] base:" not in said
+
+    again = start()
+    said = again.communicate(timeout=300)[0]
+    assert again.returncode == 0, said
+    assert "[1/9] world: done before" in said and "[9/9] report: " in said
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(400))  # none lost, none twice
+    assert said.count("DC-CoT-HLP") == 1 and "longest path is" in said and "minutes" in said  # printed by one rank
+    assert (tmp_path / "r" / "report" / "report.html").is_file()
+
+
+def test_a_wrong_setting_costs_one_line(start):
+    done = start("seeed=1")
+    assert done.communicate(timeout=60)[0].splitlines() == ["dccot: unknown key seeed; did you mean 'seed'?"]
+    assert done.returncode == 2
