@@ -95,10 +95,10 @@ class Family:
 
 
 FAMILIES = {
-    "sum": Family("Add ", "", range(14, 22), range(23, 29), 0.3),
-    "products": Family("Add ", "*", range(10, 17), range(18, 23), 0.25),
-    "expressions": Family("Add ", "*+", range(8, 13), range(14, 17), 0.25),
-    "chain": Family("Multiply {} and add in turn ", "", range(7, 13), range(14, 19), 0.2),
+    "sum": Family("Add ", "", range(10, 17), range(18, 23), 0.3),
+    "products": Family("Add ", "*", range(7, 12), range(13, 17), 0.25),
+    "expressions": Family("Add ", "*+", range(6, 10), range(11, 14), 0.25),
+    "chain": Family("Multiply {} and add in turn ", "", range(6, 11), range(12, 16), 0.2),
 }
 CHECKED = 0.8  # how many of the solutions of chains check some steps
 TWICE = 0.6  # how many parts of the other solutions are gone through twice
@@ -205,7 +205,7 @@ def _run(steps: Iterable[Step], total: int | None = None) -> tuple[str, int]:
     return text, total
 
 
-def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, in_one_go: float = 0.3) -> str:
+def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, in_one_go: float = 0.25) -> str:
     """A correct sequential solution as the base model should write it. `in_one_go`: the chance that a product is not taken apart."""
     rng = random.Random(f"{seed}/{problem.question}")
     if problem.family == "chain":
