@@ -9,21 +9,17 @@ A problem lists labelled digits and asks for the last digit of what becomes of t
 
 A sequential solution takes the list in three parts, carries a running total through each, reports each part's total under its
 number, and adds up the reports. A product and what is added to it may be worked out in one go. Taking them apart is longer and
-easier to get right, so length and accuracy pull against each other as in real reasoning. Three parts in five are gone through twice,
-which changes nothing: words that a length penalty can do without.
+easier to get right, so length and accuracy pull against each other as in real reasoning. Two lines in three say
+their last sum twice, which changes nothing: words that a length penalty can do without.
 
     <think>
     a to f, g to l, m to r.
     1) a to f
     a: 3*b: 4=2                            the first product; there is no total yet
-    c: 6*d: 9=4, so 4+2=6                  a product, then the total
+    c: 6*d: 9=4, so 4+2=6, yes 4+2=6       a product, then the total, and the same again
     e: 6*f: 7+6=8                          a product and the total in one go
     1: 8
     2) g to l
-    …
-    Again.
-    …
-    2: 8
     …
     2: 8+8=6
     3: 7+6=3
@@ -73,7 +69,7 @@ if TYPE_CHECKING:
 WORKERS = 3
 EOS = "<｜end▁of▁sentence｜>"
 TO, RULE = " to ", " and keep the last digit: "
-SO, AGAIN, END = "so ", "Again.\n", "end: "
+SO, YES, END = "so ", ", yes ", "end: "
 
 
 # ---- problems ------------------------------------------------------------------------------------------------------------
@@ -95,13 +91,13 @@ class Family:
 
 
 FAMILIES = {
-    "sum": Family("Add ", "", range(10, 17), range(18, 23), 0.3),
-    "products": Family("Add ", "*", range(7, 12), range(13, 17), 0.25),
-    "expressions": Family("Add ", "*+", range(6, 10), range(11, 14), 0.25),
-    "chain": Family("Multiply {} and add in turn ", "", range(6, 11), range(12, 16), 0.2),
+    "sum": Family("Add ", "", range(10, 17), range(18, 23), 0.34),
+    "products": Family("Add ", "*", range(7, 12), range(13, 17), 0.28),
+    "expressions": Family("Add ", "*+", range(6, 10), range(11, 14), 0.26),
+    "chain": Family("Multiply {} and add in turn ", "", range(6, 11), range(12, 16), 0.12),
 }
 CHECKED = 0.8  # how many of the solutions of chains check some steps
-TWICE = 0.6  # how many parts of the other solutions are gone through twice
+TWICE = 0.65  # how many lines say their last step twice
 SMALLEST = 3  # problems for the base model start here, and small ones are frequent: it learns to walk before it runs
 
 # A problem's split is a hash of its question, so two splits never share one, whatever their sizes and seeds.
@@ -184,6 +180,7 @@ class Step:
     adds: int
     working: str | None = None  # how it comes to that; a plain number needs no working
     in_one_go: bool = False  # together with the total
+    twice: bool = False  # said twice
 
 
 def _line(step: Step, total: int | None) -> tuple[str, int]:
@@ -193,7 +190,8 @@ def _line(step: Step, total: int | None) -> tuple[str, int]:
     now = (total + step.adds) % 10
     if step.in_one_go:
         return f"{step.labels[0]}: {step.working.partition('=')[0]}+{total}={now}\n", now
-    return f"{step.labels[0]}: {f'{step.working}, {SO}' if step.working else ''}{step.adds}+{total}={now}\n", now
+    added = f"{step.adds}+{total}={now}"
+    return f"{step.labels[0]}: {f'{step.working}, {SO}' if step.working else ''}{added}{YES + added if step.twice else ''}\n", now
 
 
 def _run(steps: Iterable[Step], total: int | None = None) -> tuple[str, int]:
@@ -205,7 +203,7 @@ def _run(steps: Iterable[Step], total: int | None = None) -> tuple[str, int]:
     return text, total
 
 
-def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, in_one_go: float = 0.25) -> str:
+def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, in_one_go: float = 0.2) -> str:
     """A correct sequential solution as the base model should write it. `in_one_go`: the chance that a product is not taken apart."""
     rng = random.Random(f"{seed}/{problem.question}")
     if problem.family == "chain":
@@ -213,16 +211,13 @@ def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, in_one_go:
         checked = sorted(rng.sample(range(len(lines)), WORKERS))
         checks = [(f"{problem.labels[i]}{TO}{problem.labels[i]}", lines[i], lines[i][-2]) for i in checked]
         end = f"{END}{total}\n"
-        text = "".join(lines) + (f"{end}{_parts(checks)}{end}" if rng.random() < CHECKED else "")
+        walk = (line[:-1] + (YES + line[3:-1] if rng.random() < TWICE else "") + "\n" for line in lines)
+        text = "".join(walk) + (f"{end}{_parts(checks)}{end}" if rng.random() < CHECKED else "")
     else:
-        steps = [_step(labels, digits, rng.random() < in_one_go) for labels, digits in problem.steps()]
+        steps = [_step(labels, digits, rng.random() < in_one_go, rng.random() < TWICE) for labels, digits in problem.steps()]
         cuts = (0, *_cuts(len(steps), rng), len(steps))
         parts = [steps[begin:end] for begin, end in pairwise(cuts)]
-        worked = []
-        for part in parts:
-            lines, total = _run(part)
-            twice = f"{AGAIN}{lines}" if rng.random() < TWICE else ""
-            worked.append((f"{part[0].labels[0]}{TO}{part[-1].labels[-1]}", lines + twice, total))
+        worked = [(f"{part[0].labels[0]}{TO}{part[-1].labels[-1]}", *_run(part)) for part in parts]
         reports = [Step(str(number), total) for number, (_, _, total) in enumerate(worked, 1)]
         combined, total = _run(reports[1:], reports[0].adds)
         text = _parts(worked) + combined
@@ -245,15 +240,15 @@ def _cuts(count: int, rng: random.Random) -> tuple[int, int]:
     return second, third
 
 
-def _step(labels: str, digits: Sequence[int], in_one_go: bool) -> Step:
+def _step(labels: str, digits: Sequence[int], in_one_go: bool, twice: bool) -> Step:
     worth = _worth(digits)
     if len(digits) == 1:
-        return Step(labels, worth)
+        return Step(labels, worth, twice=twice)
     working = f"{digits[0]}*{labels[1]}: {digits[1]}"
     if len(digits) == 2:
-        return Step(labels, worth, f"{working}={worth}", in_one_go)
+        return Step(labels, worth, f"{working}={worth}", in_one_go, twice)
     between = "" if in_one_go else f"={_worth(digits[:2])}+{digits[2]}"
-    return Step(labels, worth, f"{working}+{labels[2]}: {digits[2]}{between}={worth}")
+    return Step(labels, worth, f"{working}+{labels[2]}: {digits[2]}{between}={worth}", twice=twice)
 
 
 def _walk(problem: ArithmeticProblem) -> tuple[list[str], int]:
@@ -276,7 +271,7 @@ def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0
 
     It has one answer, whatever the attempt; a rewriting model would have several.
     """
-    parts = "".join(rf"({i}\) \w to \w\n(?:[a-zA-Z]: .+\n|{AGAIN})+{i}: \d\n)" for i in range(1, WORKERS + 1))
+    parts = "".join(rf"({i}\) \w to \w\n(?:[a-zA-Z]: .+\n)+{i}: \d\n)" for i in range(1, WORKERS + 1))
     found = re.fullmatch(f"({THINK_OPEN}\n(?:.+\n)+){parts}((?s:.*))", sequential_text)
     return f"{found[1]}{_block(found.groups()[1:-1])}{found[WORKERS + 2]}" if found else sequential_text
 
@@ -291,7 +286,7 @@ def _block(workers: Sequence[str]) -> str:
 # An instruction of the prompts is one token, so that a prompt costs little more than its question.
 SENTENCES = (f" {PARALLEL_INSTRUCTION}", f" {INSTRUCTION}")
 OPENINGS = dict.fromkeys(part for family in FAMILIES.values() for part in family.opening.split("{}"))
-PHRASES = (*OPENINGS, TO, RULE, f", {SO}", AGAIN, END, ", ", ".\n", "\\boxed{")
+PHRASES = (*OPENINGS, TO, RULE, f", {SO}", YES, END, ", ", ".\n", "\\boxed{")
 TAG_PIECES = ("</", ">\n", "think", "answer", "spawn_workers", "worker_")
 
 
