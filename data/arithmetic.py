@@ -9,14 +9,13 @@ A problem lists labelled digits and asks for the last digit of what becomes of t
 
 A sequential solution takes the list in three parts, carries a running total through each, reports each part's total under its
 number, and adds up the reports. A product and what is added to it may be worked out in one go. Taking them apart is longer and
-easier to get right, so length and accuracy pull against each other as in real reasoning. Two lines in three say
-their last sum twice, which changes nothing: words that a length penalty can do without.
+easier to get right, so length and accuracy pull against each other as in real reasoning:
 
     <think>
     a to f, g to l, m to r.
     1) a to f
     a: 3*b: 4=2                            the first product; there is no total yet
-    c: 6*d: 9=4, so 4+2=6, yes 4+2=6       a product, then the total, and the same again
+    c: 6*d: 9=4, so 4+2=6                  a product, then the total
     e: 6*f: 7+6=8                          a product and the total in one go
     1: 8
     2) g to l
@@ -34,8 +33,8 @@ The parts are independent, but nothing is gained by it: they are written one aft
     3: 7+6=3
     </think><answer>\\boxed{3}</answer>
 
-Nothing in a chain is independent except looking again. Most of the sequential solutions of chains walk to the end, note it, check
-three steps, a part each, and come back to the end; those become the director's walk and a worker per check. The others have no use for
+Nothing in a chain is independent except looking again. Most of the sequential solutions of chains walk to the end and then check
+the last and two other steps, a part each; those become the director's walk and a worker per check. The others have no use for
 workers and are not rewritten.
 """
 from __future__ import annotations
@@ -69,7 +68,7 @@ if TYPE_CHECKING:
 WORKERS = 3
 EOS = "<｜end▁of▁sentence｜>"
 TO, RULE = " to ", " and keep the last digit: "
-SO, YES, END = "so ", ", yes ", "end: "
+SO = "so "
 
 
 # ---- problems ------------------------------------------------------------------------------------------------------------
@@ -91,13 +90,12 @@ class Family:
 
 
 FAMILIES = {
-    "sum": Family("Add ", "", range(10, 17), range(18, 23), 0.34),
-    "products": Family("Add ", "*", range(7, 12), range(13, 17), 0.28),
-    "expressions": Family("Add ", "*+", range(6, 10), range(11, 14), 0.26),
-    "chain": Family("Multiply {} and add in turn ", "", range(6, 11), range(12, 16), 0.12),
+    "sum": Family("Add ", "", range(14, 22), range(23, 29), 0.3),
+    "products": Family("Add ", "*", range(10, 17), range(18, 23), 0.25),
+    "expressions": Family("Add ", "*+", range(8, 13), range(14, 17), 0.25),
+    "chain": Family("Multiply {} and add in turn ", "", range(7, 13), range(14, 19), 0.2),
 }
 CHECKED = 0.8  # how many of the solutions of chains check some steps
-TWICE = 0.65  # how many lines say their last step twice
 SMALLEST = 3  # problems for the base model start here, and small ones are frequent: it learns to walk before it runs
 
 # A problem's split is a hash of its question, so two splits never share one, whatever their sizes and seeds.
@@ -180,7 +178,6 @@ class Step:
     adds: int
     working: str | None = None  # how it comes to that; a plain number needs no working
     in_one_go: bool = False  # together with the total
-    twice: bool = False  # said twice
 
 
 def _line(step: Step, total: int | None) -> tuple[str, int]:
@@ -190,8 +187,7 @@ def _line(step: Step, total: int | None) -> tuple[str, int]:
     now = (total + step.adds) % 10
     if step.in_one_go:
         return f"{step.labels[0]}: {step.working.partition('=')[0]}+{total}={now}\n", now
-    added = f"{step.adds}+{total}={now}"
-    return f"{step.labels[0]}: {f'{step.working}, {SO}' if step.working else ''}{added}{YES + added if step.twice else ''}\n", now
+    return f"{step.labels[0]}: {f'{step.working}, {SO}' if step.working else ''}{step.adds}+{total}={now}\n", now
 
 
 def _run(steps: Iterable[Step], total: int | None = None) -> tuple[str, int]:
@@ -208,13 +204,11 @@ def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, in_one_go:
     rng = random.Random(f"{seed}/{problem.question}")
     if problem.family == "chain":
         lines, total = _walk(problem)
-        checked = sorted(rng.sample(range(len(lines)), WORKERS))
+        checked = [*sorted(rng.sample(range(len(lines) - 1), WORKERS - 1)), len(lines) - 1]
         checks = [(f"{problem.labels[i]}{TO}{problem.labels[i]}", lines[i], lines[i][-2]) for i in checked]
-        end = f"{END}{total}\n"
-        walk = (line[:-1] + (YES + line[3:-1] if rng.random() < TWICE else "") + "\n" for line in lines)
-        text = "".join(walk) + (f"{end}{_parts(checks)}{end}" if rng.random() < CHECKED else "")
+        text = "".join(lines) + (f"{_parts(checks)}{WORKERS}: {total}\n" if rng.random() < CHECKED else "")
     else:
-        steps = [_step(labels, digits, rng.random() < in_one_go, rng.random() < TWICE) for labels, digits in problem.steps()]
+        steps = [_step(labels, digits, rng.random() < in_one_go) for labels, digits in problem.steps()]
         cuts = (0, *_cuts(len(steps), rng), len(steps))
         parts = [steps[begin:end] for begin, end in pairwise(cuts)]
         worked = [(f"{part[0].labels[0]}{TO}{part[-1].labels[-1]}", *_run(part)) for part in parts]
@@ -240,15 +234,15 @@ def _cuts(count: int, rng: random.Random) -> tuple[int, int]:
     return second, third
 
 
-def _step(labels: str, digits: Sequence[int], in_one_go: bool, twice: bool) -> Step:
+def _step(labels: str, digits: Sequence[int], in_one_go: bool) -> Step:
     worth = _worth(digits)
     if len(digits) == 1:
-        return Step(labels, worth, twice=twice)
+        return Step(labels, worth)
     working = f"{digits[0]}*{labels[1]}: {digits[1]}"
     if len(digits) == 2:
-        return Step(labels, worth, f"{working}={worth}", in_one_go, twice)
+        return Step(labels, worth, f"{working}={worth}", in_one_go)
     between = "" if in_one_go else f"={_worth(digits[:2])}+{digits[2]}"
-    return Step(labels, worth, f"{working}+{labels[2]}: {digits[2]}{between}={worth}", twice=twice)
+    return Step(labels, worth, f"{working}+{labels[2]}: {digits[2]}{between}={worth}")
 
 
 def _walk(problem: ArithmeticProblem) -> tuple[list[str], int]:
@@ -286,7 +280,7 @@ def _block(workers: Sequence[str]) -> str:
 # An instruction of the prompts is one token, so that a prompt costs little more than its question.
 SENTENCES = (f" {PARALLEL_INSTRUCTION}", f" {INSTRUCTION}")
 OPENINGS = dict.fromkeys(part for family in FAMILIES.values() for part in family.opening.split("{}"))
-PHRASES = (*OPENINGS, TO, RULE, f", {SO}", YES, END, ", ", ".\n", "\\boxed{")
+PHRASES = (*OPENINGS, TO, RULE, f", {SO}", ", ", ".\n", "\\boxed{")
 TAG_PIECES = ("</", ">\n", "think", "answer", "spawn_workers", "worker_")
 
 
