@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from rich import box
 from rich.table import Table
 
@@ -68,13 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="The whole paper in miniature, on a CPU.", epilog="example: dccot demo")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe, e.g. seed=1 name=demo1")
     parser.add_argument("--recipe", default="configs/mini/demo.yaml", help="default: configs/mini/demo.yaml")
-    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="ranks; default: 2 where there are two cores")
+    parser.add_argument("--processes", type=int, help="ranks; default: 2 where there are two GPUs, or no GPU and two cores")
     arguments = parser.parse_intermixed_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    if "RANK" in os.environ or arguments.processes < 2:
+    processes = arguments.processes or min(2, torch.cuda.device_count() or os.cpu_count() or 1)
+    if "RANK" in os.environ or processes < 2:
         return run_cleanly(lambda: _run(arguments.recipe, arguments.overrides))
     refused = run_cleanly(lambda: load_recipe(arguments.recipe, arguments.overrides))  # once, not once per rank
-    return refused or _launch(arguments.processes, ["--recipe", arguments.recipe, *arguments.overrides])
+    return refused or _launch(processes, ["--recipe", arguments.recipe, *arguments.overrides])
 
 
 def _launch(processes: int, arguments: Sequence[str]) -> int:
