@@ -72,12 +72,19 @@ def test_gold_is_what_python_makes_of_the_question(problem):
     assert problem.gold == gold_by_python(problem.question)
 
 
-@given(any_problem, st.integers(0, 5), st.sampled_from([0.0, 0.5, 1.0]))
-def test_every_equation_of_a_sequential_solution_is_true_and_it_ends_in_the_gold(problem, seed, in_one_go):
-    text = sequential_solution(problem, seed=seed, in_one_go=in_one_go)
+@given(any_problem, st.integers(0, 5))
+def test_every_equation_of_a_sequential_solution_is_true_and_it_ends_in_the_gold(problem, seed):
+    text = sequential_solution(problem, seed=seed)
     for equation in re.findall(r"[\d+*]+(?:=[\d+*]+)+", without_labels(text)):
         assert len({eval(side) % 10 for side in equation.split("=")}) == 1
     assert text.startswith("<think>\n") and text.endswith(f"</think><answer>\\boxed{{{problem.gold}}}</answer>")
+
+
+@given(any_problem)
+def test_a_brief_solution_is_shorter_and_says_nothing_twice(problem):
+    texts = {text.splitlines()[1]: text for seed in range(20) if (" to " in (text := sequential_solution(problem, seed=seed)))}
+    assert set(texts) == {"Carefully.", "Briefly."}
+    assert len(texts["Briefly."]) < len(texts["Carefully."]) and "yes" not in texts["Briefly."]
 
 
 @given(any_problem, st.integers(0, 5))
