@@ -155,7 +155,7 @@ def _set(tree: dict, dotted: str, value: Any) -> None:
         if not isinstance(tree.get(part), dict):
             tree[part] = {}
         tree = tree[part]
-    tree[last] = value
+    tree.update(_merge(tree, {last: value}))
 
 
 def _refuse_unknown(kind: type, tree: dict, prefix: str) -> None:

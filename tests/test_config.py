@@ -58,7 +58,9 @@ def refused(overrides=(), path=None, kind=Outer) -> str:
 
 def test_file_then_overrides_then_defaults(write):
     path = write("inner: {width: 7}\nsizes: [5]\n")
-    assert load_config(Outer, path, ["inner.rate=1e-6", "flag=true"]) == Outer(sizes=[5], flag=True, inner=Inner(width=7, rate=1e-6))
+    expected = Outer(sizes=[5], flag=True, inner=Inner(width=7, rate=1e-6))
+    assert load_config(Outer, path, ["inner.rate=1e-6", "flag=true"]) == expected
+    assert load_config(Outer, path, ["inner={rate: 1e-6}", "flag=true"]) == expected  # a group is merged, as in a file
 
 
 def test_own_keys_win_over_bases_and_later_bases_over_earlier(write):
