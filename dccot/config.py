@@ -22,6 +22,9 @@ C = TypeVar("C")
 class ConfigError(ValueError):
     """A configuration that cannot be run; the message is one line and says what to change."""
 
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.splitlines()))
+
 
 def find_config(path: str | Path) -> Path:
     """The YAML file itself, or the one that is installed with the package when called from outside a checkout."""
