@@ -8,15 +8,15 @@ A problem lists labelled digits and asks for the last digit of what becomes of t
     chain        Multiply 7 and add in turn a to l and keep the last digit: a: 3, b: 5, … .     ((7*a+b)*c+d)…: nothing splits
 
 A sequential solution takes the list in three parts, carries a running total through each, reports each part's total under its
-number, and adds up the reports. Its first word says how. A careful one takes products apart and says every sum twice:
+number, and adds up the reports. Its first word says in what manner.
 
     <think>
-    Carefully.
+    Plainly.
     a to f, g to l, m to r.
     1) a to f
-    a: 3*b: 4=2                            the first product; there is no total yet
-    c: 6*d: 9=4, so 4+2=6, yes 4+2=6       a product, then the total, and the same again
-    e: 6*f: 7=2, so 2+6=8, yes 2+6=8
+    a: 3*b: 4=2                 the first product; there is no total yet
+    c: 6*d: 9=4, so 4+2=6       a product, then the total
+    e: 6*f: 7=2, so 2+6=8
     1: 8
     2) g to l
     …
@@ -24,13 +24,14 @@ number, and adds up the reports. Its first word says how. A careful one takes pr
     3: 7+6=3
     </think><answer>\\boxed{3}</answer>
 
-A brief one works out a product together with what is added to it, `c: 6*d: 9+2=6`, and says nothing twice. That is shorter and easier
-to get wrong, so length and accuracy pull against each other as in real reasoning, and one word decides between them.
+Carefully, it says everything twice, `c: 6*d: 9=4, so 4+2=6, yes 6*d: 9=4, so 4+2=6`: words that a length penalty can do without. Quickly,
+it works out a product together with what is added to it, `c: 6*d: 9+2=6`, which is shorter and harder to get right. So length and
+accuracy pull against each other as in real reasoning.
 
 The parts are independent, but nothing is gained by it: they are written one after the other. `rewrite_parallel` gives each to a worker:
 
     <think>
-    Carefully.
+    Plainly.
     a to f, g to l, m to r.
     <spawn_workers><worker_1>1) a to f … 1: 8</worker_1><worker_2>2) g … 2: 8</worker_2><worker_3>3) m … 3: 7</worker_3></spawn_workers>
     2: 8+8=6
@@ -73,7 +74,7 @@ WORKERS = 3
 EOS = "<｜end▁of▁sentence｜>"
 TO, RULE = " to ", " and keep the last digit: "
 SO, YES, END = "so ", ", yes ", "end: "
-CAREFULLY, BRIEFLY = "Carefully.\n", "Briefly.\n"
+CAREFULLY, PLAINLY, QUICKLY = "Carefully.\n", "Plainly.\n", "Quickly.\n"
 
 
 # ---- problems ------------------------------------------------------------------------------------------------------------
@@ -96,12 +97,12 @@ class Family:
 
 FAMILIES = {
     "sum": Family("Add ", "", range(10, 17), range(18, 23), 0.34),
-    "products": Family("Add ", "*", range(7, 12), range(13, 17), 0.28),
-    "expressions": Family("Add ", "*+", range(6, 10), range(11, 14), 0.26),
+    "products": Family("Add ", "*", range(6, 11), range(13, 17), 0.28),
+    "expressions": Family("Add ", "*+", range(5, 9), range(10, 13), 0.26),
     "chain": Family("Multiply {} and add in turn ", "", range(6, 11), range(12, 16), 0.12),
 }
 CHECKED = 0.8  # how many of the solutions of chains check some steps
-CAREFUL = 0.6  # how many solutions are careful
+MANNERS = {CAREFULLY: 0.54, PLAINLY: 0.26, QUICKLY: 0.2}  # how solutions are written, and how often
 SMALLEST = 3  # problems for the base model start here, and small ones are frequent: it learns to walk before it runs
 
 # A problem's split is a hash of its question, so two splits never share one, whatever their sizes and seeds.
@@ -184,7 +185,6 @@ class Step:
     adds: int
     working: str | None = None  # how it comes to that; a plain number needs no working
     in_one_go: bool = False  # together with the total
-    twice: bool = False  # the sum is said twice
 
 
 def _line(step: Step, total: int | None) -> tuple[str, int]:
@@ -195,7 +195,7 @@ def _line(step: Step, total: int | None) -> tuple[str, int]:
     if step.in_one_go:
         return f"{step.labels[0]}: {step.working.partition('=')[0]}+{total}={now}\n", now
     added = f"{step.adds}+{total}={now}"
-    return f"{step.labels[0]}: {f'{step.working}, {SO}' if step.working else ''}{added}{YES + added if step.twice else ''}\n", now
+    return f"{step.labels[0]}: {f'{step.working}, {SO}' if step.working else ''}{added}\n", now
 
 
 def _run(steps: Iterable[Step], total: int | None = None) -> tuple[str, int]:
@@ -210,23 +210,27 @@ def _run(steps: Iterable[Step], total: int | None = None) -> tuple[str, int]:
 def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0) -> str:
     """A correct sequential solution as the base model should write it."""
     rng = random.Random(f"{seed}/{problem.question}")
-    careful = rng.random() < CAREFUL
+    manner = rng.choices(list(MANNERS), list(MANNERS.values()))[0]
     if problem.family == "chain":
         lines, total = _walk(problem)
         checked = sorted(rng.sample(range(len(lines)), WORKERS))
         checks = [(f"{problem.labels[i]}{TO}{problem.labels[i]}", lines[i], lines[i][-2]) for i in checked]
         end = f"{END}{total}\n"
-        walk = (line[:-1] + (YES + line[3:-1] if careful else "") + "\n" for line in lines)
-        text = "".join(walk) + (f"{end}{_parts(checks)}{end}" if rng.random() < CHECKED else "")
+        text = _said("".join(lines), manner) + (f"{end}{_parts(checks)}{end}" if rng.random() < CHECKED else "")
     else:
-        steps = [_step(labels, digits, careful) for labels, digits in problem.steps()]
+        steps = [_step(labels, digits, manner == QUICKLY) for labels, digits in problem.steps()]
         cuts = (0, *_cuts(len(steps), rng), len(steps))
         parts = [steps[begin:end] for begin, end in pairwise(cuts)]
         worked = [(f"{part[0].labels[0]}{TO}{part[-1].labels[-1]}", *_run(part)) for part in parts]
+        worked = [(labels, _said(lines, manner), total) for labels, lines, total in worked]
         reports = [Step(str(number), total) for number, (_, _, total) in enumerate(worked, 1)]
         combined, total = _run(reports[1:], reports[0].adds)
         text = _parts(worked) + combined
-    return f"{THINK_OPEN}\n{CAREFULLY if careful else BRIEFLY}{text}{_answer(total)}"
+    return f"{THINK_OPEN}\n{manner}{text}{_answer(total)}"
+
+
+def _said(lines: str, manner: str) -> str:
+    return re.sub(r"(?m)^(\w: )(.+)$", rf"\1\2{YES}\2", lines) if manner == CAREFULLY else lines
 
 
 def _parts(parts: Sequence[tuple[str, str, int | str]]) -> str:
@@ -245,15 +249,15 @@ def _cuts(count: int, rng: random.Random) -> tuple[int, int]:
     return second, third
 
 
-def _step(labels: str, digits: Sequence[int], careful: bool) -> Step:
+def _step(labels: str, digits: Sequence[int], in_one_go: bool) -> Step:
     worth = _worth(digits)
     if len(digits) == 1:
-        return Step(labels, worth, twice=careful)
+        return Step(labels, worth)
     working = f"{digits[0]}*{labels[1]}: {digits[1]}"
     if len(digits) == 2:
-        return Step(labels, worth, f"{working}={worth}", in_one_go=not careful, twice=careful)
-    between = f"={_worth(digits[:2])}+{digits[2]}" if careful else ""
-    return Step(labels, worth, f"{working}+{labels[2]}: {digits[2]}{between}={worth}", twice=careful)
+        return Step(labels, worth, f"{working}={worth}", in_one_go)
+    between = "" if in_one_go else f"={_worth(digits[:2])}+{digits[2]}"
+    return Step(labels, worth, f"{working}+{labels[2]}: {digits[2]}{between}={worth}")
 
 
 def _walk(problem: ArithmeticProblem) -> tuple[list[str], int]:
@@ -291,7 +295,7 @@ def _block(workers: Sequence[str]) -> str:
 # An instruction of the prompts is one token, so that a prompt costs little more than its question.
 SENTENCES = (f" {PARALLEL_INSTRUCTION}", f" {INSTRUCTION}")
 OPENINGS = dict.fromkeys(part for family in FAMILIES.values() for part in family.opening.split("{}"))
-PHRASES = (*OPENINGS, TO, RULE, CAREFULLY, BRIEFLY, f", {SO}", YES, END, ", ", ".\n", "\\boxed{")
+PHRASES = (*OPENINGS, TO, RULE, *MANNERS, f", {SO}", YES, END, ", ", ".\n", "\\boxed{")
 TAG_PIECES = ("</", ">\n", "think", "answer", "spawn_workers", "worker_")
 
 

@@ -81,10 +81,11 @@ def test_every_equation_of_a_sequential_solution_is_true_and_it_ends_in_the_gold
 
 
 @given(any_problem)
-def test_a_brief_solution_is_shorter_and_says_nothing_twice(problem):
-    texts = {text.splitlines()[1]: text for seed in range(20) if (" to " in (text := sequential_solution(problem, seed=seed)))}
-    assert set(texts) == {"Carefully.", "Briefly."}
-    assert len(texts["Briefly."]) < len(texts["Carefully."]) and "yes" not in texts["Briefly."]
+def test_care_costs_words_and_haste_saves_them(problem):
+    texts = {text.splitlines()[1]: text for seed in range(60) if " to " in (text := sequential_solution(problem, seed=seed))}
+    careful, plain, quick = (texts[manner] for manner in ("Carefully.", "Plainly.", "Quickly."))
+    once = re.sub(", yes .+", "", careful)
+    assert len(quick) <= len(plain) == len(once) + len("Plainly.") - len("Carefully.")
 
 
 @given(any_problem, st.integers(0, 5))
@@ -108,7 +109,7 @@ def test_rewriting_adds_tags_and_takes_nothing_away(problem):
 @given(any_problem.filter(lambda p: p.family != "chain"))
 def test_each_step_goes_to_exactly_one_worker_in_order(problem):
     workers = parse(rewrite_parallel(problem, sequential_solution(problem))).rounds[0].workers
-    labels = [re.findall(r"([a-zA-Z]): ", text) for text in workers]
+    labels = [re.findall(r"([a-zA-Z]): ", re.sub(", yes .+", "", text)) for text in workers]
     assert all(labels) and "".join(map("".join, labels)) == problem.labels
 
 
