@@ -102,7 +102,7 @@ FAMILIES = {
     "chain": Family("Multiply {} and add in turn ", "", range(6, 11), range(12, 16), 0.12),
 }
 CHECKED = 0.8  # how many of the solutions of chains check some steps
-MANNERS = {CAREFULLY: 0.54, PLAINLY: 0.26, QUICKLY: 0.2}  # how solutions are written, and how often
+MANNERS = {CAREFULLY: 0.45, PLAINLY: 0.25, QUICKLY: 0.3}  # how solutions are written, and how often
 SMALLEST = 3  # problems for the base model start here, and small ones are frequent: it learns to walk before it runs
 
 # A problem's split is a hash of its question, so two splits never share one, whatever their sizes and seeds.

@@ -7,14 +7,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dccot.config import require
-from dccot.data.arithmetic import make_splits, make_tokenizer, sequential_solution
+from dccot.data.arithmetic import LABELS, make_splits, make_tokenizer, sequential_solution
 from dccot.data.jsonl import write_jsonl_atomic
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from dccot.model.transformer import Transformer
 
 
@@ -57,7 +60,7 @@ def make_world(config: WorldConfig, folder: Path) -> None:
     write_jsonl_atomic(folder / "base.jsonl", demonstrations)
     tokenizer = make_tokenizer(config.single_token_tags)
     shape = checkpoint_config(config.model, tokenizer)
-    create_checkpoint(shape, folder / "init", tokenizer=tokenizer, seed=config.seed, prepare=look_back)
+    create_checkpoint(shape, folder / "init", tokenizer=tokenizer, seed=config.seed, prepare=partial(look_back, tokenizer))
 
 
 def checkpoint_config(model: TinyModel, tokenizer) -> dict:
@@ -78,13 +81,14 @@ def checkpoint_config(model: TinyModel, tokenizer) -> dict:
     }
 
 
-def look_back(model: Transformer) -> None:
+def look_back(tokenizer: PreTrainedTokenizerBase, model: Transformer) -> None:
     """A start from which a small model soon learns to look digits up by their labels.
 
-    Two things are in its way. Drawn as wide models are, embeddings are drowned in what the layers add, and attention is flat; so
+    Three things are in its way. Drawn as wide models are, embeddings are drowned in what the layers add, and attention is flat; so
     embeddings and what reads the residual stream start larger than what writes to it. And a lookup by label needs a head that looks
     at the token before; so one head of the first layer starts that way, by its biases: with query and key constant in a few of
-    RoPE's fastest planes, and the query turned by one token, a score is highest one token back.
+    RoPE's fastest planes, and the query turned by one token, a score is highest one token back. And a part is named by its letters,
+    which are other tokens than the labels of its lines; so a label's embedding starts close to its letter's.
     """
     import torch
 
@@ -94,6 +98,9 @@ def look_back(model: Transformer) -> None:
         for name, weight in model.named_parameters():
             if weight.ndim == 2 and not name.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.mul_(5 if "embed" in name else 4)
+        embedding = model.model.embed_tokens.weight
+        letters, labels = (tokenizer.convert_tokens_to_ids([form.format(letter) for letter in LABELS]) for form in ("{}", "{}: "))
+        embedding[labels] = (embedding[labels] + embedding[letters]) / 2**0.5
         for projection, angle in ((attention.q_proj, -frequency), (attention.k_proj, 0 * frequency)):
             projection.weight[: config.head_dim] *= 0.1
             bias = projection.bias[: config.head_dim].view(2, -1)  # RoPE turns dimension i together with dimension i + head_dim / 2
