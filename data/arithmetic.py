@@ -28,7 +28,8 @@ Carefully, it says everything twice, `c: 6*d: 9=4, so 4+2=6, yes 6*d: 9=4, so 4+
 it works out a product together with what is added to it, `c: 6*d: 9+2=6`, which is shorter and harder to get right. So length and
 accuracy pull against each other as in real reasoning.
 
-The parts are independent, but nothing is gained by it: they are written one after the other. `rewrite_parallel` gives each to a worker:
+The parts are independent and come in any order, but nothing is gained by it: they are written one after the other. `rewrite_parallel`
+gives each to a worker:
 
     <think>
     Plainly.
@@ -102,7 +103,7 @@ FAMILIES = {
     "chain": Family("Multiply {} and add in turn ", "", range(6, 11), range(12, 16), 0.12),
 }
 CHECKED = 0.8  # how many of the solutions of chains check some steps
-MANNERS = {CAREFULLY: 0.45, PLAINLY: 0.25, QUICKLY: 0.3}  # how solutions are written, and how often
+MANNERS = {CAREFULLY: 0.42, PLAINLY: 0.22, QUICKLY: 0.36}  # how solutions are written, and how often
 SMALLEST = 3  # problems for the base model start here, and small ones are frequent: it learns to walk before it runs
 
 # A problem's split is a hash of its question, so two splits never share one, whatever their sizes and seeds.
@@ -216,7 +217,7 @@ def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0) -> str:
         checked = sorted(rng.sample(range(len(lines)), WORKERS))
         checks = [(f"{problem.labels[i]}{TO}{problem.labels[i]}", lines[i], lines[i][-2]) for i in checked]
         end = f"{END}{total}\n"
-        text = _said("".join(lines), manner) + (f"{end}{_parts(checks)}{end}" if rng.random() < CHECKED else "")
+        text = _said("".join(lines), manner) + (f"{end}{_parts(checks, rng)}{end}" if rng.random() < CHECKED else "")
     else:
         steps = [_step(labels, digits, manner == QUICKLY) for labels, digits in problem.steps()]
         cuts = (0, *_cuts(len(steps), rng), len(steps))
@@ -225,7 +226,7 @@ def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0) -> str:
         worked = [(labels, _said(lines, manner), total) for labels, lines, total in worked]
         reports = [Step(str(number), total) for number, (_, _, total) in enumerate(worked, 1)]
         combined, total = _run(reports[1:], reports[0].adds)
-        text = _parts(worked) + combined
+        text = _parts(worked, rng) + combined
     return f"{THINK_OPEN}\n{manner}{text}{_answer(total)}"
 
 
@@ -233,12 +234,11 @@ def _said(lines: str, manner: str) -> str:
     return re.sub(r"(?m)^(\w: )(.+)$", rf"\1\2{YES}\2", lines) if manner == CAREFULLY else lines
 
 
-def _parts(parts: Sequence[tuple[str, str, int | str]]) -> str:
-    """What the parts are, then for each what it is, its lines, and its result under its number."""
-    text = ", ".join(labels for labels, _, _ in parts) + ".\n"
-    for number, (labels, lines, result) in enumerate(parts, 1):
-        text += f"{number}) {labels}\n{lines}{number}: {result}\n"
-    return text
+def _parts(parts: Sequence[tuple[str, str, int | str]], rng: random.Random) -> str:
+    """What the parts are, then for each, in any order, what it is, its lines, and its result under its number."""
+    plan = ", ".join(labels for labels, _, _ in parts) + ".\n"
+    worked = [f"{number}) {labels}\n{lines}{number}: {result}\n" for number, (labels, lines, result) in enumerate(parts, 1)]
+    return plan + "".join(rng.sample(worked, len(worked)))
 
 
 def _cuts(count: int, rng: random.Random) -> tuple[int, int]:
@@ -257,7 +257,7 @@ def _step(labels: str, digits: Sequence[int], in_one_go: bool) -> Step:
     if len(digits) == 2:
         return Step(labels, worth, f"{working}={worth}", in_one_go)
     between = "" if in_one_go else f"={_worth(digits[:2])}+{digits[2]}"
-    return Step(labels, worth, f"{working}+{labels[2]}: {digits[2]}{between}={worth}")
+    return Step(labels, worth, f"{working}+{labels[2]}: {digits[2]}{between}={worth}", in_one_go)
 
 
 def _walk(problem: ArithmeticProblem) -> tuple[list[str], int]:
@@ -280,9 +280,12 @@ def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0
 
     It has one answer, whatever the attempt; a rewriting model would have several.
     """
-    parts = "".join(rf"({i}\) \w to \w\n(?:[a-zA-Z]: .+\n)+{i}: \d\n)" for i in range(1, WORKERS + 1))
-    found = re.fullmatch(f"({THINK_OPEN}\n(?:.+\n)+){parts}((?s:.*))", sequential_text)
-    return f"{found[1]}{_block(found.groups()[1:-1])}{found[WORKERS + 2]}" if found else sequential_text
+    parts = sorted(re.finditer(r"(\d)\) \w to \w\n(?:[a-zA-Z]: .+\n)+\1: \d\n", sequential_text), key=lambda part: part[1])
+    workers = [part[0] for part in parts]
+    begin, end = min((part.start() for part in parts), default=0), max((part.end() for part in parts), default=0)
+    if [part[1] for part in parts] != [str(i) for i in range(1, WORKERS + 1)] or end - begin != len("".join(workers)):
+        return sequential_text
+    return f"{sequential_text[:begin]}{_block(workers)}{sequential_text[end:]}"
 
 
 def _block(workers: Sequence[str]) -> str:

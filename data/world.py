@@ -7,17 +7,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dccot.config import require
-from dccot.data.arithmetic import LABELS, make_splits, make_tokenizer, sequential_solution
+from dccot.data.arithmetic import make_splits, make_tokenizer, sequential_solution
 from dccot.data.jsonl import write_jsonl_atomic
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from dccot.model.transformer import Transformer
 
 
@@ -60,7 +57,7 @@ def make_world(config: WorldConfig, folder: Path) -> None:
     write_jsonl_atomic(folder / "base.jsonl", demonstrations)
     tokenizer = make_tokenizer(config.single_token_tags)
     shape = checkpoint_config(config.model, tokenizer)
-    create_checkpoint(shape, folder / "init", tokenizer=tokenizer, seed=config.seed, prepare=partial(look_back, tokenizer))
+    create_checkpoint(shape, folder / "init", tokenizer=tokenizer, seed=config.seed, prepare=look_back)
 
 
 def checkpoint_config(model: TinyModel, tokenizer) -> dict:
@@ -81,27 +78,39 @@ def checkpoint_config(model: TinyModel, tokenizer) -> dict:
     }
 
 
-def look_back(tokenizer: PreTrainedTokenizerBase, model: Transformer) -> None:
+def look_back(model: Transformer) -> None:
     """A start from which a small model soon learns to look digits up by their labels.
 
-    Three things are in its way. Drawn as wide models are, embeddings are drowned in what the layers add, and attention is flat; so
-    embeddings and what reads the residual stream start larger than what writes to it. And a lookup by label needs a head that looks
-    at the token before; so one head of the first layer starts that way, by its biases: with query and key constant in a few of
-    RoPE's fastest planes, and the query turned by one token, a score is highest one token back. And a part is named by its letters,
-    which are other tokens than the labels of its lines; so a label's embedding starts close to its letter's.
+    Drawn as wide models are, embeddings are drowned in what the layers add, and attention is flat; so embeddings and what reads the
+    residual stream start larger than what writes to it. And a lookup needs two heads in a row, which take long to find each other, so
+    they start roughly that way. In the first layer one looks at the token before, by its biases: with query and key constant in a few
+    of RoPE's fastest planes, and the query turned by one token, a score is highest one token back. It notes that token in dimensions
+    kept free for notes. In the second layer one looks for its own token among the notes, in RoPE's slowest planes, which distance
+    hardly turns, and repeats what stands there: behind the label, its digit.
     """
     import torch
 
-    config, attention, planes = model.config, model.model.layers[0].self_attn, 5
-    frequency = config.rope.theta ** (-torch.arange(planes) * 2 / config.head_dim)
+    config, planes, notes = model.config, 5, 12
+    half = config.head_dim // 2
+    frequency = config.rope.theta ** (-torch.arange(planes) / half)
+    slowest = torch.cat([torch.arange(half - notes // 2, half), torch.arange(config.head_dim - notes // 2, config.head_dim)])
+    free = torch.arange(config.hidden_size - notes, config.hidden_size)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 2 and not name.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.mul_(5 if "embed" in name else 4)
-        embedding = model.model.embed_tokens.weight
-        letters, labels = (tokenizer.convert_tokens_to_ids([form.format(letter) for letter in LABELS]) for form in ("{}", "{}: "))
-        embedding[labels] = (embedding[labels] + embedding[letters]) / 2**0.5
-        for projection, angle in ((attention.q_proj, -frequency), (attention.k_proj, 0 * frequency)):
+        embedding, (first, second) = model.model.embed_tokens.weight, (layer.self_attn for layer in model.model.layers[:2])
+        embedding[:, free] = 0
+        for projection, angle in ((first.q_proj, -frequency), (first.k_proj, 0 * frequency)):
             projection.weight[: config.head_dim] *= 0.1
             bias = projection.bias[: config.head_dim].view(2, -1)  # RoPE turns dimension i together with dimension i + head_dim / 2
             bias[0, :planes], bias[1, :planes] = 6 * angle.cos(), 6 * angle.sin()
+        reading = torch.linalg.qr(first.v_proj.weight[slowest].T)[0].T
+        first.v_proj.weight[slowest] = reading
+        first.o_proj.weight[:, slowest] = 0.0
+        first.o_proj.weight[free, slowest] = embedding.std()
+        for projection in (second.q_proj, second.k_proj):
+            projection.weight[: config.head_dim] = 0
+        second.q_proj.weight[slowest] = 2 * reading
+        second.k_proj.weight[slowest, free] = 2
+        second.o_proj.weight[:, : config.head_dim] = 0.3 * second.v_proj.weight[: config.head_dim].T
