@@ -51,17 +51,18 @@ def plain_words(rows: dict[str, Evaluation]) -> list[str]:
     def points(name: str, other: str, measure: str = "accuracy") -> float:
         return 100 * (of(name, measure).value - of(other, measure).value)
 
-    def shorter(name: str, other: str) -> float:
-        return 100 * (1 - of(name, "longest_path").value / of(other, "longest_path").value)
+    def against(name: str, other: str) -> str:
+        change = 100 * (of(name, "longest_path").value / of(other, "longest_path").value - 1)
+        return f"{abs(change):.0f}% {'longer' if change > 0 else 'shorter'}"
 
     return [
         f"The sequential base solves {100 * of('DSR', 'accuracy').value:.1f}% of the test problems; SFT on its own solutions rewritten for "
         f"workers changes that by {points('SFT', 'DSR'):+.1f} points, and RL by a further {points('DC-CoT', 'SFT'):+.1f} "
         f"(well-formed: {points('DC-CoT', 'SFT', 'well_formed'):+.1f}).",
-        f"The trained model thinks in parallel: its longest path is {shorter('DC-CoT', 'DSR'):.0f}% shorter than the base's, "
+        f"The trained model thinks in parallel: its longest path is {against('DC-CoT', 'DSR')} than the base's, "
         f"at {points('DC-CoT', 'DSR'):+.1f} points of accuracy.",
-        f"Under a high length penalty it is {shorter('DC-CoT-HLP', 'DC-CoT'):.0f}% shorter again ({points('DC-CoT-HLP', 'DC-CoT'):+.1f} "
-        f"points), where the penalised base is {shorter('DSR-HLP', 'DSR'):.0f}% shorter ({points('DSR-HLP', 'DSR'):+.1f} points).",
+        f"Under a high length penalty it becomes {against('DC-CoT-HLP', 'DC-CoT')} than that ({points('DC-CoT-HLP', 'DC-CoT'):+.1f} points), "
+        f"where the penalised base becomes {against('DSR-HLP', 'DSR')} ({points('DSR-HLP', 'DSR'):+.1f} points).",
     ]
 
 
