@@ -61,7 +61,7 @@ def plain_words(rows: dict[str, Evaluation]) -> list[str]:
         f"(well-formed: {points('DC-CoT', 'SFT', 'well_formed'):+.1f}).",
         f"The trained model thinks in parallel: its longest path is {against('DC-CoT', 'DSR')} than the base's, "
         f"at {points('DC-CoT', 'DSR'):+.1f} points of accuracy.",
-        f"Under a high length penalty it becomes {against('DC-CoT-HLP', 'DC-CoT')} than that ({points('DC-CoT-HLP', 'DC-CoT'):+.1f} points), "
+        f"Under a high length penalty it becomes {against('DC-CoT-HLP', 'DC-CoT')} ({points('DC-CoT-HLP', 'DC-CoT'):+.1f} points), "
         f"where the penalised base becomes {against('DSR-HLP', 'DSR')} ({points('DSR-HLP', 'DSR'):+.1f} points).",
     ]
 
