@@ -99,7 +99,7 @@ def look_back(model: Transformer) -> None:
         for name, weight in model.named_parameters():
             if weight.ndim == 2 and not name.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.mul_(5 if "embed" in name else 4)
-        embedding, (first, second) = model.model.embed_tokens.weight, (layer.self_attn for layer in model.model.layers[:2])
+        embedding, (first, *others) = model.model.embed_tokens.weight, [layer.self_attn for layer in model.model.layers]
         embedding[:, free] = 0
         for projection, angle in ((first.q_proj, -frequency), (first.k_proj, 0 * frequency)):
             projection.weight[: config.head_dim] *= 0.1
@@ -109,8 +109,9 @@ def look_back(model: Transformer) -> None:
         first.v_proj.weight[slowest] = reading
         first.o_proj.weight[:, slowest] = 0.0
         first.o_proj.weight[free, slowest] = embedding.std()
-        for projection in (second.q_proj, second.k_proj):
-            projection.weight[: config.head_dim] = 0
-        second.q_proj.weight[slowest] = 2 * reading
-        second.k_proj.weight[slowest, free] = 2
-        second.o_proj.weight[:, : config.head_dim] = 0.3 * second.v_proj.weight[: config.head_dim].T
+        for second in others[:1]:
+            for projection in (second.q_proj, second.k_proj):
+                projection.weight[: config.head_dim] = 0
+            second.q_proj.weight[slowest] = 2 * reading
+            second.k_proj.weight[slowest, free] = 2
+            second.o_proj.weight[:, : config.head_dim] = 0.3 * second.v_proj.weight[: config.head_dim].T

@@ -3,6 +3,7 @@ import torch
 
 from dccot.data.jsonl import read_jsonl
 from dccot.data.world import TinyModel, WorldConfig, make_world
+from dccot.kernels.mask import TreeMask
 from dccot.model.checkpoint_io import load_weights
 from dccot.model.config import read_config
 from dccot.model.rotary import cos_sin, rotate
@@ -21,15 +22,21 @@ def test_the_same_configuration_gives_the_same_bytes_and_another_seed_others(tmp
     assert len(list(read_jsonl(tmp_path / "one" / "base.jsonl"))) == 30
 
 
-def test_one_head_of_the_first_layer_starts_by_looking_at_the_token_before(tmp_path):
+def test_two_heads_start_by_looking_one_token_back_and_then_behind_the_same_token(tmp_path):
     make_world(WorldConfig(base_examples=1, train=1, validation=1, test=1, larger=1), tmp_path)
     model = Transformer(read_config(tmp_path / "init"))
     load_weights(model, tmp_path / "init")
-    tokens, attention = torch.randperm(200)[:100], model.model.layers[0].self_attn
-    with torch.no_grad():
-        x = model.model.layers[0].input_layernorm(model.model.embed_tokens(tokens))
-        turn = cos_sin(torch.arange(100), model.config.rope, model.config.head_dim)
+    once = torch.randperm(200, generator=torch.Generator().manual_seed(0))[:50]
+    turn = cos_sin(torch.arange(100), model.config.rope, model.config.head_dim)
+
+    def weights(layer, x):
+        x, attention = layer.input_layernorm(x), layer.self_attn
         q, k = (rotate(p(x).unflatten(-1, (-1, 32)), *turn).transpose(0, 1) for p in (attention.q_proj, attention.k_proj))
-        scores = (q @ k.transpose(1, 2) / 32**0.5).masked_fill(torch.ones(100, 100).triu(1).bool(), float("-inf"))
-    weight = scores.softmax(-1)
-    assert weight[0].diagonal(-1).mean() > 0.8 and weight[1:].diagonal(-1, 1, 2).mean() < 0.2
+        return (q @ k.transpose(1, 2) / 32**0.5).masked_fill(torch.ones(100, 100).triu(1).bool(), float("-inf")).softmax(-1)
+
+    with torch.no_grad():
+        x, (first, second) = model.model.embed_tokens(torch.cat([once, once])), model.model.layers
+        before, again = weights(first, x), weights(second, first(x, *turn, TreeMask.causal([100])))
+    assert before[0].diagonal(-1).mean() > 0.8 and before[1:].diagonal(-1, 1, 2).mean() < 0.2
+    behind = again.diagonal(-49, 1, 2)[:, 1:].mean(1)  # by chance 1/75
+    assert behind[0] > 3 / 75 and behind[1:].max() < 2 / 75
