@@ -147,6 +147,7 @@ class ReportStage:
     baselines: dict[str, str] = field(default_factory=dict)  # name in the tables → name it is compared with
     kind: str | None = None  # finds the kind of problem in its id (eval/tables.py)
     notes: list[str] = field(default_factory=list)
+    other_seeds: list[str] = field(default_factory=list)  # finished folders of the same recipe with other seeds
 
 
 def run_report(context: Context) -> None:
@@ -162,9 +163,12 @@ def run_report(context: Context) -> None:
         evaluation.name = shown
     trained = [folder / name for name, kind in kinds.items() if kind == "rl"]
     latencies = [folder / name for name, kind in kinds.items() if kind == "latency"]
+    seeds = [folder, *map(Path, stage.other_seeds)] if stage.other_seeds else []
+    notes = [f"The recipe {context.recipe.name} with seed {context.recipe.seed}; its own ± are those of one run.", *stage.notes]
     page = write_report(
-        evaluations, trained, context.folder, stage.title, stage.notes, baseline=stage.baselines, latencies=latencies, kind=stage.kind
-    )
+        evaluations, trained, context.folder, stage.title, notes,
+        baseline=stage.baselines, latencies=latencies, kind=stage.kind, seeds=seeds,
+    )  # fmt: skip
     context.say(f"report: {page}")
 
 

@@ -30,6 +30,7 @@ from dccot.eval.tables import (
     methods_of,
     papers_tables,
     responses_table,
+    seeds_table,
     stages_table,
     table_1,
     table_2,
@@ -53,11 +54,13 @@ def write_report(
     baseline: str | Mapping[str, str] | None = None,
     latencies: Sequence[Path] = (),
     kind: str | None = None,
+    seeds: Sequence[Path] = (),
 ) -> Path:
     """Write report.html and report.md into `out` and return the path of the page. `notes` open it, a paragraph each.
 
     `baseline` names the evaluation that the others are compared with, or says for each row of table 1 which row is its baseline.
     `kind`: where problem ids say what kind of problem it is, a regular expression whose group finds that in them.
+    `seeds`: folders of finished recipes that differ in their seed only; their spread is shown.
     """
     names = [evaluation.name for evaluation in evaluations]
     repeated = [name for name in names if names.count(name) > 1]
@@ -65,6 +68,9 @@ def write_report(
     blocks: list[Block] = [Paragraph(note) for note in notes]
     if evaluations:
         blocks += _results(evaluations, baseline, kind)
+    if seeds:
+        benchmarks = {name: result.title for evaluation in evaluations for name, result in evaluation.results.items()}
+        blocks += [Heading("Seeds"), *(seeds_table(seeds, name, title) for name, title in benchmarks.items())]
     for folder in latencies:
         blocks += _latency(Path(folder))
     if training_runs:

@@ -27,10 +27,10 @@ def rows_of(run: Path) -> dict[str, Evaluation]:
     return {shown: Evaluation.load(run / stage) for stage, shown in reports[0]["set"]["rows"].items()}
 
 
-def table(runs: Sequence[Path], benchmark: str) -> str:
-    """One row per model: `mean (seed 0, seed 1, …)` of each measure on `benchmark`."""
+def by_seed(runs: Sequence[Path], benchmark: str) -> dict[str, list[str]]:
+    """Name in the tables → `mean (first seed, second, …)` of each measure on `benchmark`."""
     by_run = [rows_of(run) for run in runs]
-    lines = [["", *(LABELS[measure] for measure in MEASURES)], ["---", *["---:"] * len(MEASURES)]]
+    shown = {}
     for name in by_run[0]:
         cells = []
         for measure in MEASURES:
@@ -39,7 +39,14 @@ def table(runs: Sequence[Path], benchmark: str) -> str:
             values = [scale * estimate.value for estimate in found if estimate]
             each = ", ".join(f"{value:.1f}" for value in values)
             cells.append(f"{sum(values) / len(values):.1f} ({each})" if values else "–")
-        lines.append([name, *cells])
+        shown[name] = cells
+    return shown
+
+
+def table(runs: Sequence[Path], benchmark: str) -> str:
+    """The same as Markdown."""
+    lines = [["", *(LABELS[measure] for measure in MEASURES)], ["---", *["---:"] * len(MEASURES)]]
+    lines += [[name, *cells] for name, cells in by_seed(runs, benchmark).items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -5,12 +5,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from dccot.config import ConfigError
 from dccot.eval import paper
 from dccot.eval.benchmarks import BENCHMARKS
 from dccot.eval.document import Cell, Fold, Row, Table
 from dccot.eval.results import LABELS, Evaluation, shown
+from dccot.eval.seeds import MEASURES, by_seed
 from dccot.eval.statistics import ByProblem, Estimate, difference, over_problems, relative_change
 
 PAPER = "paper"
@@ -204,6 +206,13 @@ def stages_table(stages: Sequence[tuple[str, Mapping, Sequence[Mapping]]]) -> Ta
         rows.append(Row(name, cells))
     caption = "What each stage of reinforcement learning did to its own rollouts: mean of its first → of its last quarter of steps."
     return Table(caption, "Stage", [("", ("steps", "objective", "filter", *STAGE_MEASURES))], rows)
+
+
+def seeds_table(runs: Sequence[Path], benchmark: str, title: str) -> Table:
+    """Recipes that differ in their seed, side by side."""
+    rows = [Row(name, [Cell(text) for text in cells]) for name, cells in by_seed(runs, benchmark).items()]
+    caption = f"{title}, {len(runs)} seeds: the mean over seeds (each seed's own value: {', '.join(run.name for run in runs)})."
+    return Table(caption, "Method", [("", tuple(LABELS[measure] for measure in MEASURES))], rows)
 
 
 def papers_tables() -> Fold:

@@ -3,6 +3,7 @@ import pytest
 
 from dccot.config import ConfigError
 from dccot.demo import plain_words
+from dccot.eval.report import write_report
 from dccot.eval.results import BenchmarkResult, Evaluation
 from dccot.eval.seeds import main, rows_of, table
 
@@ -12,7 +13,8 @@ ROWS = {"eval_base": "DSR", "eval_sft": "SFT", "eval_dc": "DC-CoT", "eval_hlp": 
 def finished(folder, accuracies, lengths):
     """A recipe's folder with an evaluation of two problems per row: one a point better, one a point worse than the mean."""
     for stage, accuracy, length in zip(ROWS, accuracies, lengths):
-        values = {"accuracy": accuracy, "longest_path": length, "total_tokens": 2 * length, "well_formed": 1.0, "spawned": 0.5}
+        values = {"accuracy": accuracy, "longest_path": length, "total_tokens": 2 * length, "well_formed": 1.0, "spawned": 0.5,
+                  "parallelism": 1.5, "truncated": 0.0}  # fmt: skip
         by_problem = {name: {"a": value * 1.01, "b": value * 0.99} for name, value in values.items()}
         (folder / stage).mkdir(parents=True)
         Evaluation(stage, "m", "parallel", 10, {"test": BenchmarkResult("test", "Test", 1, {}, by_problem)}).save(folder / stage)
@@ -27,6 +29,14 @@ def test_a_cell_is_the_mean_over_seeds_and_every_seeds_value(tmp_path):
     lines = table([one, two], "test").splitlines()
     assert lines[2].startswith("| DSR | 70.0 (60.0, 80.0) | – | 210.0 (200.0, 220.0) |")
     assert lines[4].startswith("| DC-CoT | 80.0 (70.0, 90.0) | – | 105.0 (100.0, 110.0) |")
+
+
+def test_the_report_shows_the_spread_over_seeds(tmp_path):
+    one = finished(tmp_path / "one", [0.6, 0.5, 0.7, 0.7, 0.6], [200, 150, 100, 80, 160])
+    two = finished(tmp_path / "two", [0.8, 0.5, 0.9, 0.8, 0.6], [220, 150, 110, 80, 160])
+    write_report(list(rows_of(one).values()), [], tmp_path / "report", seeds=[one, two])
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "2 seeds" in text and "one, two" in text and "| DC-CoT | 80.0 (70.0, 90.0) |" in text
 
 
 def test_the_demos_sentences_say_what_the_table_says(tmp_path):
