@@ -67,10 +67,7 @@ def write_report(
     require(not repeated, f"two evaluations are called {repeated[0] if repeated else ''!r}; rename one of their folders")
     blocks: list[Block] = [Paragraph(note) for note in notes]
     if evaluations:
-        blocks += _results(evaluations, baseline, kind)
-    if seeds:
-        benchmarks = {name: result.title for evaluation in evaluations for name, result in evaluation.results.items()}
-        blocks += [Heading("Seeds"), *(seeds_table(seeds, name, title) for name, title in benchmarks.items())]
+        blocks += _results(evaluations, baseline, kind, seeds)
     for folder in latencies:
         blocks += _latency(Path(folder))
     if training_runs:
@@ -88,7 +85,9 @@ def write_report(
     return page
 
 
-def _results(evaluations: Sequence[Evaluation], baseline: str | Mapping[str, str] | None, kind: str | None) -> list[Block]:
+def _results(
+    evaluations: Sequence[Evaluation], baseline: str | Mapping[str, str] | None, kind: str | None, seeds: Sequence[Path]
+) -> list[Block]:
     titles = {name: result.title for evaluation in evaluations for name, result in evaluation.results.items()}
     order = [*(name for name in BENCHMARKS if name in titles), *(name for name in titles if name not in BENCHMARKS)]
     titles = {name: titles[name] for name in order}
@@ -106,6 +105,8 @@ def _results(evaluations: Sequence[Evaluation], baseline: str | Mapping[str, str
     blocks += [Heading("The responses"), responses_table(evaluations, titles)]
     if kind:
         blocks.append(kinds_table(evaluations, titles, kind))
+    if seeds:
+        blocks += [Heading("Seeds"), *(seeds_table(seeds, name, title) for name, title in titles.items())]
     if known:
         blocks.append(papers_tables())
     return blocks

@@ -30,6 +30,9 @@ def rows_of(run: Path) -> dict[str, Evaluation]:
 def by_seed(runs: Sequence[Path], benchmark: str) -> dict[str, list[str]]:
     """Name in the tables → `mean (first seed, second, …)` of each measure on `benchmark`."""
     by_run = [rows_of(run) for run in runs]
+    for run, rows in zip(runs, by_run):
+        lacking = [name for name in by_run[0] if name not in rows or benchmark not in rows[name].results]
+        require(not lacking, f"{run} has no results of {', '.join(lacking)} on {benchmark!r}; compare runs of one recipe")
     shown = {}
     for name in by_run[0]:
         cells = []

@@ -93,6 +93,7 @@ def test_the_printed_configuration_reads_back_the_same(write):
         ("inner.width=-4", "inner.width is -4; it must be at least 1"),
         ("name=paralel", "name is 'paralel'; it must be one of x, parallel; did you mean 'parallel'?"),
         ("name", "'name' is not of the form key=value"),
+        ("na\nme=1", "unknown key na me"),
         ("name={", "name: not valid YAML"),
         ("name=2024-99-99", "name: not valid YAML"),
         ("name=" + "[" * 5000, "name: nested too deeply"),

@@ -51,3 +51,5 @@ def test_a_recipe_without_a_report_and_a_folder_without_a_recipe_cost_one_line(t
     with pytest.raises(ConfigError, match="no report stage"):
         rows_of(tmp_path)
     assert main([str(tmp_path / "nothing")]) == 2 and "nothing" in capsys.readouterr().err
+    one = finished(tmp_path / "one", [0.6, 0.5, 0.7, 0.7, 0.6], [200, 150, 100, 80, 160])
+    assert main([str(one), "--benchmark", "larger"]) == 2 and "no results of DSR" in capsys.readouterr().err
