@@ -61,7 +61,7 @@ docs-check: setup
 	$(BIN)/python -m pytest tests/test_docs.py -m ""
 
 torture: .venv/ready
-	$(BIN)/dccot torture
+	$(BIN)/python -m tests.support.fault_injection.run
 
 clean:
 	rm -rf .venv runs build dist *.egg-info

@@ -1,12 +1,13 @@
 """A report on a finished SFT set: is it what it should be? Lengths, rounds, balance, faithfulness to the source, leaks.
 
-    dccot data check runs/data/sft.jsonl [--tokenizer MODEL] [--json]
+dccot data check runs/data/sft.jsonl [--tokenizer MODEL] [--json]
 
-    balance     mean over blocks of shortest / longest worker, 1 = all equal
-    verbatim    share of a worker's words that stand in a run of five words which the source has too
-    leak        a worker that names another worker, or states a result (`x = 5`) that in this block another worker reached first
-                and that neither the question nor the director's text before the block contains
+balance     mean over blocks of shortest / longest worker, 1 = all equal
+verbatim    share of a worker's words that stand in a run of five words which the source has too
+leak        a worker that names another worker, or states a result (`x = 5`) that in this block another worker reached first
+            and that neither the question nor the director's text before the block contains
 """
+
 from __future__ import annotations
 
 import re
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dccot.data.jsonl import BadData, read_jsonl
+from dccot.files import BadData, read_jsonl
 from dccot.rollout.protocol import TAG_PATTERN, IllFormed, Parsed, parse
 
 RUN = 5  # words that must match in a row to count as copied

@@ -1,11 +1,12 @@
 """`dccot data COMMAND`: problem sets and the SFT set, step by step.
 
-    dccot data fetch deepscaler aime24                                       download and normalise
-    dccot data problems my.jsonl --question problem --gold answer            what is in a file, and what is wrong with it
-    dccot data sequential configs/data/sequential.yaml model=… problems=…    one correct sequential solution per problem
-    dccot data rewrite configs/data/rewrite.yaml source=…                    into the parallel format, by a stronger model
-    dccot data check runs/data/sft.jsonl                                     report on a finished set
+dccot data fetch deepscaler aime24                                       download and normalise
+dccot data problems my.jsonl --question problem --gold answer            what is in a file, and what is wrong with it
+dccot data sequential configs/data/sequential.yaml model=… problems=…    one correct sequential solution per problem
+dccot data rewrite configs/data/rewrite.yaml source=…                    into the parallel format, by a stronger model
+dccot data check runs/data/sft.jsonl                                     report on a finished set
 """
+
 from __future__ import annotations
 
 import argparse
@@ -13,13 +14,15 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
-from dccot.cli import run_cleanly
+from rich.console import Console
+
+from dccot.command import run_cleanly
 from dccot.config import load_config, to_yaml
 from dccot.data.problems import PRESETS, Fields, fetch, load_problems
+from dccot.progress import Progress
 
 
 def parser() -> argparse.ArgumentParser:
@@ -76,8 +79,8 @@ def _sequential(arguments: argparse.Namespace) -> None:
 
     config = _config(SequentialConfig, arguments)
     if config is not None:
-        with progress_bar("solved") as progress:
-            summary = run(config, progress=progress)
+        with _progress("solved") as progress:
+            summary = run(config, progress=lambda done, total: progress.show(done, total=total))
         if summary is not None:
             print(f"{summary}\n→ {config.output}")
 
@@ -87,8 +90,8 @@ def _rewrite(arguments: argparse.Namespace) -> None:
 
     config = _config(RewriteConfig, arguments)
     if config is not None:
-        with progress_bar("rewritten") as progress:
-            summary = asyncio.run(run(config, progress))
+        with _progress("rewritten") as progress:
+            summary = asyncio.run(run(config, lambda done, total: progress.show(done, total=total)))
         print(f"{summary}\n→ {config.output}")
 
 
@@ -113,17 +116,8 @@ def _config(kind: type, arguments: argparse.Namespace) -> Any:
     return config
 
 
-@contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on the first rank's terminal; `progress(done, total)` moves it."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    quiet = os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), disable=quiet) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+def _progress(title: str) -> Progress:
+    return Progress(title, active=os.environ.get("RANK", "0") == "0", console=Console(stderr=True, highlight=False))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ the server's retry-after says) and are nobody's fault: they end only when `patie
 cannot get better by waiting is told apart: `Refused` concerns this request alone, `Unusable` every request. The key comes from the
 environment and is cut out of every message that leaves this file.
 """
+
 from __future__ import annotations
 
 import asyncio

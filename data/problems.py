@@ -6,6 +6,7 @@
 
 A row without an id gets its index in the file, counted from 0 over good and bad rows alike, so skipping a row renames no other.
 """
+
 from __future__ import annotations
 
 import math
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dccot.data.jsonl import BadData, read_jsonl, write_jsonl_atomic
+from dccot.files import BadData, read_jsonl, write_jsonl_atomic
 
 Report = Callable[[str], None]
 

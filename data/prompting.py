@@ -6,14 +6,15 @@
 
 `open_think` adds the bracket: on for RL, evaluation and everything sequential, off for SFT, where the model learns to write it.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from dccot.config import one_of, require
-from dccot.data.jsonl import BadData
 from dccot.data.problems import Problem
+from dccot.files import BadData
 from dccot.rollout.protocol import THINK_OPEN
 
 BOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"

@@ -8,6 +8,7 @@
 
 An attempt is a rewriting that arrived: accepted, or refused with the reason. Requests that fail on the way are no attempts.
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -20,9 +21,9 @@ from pathlib import Path
 
 from dccot.config import require
 from dccot.data.endpoints import Endpoint, EndpointConfig, Refused, Reply
-from dccot.data.jsonl import BadData, JsonlWriter, read_jsonl, write_jsonl_atomic
+from dccot.data.grading import Grader, GradingConfig, Verdict
 from dccot.data.problems import Problem
-from dccot.eval.grading import Grader, GradingConfig, Verdict
+from dccot.files import BadData, JsonlWriter, read_jsonl, write_jsonl_atomic
 from dccot.rollout.protocol import flaw_of
 
 ACCEPTED, FAILED = "accepted", "failed"

@@ -8,6 +8,7 @@
 
 An attempt's seed is made of (seed, problem, attempt), so attempts differ and a rerun gives what an uninterrupted run would have.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -19,10 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dccot.config import require
-from dccot.data.jsonl import JsonlWriter, read_jsonl, write_jsonl_atomic
+from dccot.data.grading import Grader, GradingConfig, Verdict
 from dccot.data.problems import Problem, load_problems
 from dccot.data.prompting import PromptConfig, prompts_of
-from dccot.eval.grading import Grader, GradingConfig, Verdict
+from dccot.files import JsonlWriter, read_jsonl, write_jsonl_atomic
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
 from dccot.rollout.settings import EngineConfig
@@ -141,8 +142,8 @@ def run(config: SequentialConfig, engine=None, *, progress: Progress = _silent) 
     given = engine is not None
     with Grader(config.grading) as grader:
         if not given:
+            from dccot.model.folder import resolve_model
             from dccot.rollout.engine import Engine
-            from dccot.train.checkpoint import resolve_model
 
             engine = Engine(resolve_model(config.model), config.engine)
         try:

@@ -3,6 +3,7 @@
 Epoch e is a permutation drawn from (seed, e) alone, so the state is two integers and the order does not depend on how many ranks
 read it: every rank draws the same batch and takes its own part, e.g. `batch[rank::ranks]`. Batches run across epoch borders.
 """
+
 from __future__ import annotations
 
 import hashlib

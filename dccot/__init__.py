@@ -4,6 +4,7 @@
 
 Names are imported when they are first used: `import dccot` itself is instant and loads neither torch nor vLLM.
 """
+
 from __future__ import annotations
 
 import importlib

@@ -2,22 +2,23 @@
 
 Each command is a module with `main(argv) -> int` and its own --help. Dependencies' warnings go to a log file, not to the terminal.
 """
+
 from __future__ import annotations
 
 import difflib
 import importlib
-import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+
+from dccot.command import quiet
 
 COMMANDS = {
-    "demo": ("dccot.demo", "the whole paper in miniature, on a CPU: base → SFT → RL → evaluation → report"),
+    "demo": ("dccot.miniature.demo", "the whole paper in miniature, on a CPU: base → SFT → RL → evaluation → report"),
     "pipeline": ("dccot.pipeline", "all stages of a training recipe, each from the one before"),
     "sft": ("dccot.train.sft", "supervised fine-tuning"),
     "rl": ("dccot.train.rl", "one stage of reinforcement learning"),
-    "rollout": ("dccot.rollout.__main__", "generate responses to a file of problems"),
+    "rollout": ("dccot.rollouts", "generate responses to a file of problems"),
     "eval": ("dccot.eval.run", "accuracy and longest path on benchmarks; `dccot eval latency` for wall-clock"),
     "report": ("dccot.eval.report", "tables, plots and training curves of runs as one HTML page"),
     "solve": ("dccot.eval.solve", "one problem, live in the terminal, workers side by side"),
@@ -25,8 +26,7 @@ COMMANDS = {
     "data": ("dccot.data.cli", "problem sets and the SFT set"),
     "plan": ("dccot.train.plan", "memory and time of a run before it is launched"),
     "inspect": ("dccot.kernels.inspect", "registers, shared memory and instruction mix of the kernels, for GPUs that are not here"),
-    "torture": ("dccot.train.torture.run", "kills, damages and starves a miniature run, and says what it survived"),
-    "bench": ("dccot.bench", "every benchmark, or one of them"),
+    "bench": ("dccot.bench.__main__", "every benchmark, or one of them"),
 }
 
 
@@ -64,40 +64,6 @@ def dispatch(argv: list[str]) -> int:
     quiet()
     sys.argv = [f"dccot {argv[0]}", *argv[1:]]  # what --help and error messages show
     return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:]) or 0
-
-
-def run_cleanly(work: Callable[[], object]) -> int:
-    """Exit code of a command's work: what cannot run costs one line, not a trace; what was interrupted says how to go on."""
-    from dccot.config import ConfigError
-    from dccot.data.jsonl import BadData
-
-    try:
-        work()
-    except (ConfigError, BadData, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
-        print(f"dccot: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":
-            print("\nstopped; the same command goes on where it can", file=sys.stderr)
-        return 130
-    return 0
-
-
-def quiet() -> None:
-    """Send what dependencies warn about to runs/dccot.log. DCCOT_DEBUG=1 leaves everything on the terminal."""
-    if os.environ.get("DCCOT_DEBUG"):
-        return
-    for name, value in {"TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}.items():
-        os.environ.setdefault(name, value)
-    logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM heeds its variable only when an engine starts, not while it is imported
-    logging.captureWarnings(True)
-    noise = logging.getLogger("py.warnings")
-    noise.propagate = False
-    try:
-        Path("runs").mkdir(exist_ok=True)
-        noise.addHandler(logging.FileHandler("runs/dccot.log", delay=True))
-    except OSError:  # a folder that cannot be written is no reason to refuse `dccot inspect`
-        noise.addHandler(logging.NullHandler())
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ A YAML file may name `base: other.yaml`, or a list of them (relative to itself);
 wrong types and impossible combinations are refused with one line that says what to change. A dataclass says what is impossible in its
 method `check()`. Keys given twice, YAML aliases and `${…}` are refused too: what a file says is what it says, here and written to disk.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -17,6 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 C = TypeVar("C")
+RENAMED = {"batch.samples": "batch.group_size", "optimizer.clip": "optimizer.max_grad_norm"}  # old key → new one
 
 
 class ConfigError(ValueError):
@@ -165,6 +167,8 @@ def _refuse_unknown(kind: type, tree: dict, prefix: str) -> None:
     hints = typing.get_type_hints(kind)
     for key, value in tree.items():
         if key not in hints:
+            if new := RENAMED.get(prefix + str(key)):
+                raise ConfigError(f"{prefix}{key} is now called {new}")
             near = _nearest(str(key), hints)
             raise ConfigError(f"unknown key {prefix}{key}{near or '; known: ' + ', '.join(hints)}")
         _refuse_misfit(hints[key], value, prefix + key)

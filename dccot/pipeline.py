@@ -7,6 +7,7 @@ A recipe lists stages; `stage.key=value` on the command line sets a key of one s
 a recipe {run} stands for its folder. Stages share one process and, where the model's shape allows, one engine: a new model is
 streamed into it. A stage that is finished leaves a mark and is passed over.
 """
+
 from __future__ import annotations
 
 import json
@@ -19,11 +20,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dccot.cli import run_cleanly
+from dccot.command import run_cleanly
 from dccot.config import find_config, load_config, one_of, read_yaml, require, to_yaml
+from dccot.files import write_atomic
 from dccot.rollout.settings import EngineConfig
+from dccot.runtime import Runtime
 from dccot.stages import KINDS, TRAINING
-from dccot.train.runtime import Runtime
 
 if TYPE_CHECKING:
     from dccot.rollout.engine import Engine
@@ -178,10 +180,7 @@ def run_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def _leave_mark(mark: Path, content: dict, runtime: Runtime) -> None:
     runtime.barrier()
     if runtime.is_main:
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        beside = mark.with_suffix(".partial")
-        beside.write_text(json.dumps(content))
-        os.replace(beside, mark)
+        write_atomic(mark, json.dumps(content))
     runtime.barrier()
 
 

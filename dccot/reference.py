@@ -1,7 +1,8 @@
 """Writes docs/configuration.md from the configuration dataclasses and the comments beside their fields.
 
-    python -m dccot.reference > docs/configuration.md
+python -m dccot.reference > docs/configuration.md
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -11,7 +12,7 @@ import typing
 
 from dccot.data.rewrite import RewriteConfig
 from dccot.data.sequential import SequentialConfig
-from dccot.data.world import WorldConfig
+from dccot.miniature.world import WorldConfig
 from dccot.pipeline import Recipe, Stage
 from dccot.stages import EvalStage
 from dccot.train.rl_config import RLConfig

@@ -1,13 +1,14 @@
 """What a recipe's stages can do. Each function takes the stage's context (pipeline.py) and leaves its results in `context.folder`.
 
-    world        problems, base demonstrations and an untrained model of the miniature world
-    sft, rl      training runs
-    sequential   sequential solutions by rejection sampling        → solutions.jsonl
-    rewrite      solutions in the parallel format, by an endpoint or by the miniature world's rule   → sft.jsonl
-    eval         accuracy and longest path                          → summary.json
-    latency      wall-clock, parallel against sequential            → latency.json
-    report       everything above as one page
+world        problems, base demonstrations and an untrained model of the miniature world
+sft, rl      training runs
+sequential   sequential solutions by rejection sampling        → solutions.jsonl
+rewrite      solutions in the parallel format, by an endpoint or by the miniature world's rule   → sft.jsonl
+eval         accuracy and longest path                          → summary.json
+latency      wall-clock, parallel against sequential            → latency.json
+report       everything above as one page
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -17,15 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dccot.config import require
+from dccot.model.folder import resolve_model
 from dccot.rollout.settings import EngineConfig
-from dccot.train.checkpoint import resolve_model
 
 if TYPE_CHECKING:
     from dccot.pipeline import Context
 
 
 def run_world(context: Context) -> None:
-    from dccot.data.world import WorldConfig, make_world
+    from dccot.miniature.world import WorldConfig, make_world
 
     context.overrides = [f"seed={context.recipe.seed}", *context.overrides]
     if context.runtime.is_main:
@@ -64,9 +65,9 @@ def run_sequential(context: Context) -> None:
 
 
 def run_rewrite(context: Context) -> None:
-    from dccot.data.arithmetic import rewrite_parallel
+    from dccot.data.grading import Grader
     from dccot.data.rewrite import RewriteConfig, load_solutions, rewrite_by_rule, run
-    from dccot.eval.grading import Grader
+    from dccot.miniature.arithmetic import rewrite_parallel
 
     by_rule = "by=rule" in context.overrides
     context.overrides = [f"output={context.folder}/sft.jsonl", *(o for o in context.overrides if not o.startswith("by="))]

@@ -1,8 +1,9 @@
 """The benchmarks of the paper, and any file of problems as a benchmark of its own.
 
-    aime24, amc23, hmmt25                  200 responses per problem        runs/data/<name>.jsonl, as `dccot data fetch <name>` writes it
-    math500, minerva, olympiadbench         16
+aime24, amc23, hmmt25                  200 responses per problem        runs/data/<name>.jsonl, as `dccot data fetch <name>` writes it
+math500, minerva, olympiadbench         16
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable

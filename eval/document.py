@@ -6,6 +6,7 @@
 
 Text is text: whatever stands in a name or a note is escaped.
 """
+
 from __future__ import annotations
 
 import base64

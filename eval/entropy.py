@@ -4,6 +4,7 @@
 
 The same packed forests as in training, so that a response with workers costs one pass.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from dccot.model.config import read_config
 from dccot.model.transformer import Transformer
 from dccot.rollout.response import Response
 from dccot.train.forest import forests_of_rank, pack
-from dccot.train.update import score
+from dccot.train.update import compute_logprobs
 
 TOKEN_BUDGET = 8192  # of one pass
 
@@ -40,7 +41,7 @@ class Scorer:
         found: list[list[list[float]]] = [[] for _ in responses]
         for forest in forests_of_rank(responses, pack(responses, TOKEN_BUDGET), 0):
             forest = forest.to(self._device)
-            logprob, entropy = score(self._model, forest, self.temperature)
+            logprob, entropy = compute_logprobs(self._model, forest, self.temperature)
             self._differences += float((logprob - forest.logprob[forest.targets]).abs().sum())
             self._tokens += len(logprob)
             owner = forest.response[forest.targets]

@@ -11,6 +11,7 @@ run from its first call to its last token.
 
 The two models run one after the other, each in a process of its own, so that neither finds the other's memory or caches.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -32,16 +33,16 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
-from dccot.cli import run_cleanly
-from dccot.data.jsonl import write_jsonl_atomic
+from dccot.command import positive, print_table, run_cleanly
 from dccot.data.problems import load_problems
 from dccot.data.prompting import prompts_of
-from dccot.eval.rollouts import Asked
+from dccot.data.rollouts import Asked
 from dccot.eval.run import METHODS, EvalConfig, default_name, eval_config
-from dccot.eval.statistics import ByProblem, Estimate, fit_line, mean, over_problems, plain, relative_change
-from dccot.eval.terminal import ResponseProgress, positive, print_table
+from dccot.eval.terminal import LengthProgress
+from dccot.files import write_jsonl_atomic
+from dccot.model.folder import resolve_model
 from dccot.rollout.generate import Request, Watch, generate
-from dccot.train.checkpoint import resolve_model
+from dccot.statistics import ByProblem, Estimate, fit_line, mean, over_problems, plain, relative_change
 
 if TYPE_CHECKING:
     from dccot.rollout.engine import Engine
@@ -72,7 +73,7 @@ class StopWatch(Watch):
     def started(self, request, call) -> None:
         self.began.setdefault((request.problem, request.sample), time.perf_counter())
 
-    def done(self, request, response) -> None:
+    def answered(self, request, response) -> None:
         key = request.problem, request.sample
         self.seconds[key] = time.perf_counter() - self.began[key]
 
@@ -87,7 +88,7 @@ def measure(engine: Engine, asked: Sequence[Asked], config: EvalConfig, concurre
     engine.forget_prefixes()
     running = generate(engine, requests, config.rollout, seed=(config.seed, "latency"), watch=watch, concurrency=concurrency)
     title = f"{config.method}, {concurrency} at a time"
-    with closing(running), ResponseProgress(title, len(wanted), active=True) as progress:
+    with closing(running), LengthProgress(title, len(wanted), active=True) as progress:
         while len(timings) < len(wanted):
             request, response = next(running)
             key = request.problem, request.sample

@@ -3,6 +3,7 @@
 What is finished scrolls away above in full; what is being written stays live below, its last lines at least. Anything that is not a
 terminal gets every part as plain text when it is finished.
 """
+
 from __future__ import annotations
 
 import re

@@ -11,6 +11,7 @@ size n among N counts
 
 and the k-th shortest response is the longest of C(k-1, 2) subsets. Sums are exact (integers over 6), so nothing depends on order.
 """
+
 from __future__ import annotations
 
 from collections import Counter
@@ -34,9 +35,7 @@ def majority_of_three(classes: Sequence[int], correct: Sequence[bool], longest_p
         raise ValueError(f"maj@3 needs at least 3 responses per problem, found {count}; raise --n")
     sizes = Counter(classes)
     squares = sum(n * n for n in sizes.values())
-    sixths = {
-        name: 2 * comb(n - 1, 2) + 3 * (n - 1) * (count - n) + ((count - n) ** 2 - (squares - n * n)) for name, n in sizes.items()
-    }
+    sixths = {name: 2 * comb(n - 1, 2) + 3 * (n - 1) * (count - n) + ((count - n) ** 2 - (squares - n * n)) for name, n in sizes.items()}
     subsets = comb(count, 3)
     right = sum(sixths[name] for name, is_right in zip(classes, correct) if is_right)
     length = sum(comb(rank, 2) * path for rank, path in enumerate(sorted(longest_paths)))

@@ -3,9 +3,10 @@
 The paper's ± takes every response (for majority voting every subset of three) as independent. Ours take problems as the
 unit, so ours are larger for the same data.
 """
+
 from __future__ import annotations
 
-from dccot.eval.statistics import Estimate
+from dccot.statistics import Estimate
 
 COLUMNS = ("aime24", "amc23", "hmmt25", "math500", "minerva", "olympiadbench")
 
@@ -26,9 +27,7 @@ Point = tuple[Estimate, Estimate]  # accuracy in %, longest path in tokens
 def _read(line: str) -> tuple[str, dict[str, Point]]:
     method, *cells = line.split()
     numbers = [float(cell) for cell in cells]
-    points = {
-        name: (Estimate(*numbers[4 * i : 4 * i + 2]), Estimate(*numbers[4 * i + 2 : 4 * i + 4])) for i, name in enumerate(COLUMNS)
-    }
+    points = {name: (Estimate(*numbers[4 * i : 4 * i + 2]), Estimate(*numbers[4 * i + 2 : 4 * i + 4])) for i, name in enumerate(COLUMNS)}
     return method, points
 
 

@@ -1,9 +1,10 @@
 """The report's figures as PNG, each for light and for dark screens.
 
-    tradeoff     accuracy against longest path on one benchmark, ours and the paper's, with the Pareto front of ours
-    training     accuracy, longest path, parallelism and entropy percentiles over all stages of one training, stages one after another
-    latency      seconds against longest path, one panel per concurrency
+tradeoff     accuracy against longest path on one benchmark, ours and the paper's, with the Pareto front of ours
+training     accuracy, longest path, parallelism and entropy percentiles over all stages of one training, stages one after another
+latency      seconds against longest path, one panel per concurrency
 """
+
 from __future__ import annotations
 
 import io
@@ -17,7 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.transforms import Bbox
 
-from dccot.eval.statistics import Estimate, pareto_front
+from dccot.statistics import Estimate, pareto_front
 
 PERCENTILES = (60, 70, 80, 90, 100)
 MARKED = "o-"  # measured at some steps only: marked there, and joined
@@ -165,9 +166,7 @@ def _rollouts_and_validation(training: str, validation: str) -> list[Line]:
     return [Line(training, "training rollouts", 0), Line(validation, "validation", 1, MARKED)]
 
 
-SUPERVISED = Panel(
-    "Loss of supervised fine-tuning", [Line("policy/loss", "training", 0), Line("validation/loss", "held out", 1, MARKED)]
-)
+SUPERVISED = Panel("Loss of supervised fine-tuning", [Line("policy/loss", "training", 0), Line("validation/loss", "held out", 1, MARKED)])
 PANELS = [
     SUPERVISED,
     Panel("Accuracy (%)", _rollouts_and_validation("reward/correct", "validation/accuracy"), scale=100),

@@ -7,6 +7,7 @@ one axis in the order given, as long as each starts from the one before it; one 
 
 Writes report.html, one file that opens offline, and report.md with its figures beside it.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -15,14 +16,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dccot.cli import run_cleanly
+from dccot.command import run_cleanly
 from dccot.config import read_yaml, require
-from dccot.data.jsonl import BadData, read_jsonl
 from dccot.eval import latency, paper, plots
 from dccot.eval.benchmarks import BENCHMARKS
 from dccot.eval.document import Block, Cell, Document, Figure, Heading, Paragraph, Row, Table
 from dccot.eval.results import SUMMARY, Evaluation
-from dccot.eval.statistics import ByProblem, Estimate, over_problems
 from dccot.eval.tables import (
     Method,
     compared_pairs,
@@ -35,6 +34,8 @@ from dccot.eval.tables import (
     table_1,
     table_2,
 )
+from dccot.files import BadData, read_jsonl
+from dccot.statistics import ByProblem, Estimate, over_problems
 
 ERRORS = (
     "± is the standard error of the mean with problems as the independent unit, however many responses each has; changes are paired by "

@@ -6,21 +6,21 @@
 
 An answer that the grader could not judge (timed out, crashed) is neither right nor wrong: it is left out of the accuracies and counted.
 """
+
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dccot.data.jsonl import BadData
+from dccot.data.grading import Verdict
 from dccot.eval.benchmarks import Benchmark
-from dccot.eval.grading import Verdict
 from dccot.eval.majority import majority_of_three
-from dccot.eval.statistics import ByProblem, Estimate, mean, over_problems
+from dccot.files import BadData, write_atomic
 from dccot.rollout.response import Finish
+from dccot.statistics import ByProblem, Estimate, mean, over_problems
 
 SUMMARY = "summary.json"
 UNJUDGED = (Verdict.TIMED_OUT, Verdict.CRASHED)
@@ -160,9 +160,8 @@ class Evaluation:
         """Write summary.json, whole or not at all."""
         path = folder / SUMMARY
         facts = {"name": self.name, "model": self.model, "method": self.method, "budget": self.budget}
-        beside = path.with_suffix(".partial")
-        beside.write_text(json.dumps({**facts, "benchmarks": [r.to_json() for r in self.results.values()]}, indent=1, ensure_ascii=False))
-        os.replace(beside, path)
+        summary = {**facts, "benchmarks": [r.to_json() for r in self.results.values()]}
+        write_atomic(path, json.dumps(summary, indent=1, ensure_ascii=False))
         return path
 
     @classmethod

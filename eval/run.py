@@ -10,6 +10,7 @@ a run that was stopped anywhere goes on with the missing ones when the same comm
 the same folder. A response's seed is a hash of (seed, benchmark, problem, sample): it does not depend on what else runs. On a CPU in
 float32 a resumed table is therefore the uninterrupted one; on a GPU the rounding of a kernel may depend on the batch.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -25,22 +26,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dccot.cli import run_cleanly
+from dccot.command import positive, print_table, run_cleanly
 from dccot.config import ConfigError, load_config, require
-from dccot.data.jsonl import BadData, JsonlWriter, read_jsonl, write_jsonl_atomic
+from dccot.data.grading import Grader, GradingConfig
 from dccot.data.prompting import PromptConfig, prompts_of
+from dccot.data.rollouts import Asked, rollout_of
 from dccot.eval.benchmarks import BENCHMARKS, Benchmark, named_benchmark, own_benchmark
-from dccot.eval.grading import Grader, GradingConfig
 from dccot.eval.results import Evaluation, Sample, by_problem, summarise
-from dccot.eval.rollouts import Asked, rollout_of
-from dccot.eval.terminal import ResponseProgress, positive, print_table, table_of
+from dccot.eval.terminal import LengthProgress, table_of
+from dccot.files import BadData, JsonlWriter, read_jsonl, write_jsonl_atomic
 from dccot.model.config import read_config
+from dccot.model.folder import resolve_model
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
 from dccot.rollout.response import Rollout
 from dccot.rollout.settings import EngineConfig
-from dccot.train.checkpoint import resolve_model
-from dccot.train.runtime import Runtime
+from dccot.runtime import Runtime
 
 if TYPE_CHECKING:
     from dccot.rollout.engine import Engine
@@ -226,7 +227,7 @@ def _generate(
     requests = [Request(problem, sample, known[problem][1]) for problem, sample in share]
     engine.forget_prefixes()  # what is cached must not depend on what ran before
     with ExitStack() as stack:
-        progress = stack.enter_context(ResponseProgress(benchmark.title, len(requests), runtime.is_main))
+        progress = stack.enter_context(LengthProgress(benchmark.title, len(requests), runtime.is_main))
         writes = runtime.rank % config.engine.tensor_parallel == 0  # the ranks of one replica hold the same responses
         file = stack.enter_context(JsonlWriter(out / "rollouts" / f"{benchmark.name}.rank{runtime.rank}.jsonl")) if writes else None
         seed = (config.seed, "eval", benchmark.name)

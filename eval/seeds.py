@@ -5,6 +5,7 @@
 Rows and their names are those of the recipe's report stage. A seed changes the world, the base model and every draw after it, so the
 spread is that of the whole method, not of the test problems alone.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dccot.cli import run_cleanly
+from dccot.command import run_cleanly
 from dccot.config import read_yaml, require
 from dccot.eval.results import LABELS, Evaluation
 

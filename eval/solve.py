@@ -11,6 +11,7 @@ Wall-clock is compared with what writing the same tokens one after another would
 where the second factor is measured in the same run, over the engine steps that had a single sequence in their batch (the director
 writing, or the last worker of a round), prefills aside. The engine is warmed up before the clock starts.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -24,11 +25,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dccot.cli import run_cleanly
+from dccot.command import positive, run_cleanly
 from dccot.config import ConfigError, read_yaml
 from dccot.data.prompting import PromptConfig
 from dccot.eval.live import view_for
-from dccot.eval.terminal import positive
 from dccot.eval.trace import Timeline
 from dccot.model.config import read_config
 from dccot.rollout.director import Call, RolloutConfig
@@ -129,7 +129,7 @@ class _Asked:
 def _ask(model: str | Path, problem: str, budget: int | None, temperature: float | None, sequential: bool) -> _Asked:
     from transformers import AutoTokenizer  # here, so that --help and a wrong command line cost no seconds
 
-    from dccot.train.checkpoint import resolve_model
+    from dccot.model.folder import resolve_model
 
     folder = resolve_model(model)
     prompt, rollout = settings_of(model)

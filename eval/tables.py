@@ -1,4 +1,5 @@
 """The report's tables: the paper's tables 1 and 2 with our rows above the paper's, and what the responses are made of."""
+
 from __future__ import annotations
 
 import math
@@ -13,7 +14,7 @@ from dccot.eval.benchmarks import BENCHMARKS
 from dccot.eval.document import Cell, Fold, Row, Table
 from dccot.eval.results import LABELS, Evaluation, shown
 from dccot.eval.seeds import MEASURES, by_seed
-from dccot.eval.statistics import ByProblem, Estimate, difference, over_problems, relative_change
+from dccot.statistics import ByProblem, Estimate, difference, over_problems, relative_change
 
 PAPER = "paper"
 Titles = Mapping[str, str]  # benchmark → heading, in the order of the columns

@@ -1,46 +1,24 @@
 """What the evaluation commands show in a terminal: progress and the table."""
+
 from __future__ import annotations
 
-import argparse
-import time
-
 from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from dccot.eval.results import LABELS, Evaluation, shown
+from dccot.progress import Progress
 
 
-class ResponseProgress:
-    """A bar with the time left on a terminal; elsewhere a line every half minute. Shows rank 0's share."""
+class LengthProgress(Progress):
+    """Counts finished responses and shows their mean longest path."""
 
     def __init__(self, title: str, total: int, active: bool):
-        self.title, self.total, self.done, self.tokens = title, total, 0, 0
-        self.began = self.said = time.monotonic()
-        self.active = active and total > 0
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        self.console = Console(highlight=False)
-        self.bar = Progress(*columns, console=self.console, disable=not (self.active and self.console.is_terminal))
-        self.task = self.bar.add_task(title, total=total)
-
-    def __enter__(self) -> ResponseProgress:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+        super().__init__(title, total, active=active and total > 0)
+        self.tokens = 0
 
     def advance(self, longest_path: int) -> None:
-        self.done += 1
         self.tokens += longest_path
-        self.bar.update(self.task, completed=self.done, description=f"{self.title}  longest path {self.tokens / self.done:,.0f}")
-        now = time.monotonic()
-        if self.active and not self.console.is_terminal and (now - self.said > 30 or self.done == self.total):
-            left = (now - self.began) / self.done * (self.total - self.done)
-            mean = self.tokens / self.done
-            self.console.print(f"{self.title}: {self.done:,} of {self.total:,} responses, longest path {mean:,.0f}, {left:,.0f} s left")
-            self.said = now
+        self.show(self.done + 1, f"longest path {self.tokens / (self.done + 1):,.0f}")
 
 
 def table_of(evaluation: Evaluation) -> Table:
@@ -57,14 +35,3 @@ def table_of(evaluation: Evaluation) -> Table:
     if any(result.unjudged for result in evaluation.results.values()):
         table.add_row("answers that could not be judged", *(str(result.unjudged) for result in evaluation.results.values()))
     return table
-
-
-def print_table(table: Table) -> None:
-    console = Console()
-    (console if console.is_terminal else Console(width=160)).print(table)
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)

@@ -10,6 +10,7 @@
 
 The steps also say what it costs to decode alone: those with a single call in the batch, prefills aside.
 """
+
 from __future__ import annotations
 
 import json

@@ -11,6 +11,7 @@ The page needs no server and no network, and forbids itself any request. Its dat
 Tokens are coloured one by one when their tokenizer is known: from --model, or from the run that the file lies in. Otherwise texts are
 cut at the tags, and only the lanes of the tree can be coloured.
 """
+
 from __future__ import annotations
 
 import base64
@@ -18,7 +19,6 @@ import gzip
 import html
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,10 +27,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dccot.cli import run_cleanly
+from dccot.command import run_cleanly
 from dccot.config import ConfigError
-from dccot.data.jsonl import BadData, read_jsonl
 from dccot.eval.solve import Parser, answer_in, settings_of
+from dccot.files import BadData, read_jsonl, write_atomic
 from dccot.rollout.protocol import SPAWN_CLOSE, SPAWN_OPEN, worker_close, worker_open
 from dccot.rollout.response import Response, Rollout
 
@@ -151,7 +151,7 @@ class Page:
             self._close_block()
 
     def write(self, path: str | Path, title: str) -> int:
-        """Write the page beside and rename; its size in bytes."""
+        """Write the page, whole or not at all; its size in bytes."""
         if self._waiting:
             self._close_block()
         index = {"block": BLOCK, "tokens": self.pieces is not None, "problems": list(self.problems), "columns": self.columns}
@@ -162,10 +162,8 @@ class Page:
         filling = {"title": html.escape(title), "data": scripts, "style": part["view.css"]}
         filling["script"] = part["view.response.js"] + part["view.js"]
         page = re.sub(r"\{\{(\w+)\}\}", lambda blank: filling[blank[1]], part["view.html"])
-        path, beside = Path(path), Path(f"{path}.part")
-        beside.write_text(page, encoding="utf-8")
-        os.replace(beside, path)
-        return path.stat().st_size
+        write_atomic(path, page)
+        return Path(path).stat().st_size
 
     def _close_block(self) -> None:
         responses = [rollout.response for rollout in self._waiting]
@@ -223,7 +221,7 @@ def _helpers(model: str | Path, entropy: bool) -> tuple[Pieces, Scorer | None]:
     from transformers import AutoTokenizer
 
     from dccot.eval.entropy import Scorer
-    from dccot.train.checkpoint import resolve_model
+    from dccot.model.folder import resolve_model
 
     folder = resolve_model(model)
     return Pieces(AutoTokenizer.from_pretrained(folder)), Scorer(folder, settings_of(model)[1].temperature) if entropy else None

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .mask import TreeMask
-from .schedule import Schedule, build
-from .tuning import Tile, architecture, tile_for
+from dccot.kernels.mask import TreeMask
+from dccot.kernels.schedule import Schedule, build
+from dccot.kernels.tuning import Tile, architecture, tile_for
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MASKED = tl.constexpr(-1.0e30)

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from . import assembly
-from .tuning import ATTENTION_KERNELS, STRETCH, STRETCH_WARPS, TABLE, Tile
+from dccot.kernels import assembly
+from dccot.kernels.tuning import ATTENTION_KERNELS, STRETCH, STRETCH_WARPS, TABLE, Tile
 
 DEFAULT_ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 GROUP = 6  # query heads per key head; it does not change what is compiled but for two divisions
@@ -122,7 +122,7 @@ def compile_kernel(config: Configuration):
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from . import attention_triton, logprob_triton
+    from dccot.kernels import attention_triton, logprob_triton
 
     module = attention_triton if config.tile else logprob_triton
     kernel = getattr(module, f"{config.kernel}_kernel")

@@ -155,7 +155,7 @@ def _add_product(total: Tensor, gradient: Tensor, factor: Tensor) -> None:
 
 def _kernels(x: Tensor):
     if x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
-        from . import logprob_triton
+        from dccot.kernels import logprob_triton
 
         return logprob_triton
     return Strips

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tuning import STRETCH, STRETCH_WARPS
+from dccot.kernels.tuning import STRETCH, STRETCH_WARPS
 
 # What changes with the number of rows is no part of a kernel's identity: neither values nor alignment may compile it again.
 DYNAMIC = ["targets", "STATISTICS", "ROW_VALUES", "width", "plane"]

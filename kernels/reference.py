@@ -1,7 +1,7 @@
 """Plain dense PyTorch of both kernels: the oracle for tests (in fp64) and the baseline for benchmarks.
 
-    attention   softmax(scale · q kᵀ + mask) v        with the whole N×N score matrix
-    log-prob    log_softmax(h Wᵀ / T)                 with the whole M×V logit matrix
+attention   softmax(scale · q kᵀ + mask) v        with the whole N×N score matrix
+log-prob    log_softmax(h Wᵀ / T)                 with the whole M×V logit matrix
 """
 
 from __future__ import annotations

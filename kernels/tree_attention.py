@@ -1,7 +1,7 @@
 """Attention over a packed forest: query q sees key k ⇔ k ≤ q < visible_until[k].  One entry point, three backends.
 
     triton   GPU; on a CPU only in Triton's interpreter (TRITON_INTERPRET=1), which is for tests
-    paths    CPU at speed: the tree cut into strips of ordinary attention (paths.py)
+    cpu      CPU at speed: the tree cut into strips of ordinary attention (attention_cpu.py)
     dense    the whole N×N matrix: the oracle
 
     mask = TreeMask(visible_until)                   # once per forest, shared by all layers and the backward
@@ -18,9 +18,9 @@ import os
 import torch
 from torch import Tensor
 
-from . import paths
-from .mask import TreeMask
-from .reference import dense_attention
+from dccot.kernels import attention_cpu
+from dccot.kernels.mask import TreeMask
+from dccot.kernels.reference import dense_attention
 
 __all__ = ["TreeMask", "tree_attention"]
 
@@ -28,9 +28,7 @@ TRITON_HEAD_DIMS = (32, 64, 128)
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def tree_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, *, scale: float | None = None, backend: str | None = None
-) -> Tensor:
+def tree_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, *, scale: float | None = None, backend: str | None = None) -> Tensor:
     """q [N, Hq, D], k and v [N, Hk, D] → [N, Hq, D].  `scale` is 1/√D unless given; `backend` follows the device unless given.
 
     >>> mask = TreeMask(torch.tensor([4, 2, 4, 4]))  # token 1 is a branch: tokens 2 and 3 do not see it
@@ -39,7 +37,7 @@ def tree_attention(
     tensor([0.0000, 0.5000, 1.0000, 1.6667])
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    backend = backend or ("triton" if q.is_cuda else "paths")
+    backend = backend or ("triton" if q.is_cuda else "cpu")
     _check(q, k, v, mask, scale, backend)
     if backend == "dense":
         return dense_attention(q, k, v, mask.visible_until, scale)
@@ -64,36 +62,34 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, backen
         raise ValueError(f"scale must be positive, got {scale}")
     if backend == "triton":
         _check_triton(q, k, v)
-    elif backend == "paths" and q.device.type != "cpu":
-        raise ValueError(f"backend 'paths' is for tensors on a CPU, got {q.device}: use 'triton'")
-    elif backend not in ("paths", "dense"):
-        raise ValueError(f"unknown backend {backend!r}: use 'triton', 'paths' or 'dense'")
+    elif backend == "cpu" and q.device.type != "cpu":
+        raise ValueError(f"backend 'cpu' is for tensors on a CPU, got {q.device}: use 'triton'")
+    elif backend not in ("cpu", "dense"):
+        raise ValueError(f"unknown backend {backend!r}: use 'triton', 'cpu' or 'dense'")
 
 
 def _check_triton(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.shape[-1] not in TRITON_HEAD_DIMS:
-        raise ValueError(f"the Triton kernels take head_dim {TRITON_HEAD_DIMS}, got {q.shape[-1]}: use backend 'paths' or 'dense'")
+        raise ValueError(f"the Triton kernels take head_dim {TRITON_HEAD_DIMS}, got {q.shape[-1]}: use backend 'cpu' or 'dense'")
     if q.dtype not in TRITON_DTYPES:
-        raise TypeError(f"the Triton kernels take {TRITON_DTYPES}, got {q.dtype}: cast, or use backend 'paths' or 'dense'")
+        raise TypeError(f"the Triton kernels take {TRITON_DTYPES}, got {q.dtype}: cast, or use backend 'cpu' or 'dense'")
     if max(x.shape[1] * x.stride(1) for x in (q, k, v)) >= 2**31:
         raise ValueError("heads lie more than 2³¹ elements apart, which the Triton kernels cannot address: call .contiguous() first")
     if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError("backend 'triton' on a CPU needs TRITON_INTERPRET=1 in the environment before Python starts: use 'paths'")
+        raise ValueError("backend 'triton' on a CPU needs TRITON_INTERPRET=1 in the environment before Python starts: use 'cpu'")
 
 
 def _kernels(backend: str, mask: TreeMask):
     """The module with the backend's forward and backward, and what it wants to know of the mask."""
     if backend == "triton":
-        from . import attention_triton  # only where it is used: importing it decides whether kernels are interpreted
+        from dccot.kernels import attention_triton  # only where it is used: importing it decides whether kernels are interpreted
 
         return attention_triton, mask
-    return paths, mask.derive("paths", lambda: paths.cut(mask.visible_until))
+    return attention_cpu, mask.derive("cpu", lambda: attention_cpu.cut(mask.visible_until))
 
 
 @torch.library.custom_op("dccot::tree_attention", mutates_args=())
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, visible_until: Tensor, handle: Tensor, scale: float, backend: str
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, visible_until: Tensor, handle: Tensor, scale: float, backend: str) -> tuple[Tensor, Tensor]:
     module, layout = _kernels(backend, TreeMask.from_handle(handle, visible_until))
     return module.forward(q, k, v, layout, scale)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -26,8 +25,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from .config import parse_config
-from .transformer import Transformer
+from dccot.files import flush_to_disk
+from dccot.model.config import parse_config
+from dccot.model.transformer import Transformer
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FLOATING = ("F64", "F32", "F16", "BF16")
@@ -210,19 +210,13 @@ def written_whole(folder: str | Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     for path in partial.iterdir():
-        _flush(path)
+        flush_to_disk(path)
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
     partial.rename(folder)
-    _flush(folder.parent)
+    flush_to_disk(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def _write(

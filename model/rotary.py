@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from .config import RopeConfig
+from dccot.model.config import RopeConfig
 
 
 @functools.cache

@@ -23,9 +23,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from .checkpoint_io import load_weights
-from .config import read_config
-from .transformer import Transformer
+from dccot.model.checkpoint_io import load_weights
+from dccot.model.config import read_config
+from dccot.model.transformer import Transformer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 

@@ -24,9 +24,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from dccot.kernels.linear_logprob import linear_logprob
 from dccot.kernels.tree_attention import TreeMask, tree_attention
-
-from .config import ModelConfig
-from .rotary import cos_sin, rotate
+from dccot.model.config import ModelConfig
+from dccot.model.rotary import cos_sin, rotate
 
 
 class RMSNorm(nn.Module):

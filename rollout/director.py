@@ -20,6 +20,7 @@ and the longest path never exceeds L_max: nothing is ever cut afterwards. How a 
 
 A worker that writes EOS has finished like any other: the EOS stays in its tokens and no closing tag is forced.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field

@@ -8,6 +8,7 @@ Under torchrun every rank builds its own engine at the same time (vLLM's externa
 then generate on their own, each its share, in any number of steps. With tensor_parallel = T, T neighbouring ranks are one
 replica: they must add the same calls in the same order. `replica` of `replicas` says whose share is whose.
 """
+
 # ruff: noqa: E402 (what vLLM looks at while it is imported comes first)
 from __future__ import annotations
 

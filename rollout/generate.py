@@ -5,6 +5,7 @@
 Responses arrive in the order in which they finish. The same seed gives the same tokens again: every call has a seed of its
 own, a hash of (seed, problem, sample, round, worker).
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -39,7 +40,7 @@ class Watch:
 
     def stepped(self, engine: Engine) -> None: ...
 
-    def done(self, request: Request, response: Response) -> None: ...
+    def answered(self, request: Request, response: Response) -> None: ...
 
 
 def seed_of(*key: int | str) -> int:
@@ -90,7 +91,7 @@ def generate(
                 watch.finished(request, call, completion)
                 run(order, request, director, director.finished(call, completion))
                 if director.done:
-                    watch.done(request, director.response)
+                    watch.answered(request, director.response)
                     begin(1)
                     yield request, director.response
     finally:

@@ -7,6 +7,7 @@ A response is well-formed when `<think>…</think><answer>…</answer>` is the w
 `<spawn_workers>` block stands inside think, every block holds exactly workers 1..K in order with only white space between
 them, non-empty director text stands before every block, and no tag stands anywhere else. `flaw_of` says which rule is broken.
 """
+
 from __future__ import annotations
 
 import re

@@ -7,6 +7,7 @@ director goes on), then the `sampled` ids, exactly as the policy wrote them. Sam
 
     longest path = Σ |director segments| + Σ over rounds of the longest worker        (prompt excluded, inserted tags included)
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator

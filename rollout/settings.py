@@ -1,4 +1,5 @@
 """How the engine is set up. Apart from engine.py, so that reading a configuration does not import vLLM."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -5,6 +5,7 @@
 
 The engine fuses some layers (q, k, v → qkv; gate, up → gate_up): their fingerprints are the parts' one after another.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable

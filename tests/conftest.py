@@ -1,4 +1,5 @@
 """For all rooms: in CI the examples that hypothesis draws are the same in every run, so that a red run is red again."""
+
 import os
 
 from hypothesis import settings

@@ -5,6 +5,7 @@
 
 A ```text block behind a command says what it prints: the words of each line must stand in this order in one line of the output.
 """
+
 import contextlib
 import doctest
 import importlib
@@ -26,11 +27,11 @@ from types import ModuleType
 import pytest
 
 import dccot
+from dccot.bench import bigram as tiny
 from dccot.cli import COMMANDS
 from dccot.cli import main as front_door
-from dccot.data.arithmetic import problem_stream
-from dccot.data.jsonl import write_jsonl_atomic
-from dccot.rollout import tiny
+from dccot.files import write_jsonl_atomic
+from dccot.miniature.arithmetic import problem_stream
 from dccot.rollout.protocol import TagIds
 from dccot.rollout.response import Finish, Response, Rollout, Round, Segment
 
@@ -163,7 +164,8 @@ QUICK = {
 }
 SMALL_RUN = "steps=1 sharding.compute_dtype=float32"
 SMALL_RL = (
-    "filter=none rollout.budget=300 reward.cutoff=200 batch.prompts_rolled_out=4 batch.prompts=2 batch.samples=2 batch.token_budget=4000 "
+    "filter=none rollout.budget=300 reward.cutoff=200 batch.prompts_rolled_out=4 batch.prompts=2 batch.group_size=2 "
+    "batch.token_budget=4000 "
     "validation.samples=1 engine.dtype=float32 engine.context=2048 engine.kv_cache_gb=0.1 engine.max_sequences=8 grading.workers=1"
 )
 # pattern → what docs-check adds to make it small; these are run as they stand, in processes of their own

@@ -3,6 +3,7 @@
 A group whose rewards do not differ teaches nothing: zeros. A response without a reward (the grader could not judge it) gets zero and
 is left out of mean and std.
 """
+
 from __future__ import annotations
 
 import statistics

@@ -12,9 +12,9 @@ group of its own, so that its collectives never meet those of training. hf/ is m
 A checkpoint that does not match its manifest is reported and the one before it is used. The newest good one is never deleted. A disk
 that is full costs the checkpoint, not the run: the next one is tried as usual, and only the last one must succeed.
 """
+
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -36,9 +36,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 from dccot.config import require
+from dccot.files import flush_to_disk, write_atomic
 from dccot.model.checkpoint_io import write_folder
+from dccot.model.folder import verify_manifest, write_manifest
 from dccot.model.transformer import Transformer
-from dccot.train.runtime import Runtime
+from dccot.runtime import Runtime
 
 log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", "torch.distributed is disabled, .* assuming the intent is to load in a single process")  # it is
@@ -115,7 +117,7 @@ class Checkpointer:
 
     def _no_room(self, needed: int) -> str | None:
         """Before anything is written: a checkpoint that fills the disk to the brim would take metrics and rollouts down with it."""
-        free = self.runtime.share(shutil.disk_usage(self.folder).free if self.runtime.is_main else None)
+        free = self.runtime.broadcast(shutil.disk_usage(self.folder).free if self.runtime.is_main else None)
         return f"it needs {needed / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are free" if needed > free else None
 
     def _complain(self, step: int, problem: str, last: bool) -> None:
@@ -133,12 +135,12 @@ class Checkpointer:
             try:
                 write_folder(shape, _read_back(partial / "dcp", shape), partial / "hf", source=self.source)
                 (partial / "state.json").write_text(state)
-                _write_manifest(partial)
+                write_manifest(partial)
                 if final.exists():
                     shutil.rmtree(final)
                 os.replace(partial, final)
-                _flush(self.folder)
-                _point(self.latest, final.name)
+                flush_to_disk(self.folder)
+                write_atomic(self.latest, final.name + "\n")
                 self._retire(step)
             except (Exception, CheckpointException) as error:
                 problems = [f"rank 0: {_first_line(error)}"]
@@ -165,7 +167,7 @@ class Checkpointer:
                     break
                 log.error("checkpoint %s is damaged (%s); trying the one before", folder, damage)
                 damaged.append(folder.name)
-        found, damaged = self.runtime.share((found, damaged))
+        found, damaged = self.runtime.broadcast((found, damaged))
         if damaged and found is None:
             raise FileExistsError(f"no checkpoint in {self.folder} is whole ({', '.join(damaged)}); remove that folder to start anew")
         return found
@@ -181,7 +183,7 @@ class Checkpointer:
         dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / "dcp")
         set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
         if self.runtime.is_main:
-            _point(self.latest, folder.name)  # it may name a damaged one, or lag behind if the run was killed before it moved
+            write_atomic(self.latest, folder.name + "\n")  # it may name a damaged one, or lag behind if the run was killed before it moved
         return json.loads((folder / "state.json").read_text())
 
     def _steps(self) -> list[Path]:
@@ -224,60 +226,3 @@ def _step_of(folder: Path) -> int:
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
-
-
-def resolve_model(path: str | Path) -> Path:
-    """The Hugging Face folder meant by `path`: itself, or that of the newest checkpoint if `path` is a run."""
-    path = Path(path)
-    if (path / "config.json").is_file():
-        return path
-    if (path / "latest").is_file():
-        return path / "checkpoints" / (path / "latest").read_text().strip() / "hf"
-    raise FileNotFoundError(f"{str(path)!r} is neither a Hugging Face folder (no config.json) nor a run with a checkpoint (no latest)")
-
-
-def verify_manifest(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder, or None."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-    except (OSError, ValueError) as error:
-        return f"manifest.json: {error}"
-    for name, expected in manifest.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != expected["size"]:
-            return f"{name} has {path.stat().st_size:,} bytes instead of {expected['size']:,}"
-        if _checksum(path) != expected["sha256"]:
-            return f"{name} has another checksum than when it was written"
-    return None
-
-
-def _write_manifest(folder: Path) -> None:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    manifest = {str(path.relative_to(folder)): {"size": path.stat().st_size, "sha256": _checksum(path)} for path in files}
-    for path in files:
-        _flush(path)
-    with open(folder / "manifest.json", "w") as out:
-        json.dump(manifest, out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
-
-
-def _checksum(path: Path) -> str:
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _point(latest: Path, name: str) -> None:
-    beside = latest.with_name(".latest.partial")
-    beside.write_text(name + "\n")
-    os.replace(beside, latest)

@@ -1,9 +1,10 @@
 """Which prompts are trained on. A filter sees all responses to one prompt.
 
-    include_easy   at least one response is both correct and well-formed
-    remove_easy    neither all correct nor all wrong; form does not matter
-    none           every prompt
+include_easy   at least one response is both correct and well-formed
+remove_easy    neither all correct nor all wrong; form does not matter
+none           every prompt
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

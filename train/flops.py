@@ -4,6 +4,7 @@
 
 A training step with backward counts three times as much; what recomputation adds is not useful work and is not counted.
 """
+
 from __future__ import annotations
 
 import time

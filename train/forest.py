@@ -9,6 +9,7 @@ positions in the same context, so they are one. The as-read copies W2', W3' carr
 
 `pack` fills forests up to a token budget, balances them over ranks by estimated cost, and gives every rank equally many.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -154,9 +155,7 @@ def longest_position(response: Response) -> int:
     return _size(response)[2]
 
 
-def _items(
-    responses: Sequence[Response], token_budget: int, ranks: int, share_prompts: bool, max_positions: int | None
-) -> list[_Item]:
+def _items(responses: Sequence[Response], token_budget: int, ranks: int, share_prompts: bool, max_positions: int | None) -> list[_Item]:
     """What is packed as a whole: neighbours with the same prompt, as many as leave enough for the other ranks, or single responses."""
     sizes = [_size(response) for response in responses]
     limit = min(token_budget, sum(len(r.prompt) + tokens for r, (tokens, _, _) in zip(responses, sizes)) // ranks)

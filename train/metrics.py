@@ -4,6 +4,7 @@ Names are `section/what`. metrics.jsonl holds one row per step under these names
 TensorBoard back to the step it goes on from, so no step appears twice. TensorBoard sorts by name and is read by people: what matters
 most is shown there under SHOWN's titles, numbered to come first, and explained in a table; LAYOUT arranges the same curves as charts.
 """
+
 from __future__ import annotations
 
 import math
@@ -19,10 +20,10 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from dccot.data.jsonl import JsonlWriter, read_jsonl, write_jsonl_atomic
-from dccot.eval.statistics import clustered_error, mean
+from dccot.files import JsonlWriter, read_jsonl, write_jsonl_atomic
 from dccot.rollout.protocol import Flaw
 from dccot.rollout.response import Finish, Rollout
+from dccot.statistics import clustered_error, mean
 
 PERCENTILES = (60, 70, 80, 90, 100)
 

@@ -12,6 +12,7 @@ over all ranks (token mean). r = π_θ / π_old, A the group-normalised advantag
 >>> dapo(ratio.log(), torch.zeros(3), advantage, clip_low=0.2, clip_high=0.28)  # a ratio of 2 is clipped at 1.28
 tensor([-0.5000, -1.0000, -1.2800])
 """
+
 from __future__ import annotations
 
 import math
@@ -86,9 +87,7 @@ def policy_loss(config: ObjectiveConfig, logprob: Tensor, old_logprob: Tensor, a
         return cispo(logprob, old_logprob, advantage, ratio_cap=config.ratio_cap)
     if config.kind == "grpo":
         return grpo(logprob, old_logprob, advantage, clip=config.clip_low)
-    return dapo(
-        logprob, old_logprob, advantage, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip
-    )
+    return dapo(logprob, old_logprob, advantage, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip)
 
 
 def objective_loss(

@@ -5,6 +5,7 @@
 A phase that takes far longer than it ever did says so while it is still running. An error leaves a phase with rank, step and phase
 in its notes, so that a collective that timed out on one rank of many can be placed.
 """
+
 from __future__ import annotations
 
 import logging
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dccot.train.runtime import Runtime
+from dccot.runtime import Runtime
 from dccot.train.timeline import merge
 
 log = logging.getLogger(__name__)

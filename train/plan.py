@@ -16,6 +16,7 @@ step is met within 20%.
 
 Speeds are estimates: sampling is bound by reading weights and KV cache, training by matrix products at the assumed utilisation.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -167,7 +168,7 @@ def read_shape(name: str) -> ModelConfig:
         return parse_config(SHAPES[name], name)
     if not (Path(name) / "config.json").is_file() and not (Path(name) / "latest").is_file():
         raise ConfigError(f"{name!r} is neither one of {', '.join(SHAPES)} nor a folder with a config.json")
-    from dccot.train.checkpoint import resolve_model
+    from dccot.model.folder import resolve_model
 
     return read_config(resolve_model(name))
 

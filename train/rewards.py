@@ -8,6 +8,7 @@
 DeepScaleR's rule for the sequential baselines is the second with `correct_only` = 0, where well-formed means `<think>…</think>` with
 an answer behind it. An answer that the grader could not judge (timed out, crashed) has no reward at all: None.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass

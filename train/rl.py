@@ -8,6 +8,7 @@ mini-batch each → weights into the engine → log, validate, checkpoint.
 
 The reference policy is the model that the stage started from. The first mini-batch needs no old log-probs: its ratio is 1.
 """
+
 from __future__ import annotations
 
 import logging
@@ -22,16 +23,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from dccot.data.jsonl import BadData, read_jsonl, write_jsonl_atomic
+from dccot.data.grading import Grader
 from dccot.data.problems import load_problems
 from dccot.data.prompting import prompts_of
+from dccot.data.rollouts import Asked, grade, roll_out
 from dccot.data.stream import ProblemStream
-from dccot.eval.grading import Grader
-from dccot.eval.rollouts import Asked, grade, roll_out
+from dccot.files import BadData, read_jsonl, write_jsonl_atomic
 from dccot.model.checkpoint_io import full_parameters
 from dccot.model.sharding import DTYPES, build_model
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.response import Rollout
+from dccot.runtime import Runtime
 from dccot.train.advantages import group_advantages
 from dccot.train.checkpoint import Checkpointer
 from dccot.train.filters import FILTERS
@@ -51,9 +53,8 @@ from dccot.train.objectives import ObjectiveConfig, clipped, kl_k3, objective_lo
 from dccot.train.phases import Phases, profiled
 from dccot.train.rewards import reward_of
 from dccot.train.rl_config import RLConfig, check_model
-from dccot.train.run import StepProgress, launch, open_run
-from dccot.train.runtime import Runtime
-from dccot.train.update import StepReport, make_optimizer, score, update
+from dccot.train.run import launch, open_run, step_progress
+from dccot.train.update import StepReport, compute_logprobs, make_optimizer, update
 
 if TYPE_CHECKING:
     from dccot.rollout.engine import Engine
@@ -141,7 +142,7 @@ class RL:
             with self.phases("rollout"):
                 seed = (self.config.seed, step, batch.batches)
                 asked = [(problem, self.prompt_ids[problem.id]) for problem in {problem.id: problem for problem in problems}.values()]
-                mine = self._roll_out(asked, range(self.config.batch.samples), self.config.rollout, seed)
+                mine = self._roll_out(asked, range(self.config.batch.group_size), self.config.rollout, seed)
             with self.phases("grade"):
                 rollouts = self._graded(mine)
             for rollout in rollouts:
@@ -211,7 +212,7 @@ class RL:
 
     @torch.no_grad()
     def score_all(self, model: nn.Module, forests: Sequence[Forest]) -> list[Tensor]:
-        return [score(model, forest.to(self.runtime.device), self.config.rollout.temperature)[0].cpu() for forest in forests]
+        return [compute_logprobs(model, forest.to(self.runtime.device), self.config.rollout.temperature)[0].cpu() for forest in forests]
 
     def train_on(self, batch: Batch) -> tuple[list[StepReport], dict[str, float]]:
         """All updates of one step and what they say about the policy."""
@@ -336,7 +337,7 @@ def train(config: RLConfig, engine: Engine | None = None) -> None:
         phases, first = rl.phases, rl.first_step
         recorder = Recorder(rl.run, first, runtime.is_main)
         stack.callback(recorder.close)
-        progress = stack.enter_context(StepProgress(config.name, first, config.steps, runtime.is_main))
+        progress = stack.enter_context(step_progress(config, first, runtime))
         rl.sync()
         for step in range(first, config.steps):
             phases.begin_step(step)
@@ -357,7 +358,7 @@ def train(config: RLConfig, engine: Engine | None = None) -> None:
             metrics |= rollout_metrics(batch.rolled_out) | policy | step_metrics(rl, batch, reports)
             metrics["time/step"] = time.perf_counter() - start
             recorder.write(step, metrics, {"sample": sample_text(batch.groups[0][0])} if step % 10 == 0 else None)
-            progress.step(step + 1, console_line(step + 1, config.steps, metrics))
+            progress.show(step + 1, console_line(step + 1, config.steps, metrics))
             if last or (step + 1) % config.checkpoint.every == 0:
                 with phases("checkpoint"):
                     rl.checkpointer.save(step + 1, rl.model, rl.optimizer, rl.state(), last=last)

@@ -1,4 +1,5 @@
 """Configuration of an RL stage, and what is refused before a single weight is loaded."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -7,8 +8,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from dccot.config import ConfigError, at_least, one_of, require
+from dccot.data.grading import GradingConfig
 from dccot.data.prompting import PromptConfig
-from dccot.eval.grading import GradingConfig
 from dccot.model.sharding import ShardingConfig
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.settings import EngineConfig
@@ -33,14 +34,14 @@ class RLData:
 class BatchConfig:
     prompts_rolled_out: int = 288  # per rollout batch
     prompts: int = 96  # trained on per step, after filtering
-    samples: int = 7  # responses per prompt
+    group_size: int = 7  # responses per prompt
     optimizer_steps: int = 2  # mini-batches per step
     max_rollout_batches: int = 20  # how many batches may be rolled out in search of enough prompts
     token_budget: int = 32_768  # of one micro-batch on one rank
     share_prompts: bool = True
 
     def check(self) -> None:
-        require(self.samples > 1, f"batch.samples is {self.samples}; an advantage within a group needs at least 2")
+        require(self.group_size > 1, f"batch.group_size is {self.group_size}; an advantage within a group needs at least 2")
         at_least(1, self.prompts, "batch.prompts")
         at_least(1, self.prompts_rolled_out, "batch.prompts_rolled_out")
         at_least(1, self.max_rollout_batches, "batch.max_rollout_batches")

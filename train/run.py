@@ -1,7 +1,8 @@
-"""What SFT and RL runs have in common: the command line, the run folder, the progress bar.
+"""What SFT and RL runs have in common: the command line, the run folder.
 
-    runs/<name>/config.yaml  metrics.jsonl  tensorboard/  rollouts/  checkpoints/  latest  profile/
+runs/<name>/config.yaml  metrics.jsonl  tensorboard/  rollouts/  checkpoints/  latest  profile/
 """
+
 from __future__ import annotations
 
 import argparse
@@ -11,22 +12,21 @@ import fcntl
 import logging
 import os
 import socket
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from dccot.cli import run_cleanly
+from dccot.command import run_cleanly
 from dccot.config import ConfigError, at_least, load_config, require, to_yaml
 from dccot.data.prompting import check_tokenizer
+from dccot.files import write_atomic
 from dccot.model.config import ModelConfig, read_config
+from dccot.model.folder import resolve_model
+from dccot.progress import Progress
 from dccot.rollout.protocol import TagIds
-from dccot.train.checkpoint import resolve_model
-from dccot.train.runtime import Runtime
+from dccot.runtime import Runtime
 
 log = logging.getLogger("dccot")
 
@@ -106,51 +106,21 @@ def claim(run: Path) -> str | None:
 def open_run(config: Any, runtime: Runtime) -> Path:
     """Make the run folder and write the resolved configuration; a run that was configured otherwise says what changed."""
     run = Path(config.output) / config.name
-    if taken := runtime.share(claim(run) if runtime.is_main else None):
+    if taken := runtime.broadcast(claim(run) if runtime.is_main else None):
         raise FileExistsError(taken)
     if runtime.is_main:
         path, text = run / "config.yaml", to_yaml(config)
         if path.exists() and path.read_text() != text:
             changed = list(difflib.unified_diff(path.read_text().splitlines(), text.splitlines(), n=0, lineterm=""))
             log.warning("%s continues with another configuration than before:\n%s", run, "\n".join(changed[2:]))
-        beside = path.with_suffix(".partial")
-        beside.write_text(text)
-        os.replace(beside, path)
+        write_atomic(path, text)
     runtime.barrier()
     return run
 
 
-class StepProgress:
-    """A bar with the time left on a terminal; on anything else every line carries it. Of quick steps only some are shown."""
-
-    PAUSE = 3.0  # seconds between lines
-
-    def __init__(self, title: str, first: int, steps: int, active: bool):
-        self.console = Console(stderr=False, highlight=False, soft_wrap=True)
-        self.active, self.first, self.steps, self.began = active, first, steps, time.monotonic()
-        self.next_line = 0.0
-        columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-        self.bar = Progress(*columns, console=self.console, disable=not (active and self.console.is_terminal), transient=True)
-        self.task = self.bar.add_task(title, total=steps, completed=first)
-
-    def __enter__(self) -> StepProgress:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
-
-    def step(self, done: int, line: str) -> None:
-        if not self.active:
-            return
-        self.bar.update(self.task, completed=done)
-        if time.monotonic() < self.next_line and done < self.steps:
-            return
-        self.next_line = time.monotonic() + self.PAUSE
-        if not self.console.is_terminal:
-            seconds = (time.monotonic() - self.began) / max(1, done - self.first) * (self.steps - done)
-            line += f"  (left {int(seconds // 60)}:{int(seconds % 60):02d})"
-        self.console.print(line)
+def step_progress(config: Any, first: int, runtime: Runtime) -> Progress:
+    """Of quick steps only some are shown."""
+    return Progress(config.name, config.steps, first=first, active=runtime.is_main, lines=True, pause=3.0)
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:

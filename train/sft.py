@@ -6,6 +6,7 @@ A demonstration is cut into segments as inference would have produced them, toke
 loss is the mean negative log-prob of the sampled tokens, at temperature 1. Opening worker tags and `</spawn_workers>` carry no loss:
 at inference they are inserted. Data: JSONL with `id`, `question`, `completion`.
 """
+
 from __future__ import annotations
 
 import logging
@@ -21,20 +22,20 @@ import torch
 from torch import Tensor
 
 from dccot.config import at_least, require
-from dccot.data.jsonl import BadData, read_jsonl
 from dccot.data.prompting import PromptConfig, UnusablePrompt
 from dccot.data.stream import ProblemStream
+from dccot.files import BadData, read_jsonl
 from dccot.model.sharding import DTYPES, ShardingConfig, build_model
 from dccot.rollout.protocol import THINK_OPEN, IllFormed, TagIds, parse
 from dccot.rollout.response import Response, Round, Segment
+from dccot.runtime import Runtime
 from dccot.train.checkpoint import CheckpointConfig, Checkpointer
 from dccot.train.flops import pair_cost, training_speed
 from dccot.train.forest import Forest, forests_of_rank, longest_position, pack
 from dccot.train.metrics import Recorder, console_line, memory_metrics
 from dccot.train.phases import Phases, ProfileConfig, profiled
-from dccot.train.run import StepProgress, check_run, launch, open_model, open_run
-from dccot.train.runtime import Runtime
-from dccot.train.update import OptimizerConfig, make_optimizer, score, update
+from dccot.train.run import check_run, launch, open_model, open_run, step_progress
+from dccot.train.update import OptimizerConfig, compute_logprobs, make_optimizer, update
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +156,7 @@ def validation_loss(model, forests: Sequence[Forest], runtime: Runtime) -> float
     """Token mean over all validation examples."""
     total = torch.zeros(2, dtype=torch.float64)
     for forest in forests:
-        logprob, _ = score(model, forest.to(runtime.device), 1.0)
+        logprob, _ = compute_logprobs(model, forest.to(runtime.device), 1.0)
         total += torch.tensor([-float(logprob.double().sum()), len(logprob)], dtype=torch.float64)
     loss, tokens = runtime.sum(total).tolist()
     return loss / max(1, tokens)
@@ -222,7 +223,7 @@ def train(config: SFTConfig) -> None:
         stack.callback(sft.checkpointer.close)
         recorder = Recorder(sft.run, sft.first_step, runtime.is_main)
         stack.callback(recorder.close)
-        progress = stack.enter_context(StepProgress(config.name, sft.first_step, config.steps, runtime.is_main))
+        progress = stack.enter_context(step_progress(config, sft.first_step, runtime))
         for step in range(sft.first_step, config.steps):
             sft.phases.begin_step(step)
             start = time.perf_counter()
@@ -233,7 +234,7 @@ def train(config: SFTConfig) -> None:
                 metrics["validation/loss"] = validation_loss(sft.model, sft.held_out, runtime)
             metrics["time/step"] = time.perf_counter() - start
             recorder.write(step, metrics)
-            progress.step(step + 1, console_line(step + 1, config.steps, metrics))
+            progress.show(step + 1, console_line(step + 1, config.steps, metrics))
             if last or (step + 1) % config.checkpoint.every == 0:
                 state = {"skipped": sft.skipped, "stream": sft.stream.state()}
                 with sft.phases("checkpoint"):

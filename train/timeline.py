@@ -11,18 +11,20 @@
 Every rank writes a trace of its own (rank0.pt.trace.json, …). Here the ids of processes, threads and arrows are made unique over all
 ranks, and times are counted from the same moment; ranks on several machines are as well aligned as the machines' clocks.
 """
+
 from __future__ import annotations
 
 import argparse
 import gzip
 import json
 import logging
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
+
+from dccot.files import atomic_file
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +41,8 @@ def merge(step_folder: str | Path) -> Path:
     if not ranks:
         raise FileNotFoundError(f"{folder} holds no rank*.pt.trace.json; profile.steps says which steps leave traces")
     target = folder / f"{folder.name}.trace.json.gz"
-    beside = target.with_suffix(".part")
-    try:
-        with gzip.open(beside, "wt", encoding="utf-8", compresslevel=5) as out:
-            _write(out, dict(sorted(ranks.items())))
-        os.replace(beside, target)
-    finally:
-        beside.unlink(missing_ok=True)
+    with atomic_file(target) as file, gzip.open(file, "wt", encoding="utf-8", compresslevel=5) as out:
+        _write(out, dict(sorted(ranks.items())))
     return target
 
 

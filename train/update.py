@@ -5,6 +5,7 @@ ranks; so packing, micro-batching and the number of ranks never matter. Gradient
 or after each (sharding.reduce_once), which needs less memory.
 A step whose gradient is not finite is skipped and counted, never applied.
 """
+
 from __future__ import annotations
 
 import math
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from dccot.config import at_least, require
+from dccot.runtime import Runtime
 from dccot.train.forest import Forest
-from dccot.train.runtime import Runtime
 
 
 @dataclass
@@ -24,7 +25,7 @@ class OptimizerConfig:
     learning_rate: float = 2e-6
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     weight_decay: float = 0.01
-    clip: float = 1.0  # of the gradient's norm over all shards
+    max_grad_norm: float = 1.0  # of the gradient's norm over all shards
     warmup_steps: int = 0  # linear, then constant
     decay_from: int | None = None  # step from which the rate falls linearly, to nothing at decay_to; None: never (the paper)
     decay_to: int | None = None
@@ -32,7 +33,7 @@ class OptimizerConfig:
     def check(self) -> None:
         rate = self.learning_rate
         require(0 < rate < math.inf, f"optimizer.learning_rate is {rate}; it must be positive and finite")
-        require(self.clip > 0, f"optimizer.clip is {self.clip}; it must be positive")
+        require(self.max_grad_norm > 0, f"optimizer.max_grad_norm is {self.max_grad_norm}; it must be positive")
         good = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         require(good, f"optimizer.betas is {self.betas}; it must be two numbers in [0, 1)")
         at_least(0, self.weight_decay, "optimizer.weight_decay")
@@ -51,7 +52,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
     )
 
 
-def score(model: nn.Module, forest: Forest, temperature: float) -> tuple[Tensor, Tensor]:
+def compute_logprobs(model: nn.Module, forest: Forest, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy [M] of the forest's sampled tokens under the model."""
     targets, mask = forest.targets, forest.mask
     return model(forest.tokens, mask.position, mask, mask.parent[targets], forest.tokens[targets], temperature)
@@ -80,7 +81,7 @@ def accumulate(
         if hasattr(model, "set_requires_gradient_sync"):
             model.set_requires_gradient_sync(not reduce_once or number == len(forests) - 1)
         forest = forest.to(runtime.device)
-        logprob, entropy = score(model, forest, temperature)
+        logprob, entropy = compute_logprobs(model, forest, temperature)
         losses = token_loss(number, forest, logprob, entropy)
         (losses.sum() / max(1, tokens)).backward()  # gradients are summed over ranks (model/sharding.py)
         total += losses.detach().double().sum().cpu()
@@ -88,14 +89,14 @@ def accumulate(
 
 
 def apply_gradients(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss: float, learning_rate: float, clip: float
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: float, learning_rate: float, max_grad_norm: float
 ) -> tuple[float, bool]:
     """Clip and step unless loss or gradient is not finite; returns the gradient's norm and whether the step was taken."""
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     finite = math.isfinite(float(norm)) and math.isfinite(loss)
     if finite:
-        nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)
+        nn.utils.clip_grads_with_norm_(model.parameters(), max_grad_norm, norm)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         optimizer.step()
@@ -115,5 +116,5 @@ def update(
     reduce_once: bool = True,
 ) -> StepReport:
     loss, tokens = accumulate(model, forests, token_loss, temperature, runtime, reduce_once)
-    norm, applied = apply_gradients(model, optimizer, loss, config.rate(step), config.clip)
+    norm, applied = apply_gradients(model, optimizer, loss, config.rate(step), config.max_grad_norm)
     return StepReport(loss, norm, applied, tokens)

@@ -1,11 +1,12 @@
 """The report on an SFT set measures what it says it measures."""
+
 import json
 
 import pytest
 
 from dccot.data.check import check_set, leaks_in, verbatim_share, word_runs
 from dccot.data.cli import main
-from dccot.data.jsonl import BadData, write_jsonl_atomic
+from dccot.files import BadData, write_jsonl_atomic
 
 BLOCK = "<spawn_workers>\n<worker_1>{}</worker_1>\n<worker_2>{}</worker_2>\n<worker_3>{}</worker_3>\n</spawn_workers>"
 SOURCE = "<think>\none two three four five six seven eight nine ten eleven twelve</think>"

@@ -1,4 +1,5 @@
 """Problems come out of every supported file alike, and what cannot be used is named by file and row."""
+
 import json
 import subprocess
 import sys
@@ -10,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dccot.data import problems as module
-from dccot.data.jsonl import BadData
 from dccot.data.problems import PRESETS, Fields, Problem, fetch, load_problems
+from dccot.files import BadData
 
 
 def jsonl(path, rows):

@@ -1,4 +1,5 @@
 """Prompts are the paper's, letter by letter, and are never tokenised into something else."""
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,5 @@
 """Rewriting against a real HTTP server on loopback that speaks each protocol and misbehaves in every way that matters."""
+
 import asyncio
 import json
 import os
@@ -17,10 +18,10 @@ import pytest
 from dccot.config import ConfigError
 from dccot.data.check import leaks_in, verbatim_share, word_runs
 from dccot.data.endpoints import EndpointConfig, Unusable, retry_after
-from dccot.data.jsonl import BadData, read_jsonl, write_jsonl_atomic
+from dccot.data.grading import Grader, GradingConfig
 from dccot.data.problems import Problem
 from dccot.data.rewrite import RewriteConfig, accept, attempts_path, load_solutions, prompt_text, rewrite_by_rule, run
-from dccot.eval.grading import Grader, GradingConfig
+from dccot.files import BadData, read_jsonl, write_jsonl_atomic
 from dccot.rollout.protocol import flaw_of, parse
 
 KEY = "sk-planted-4f1c"

@@ -1,4 +1,5 @@
 """The stream shows every problem once per epoch, in an order that neither stopping nor the number of ranks can change."""
+
 import json
 
 import pytest

@@ -1,4 +1,5 @@
 """Shared by the tests of evaluation and pages: a model whose answers are sometimes right, one engine on it, a browser."""
+
 from __future__ import annotations
 
 import json
@@ -14,7 +15,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from dccot.rollout import tiny
+from dccot.bench import bigram as tiny
 from dccot.rollout.settings import EngineConfig
 
 ENGINE = EngineConfig(dtype="float32", context=1024, max_sequences=16, kv_cache_gb=0.1)

@@ -1,4 +1,5 @@
 """`dccot eval latency`: what is measured, under which load, and what is made of it."""
+
 import json
 import time
 
@@ -26,7 +27,7 @@ class Load(Watch):
     def started(self, request, call):
         self.begun.add(request.sample)
 
-    def done(self, request, response):
+    def answered(self, request, response):
         self.ended += 1
 
     def stepped(self, engine):

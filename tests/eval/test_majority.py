@@ -1,4 +1,5 @@
 """Closed-form maj@3 equals the paper's definition, subset by subset."""
+
 from fractions import Fraction
 from itertools import combinations
 

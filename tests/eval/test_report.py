@@ -1,4 +1,5 @@
 """The report: tables that agree with the paper and with the evaluations, and a page that a browser shows without asking for anything."""
+
 import json
 import math
 import random

@@ -1,4 +1,5 @@
 """`dccot eval`: the table is that of the saved responses, and stopping anywhere does not change it."""
+
 import json
 import shutil
 import statistics
@@ -13,10 +14,10 @@ import pytest
 
 from dccot.cli import main as dccot
 from dccot.config import ConfigError
-from dccot.data.jsonl import BadData, read_jsonl
 from dccot.eval.benchmarks import Benchmark, own_benchmark
 from dccot.eval.results import Evaluation, Sample, summarise
 from dccot.eval.run import EvalConfig, eval_config, evaluate, main
+from dccot.files import BadData, read_jsonl
 from dccot.rollout.response import Rollout
 
 SAMPLES, BUDGET = 8, 120

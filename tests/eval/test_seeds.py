@@ -1,11 +1,12 @@
 """Several seeds as one table, and what the demo says in words: against means worked out by hand."""
+
 import pytest
 
 from dccot.config import ConfigError
-from dccot.demo import plain_words
 from dccot.eval.report import write_report
 from dccot.eval.results import BenchmarkResult, Evaluation
 from dccot.eval.seeds import main, rows_of, table
+from dccot.miniature.demo import plain_words
 
 ROWS = {"eval_base": "DSR", "eval_sft": "SFT", "eval_dc": "DC-CoT", "eval_hlp": "DC-CoT-HLP", "eval_dsr": "DSR-HLP"}
 

@@ -1,4 +1,5 @@
 """Sequential solutions: the first correct attempt is kept, attempts differ, and stopping anywhere changes nothing."""
+
 import json
 import os
 from collections import defaultdict
@@ -6,10 +7,10 @@ from collections import defaultdict
 import pytest
 
 from dccot.config import ConfigError
-from dccot.data.jsonl import read_jsonl
+from dccot.data.grading import Grader, GradingConfig
 from dccot.data.prompting import INSTRUCTION, PromptConfig
 from dccot.data.sequential import SequentialConfig, attempts_path, run
-from dccot.eval.grading import Grader, GradingConfig
+from dccot.files import read_jsonl
 from dccot.rollout.director import RolloutConfig
 
 

@@ -1,4 +1,5 @@
 """`dccot solve`: what is shown, timed and traced is what the engine wrote. One engine for all tests, on a model that spawns untrained."""
+
 import io
 import json
 import os
@@ -11,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from rich.console import Console
 
+from dccot.bench.bigram import Chances, save
 from dccot.data.prompting import PromptConfig
 from dccot.eval.live import TerminalView, view_for
 from dccot.eval.solve import answer_in, main, settings_of, solve, summary
@@ -18,7 +20,6 @@ from dccot.eval.trace import Step, Timeline
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
 from dccot.rollout.settings import EngineConfig
-from dccot.rollout.tiny import Chances, save
 
 PROBLEM = "What is 1 plus 2?"
 BUDGET = 200
@@ -83,9 +84,9 @@ def test_workers_begin_when_their_director_ends_and_end_before_it_goes_on(soluti
 def test_every_sampled_token_belongs_to_one_engine_step(solution):
     steps = complete_events(solution.timeline.trace(), "engine")
     assert sum(e["args"]["tokens"] for e in steps) == solution.response.sampled_tokens
-    assert len(steps) == sum(
-        len(r.director.sampled) + max(len(w.sampled) for w in r.workers) for r in solution.response.rounds
-    ) + len(solution.response.final.sampled)
+    assert len(steps) == sum(len(r.director.sampled) + max(len(w.sampled) for w in r.workers) for r in solution.response.rounds) + len(
+        solution.response.final.sampled
+    )
 
 
 def test_a_steps_batch_is_the_number_of_lanes_open_during_it(solution):

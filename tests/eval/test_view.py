@@ -1,4 +1,5 @@
 """`dccot view`: what the page holds is what the rollouts say. How it behaves in a browser: test_view_browser.py."""
+
 import base64
 import gzip
 import json
@@ -11,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from dccot.data.arithmetic import make_tokenizer
-from dccot.data.jsonl import write_jsonl_atomic
+from dccot.bench.bigram import save, tokenizer
 from dccot.eval.entropy import Scorer
 from dccot.eval.view import BLOCK, Page, Pieces, cut, main, utf16_length
+from dccot.files import write_jsonl_atomic
+from dccot.miniature.arithmetic import make_tokenizer
 from dccot.rollout.protocol import TagIds
 from dccot.rollout.response import Finish, Response, Rollout, Round, Segment
-from dccot.rollout.tiny import save, tokenizer
 
 WORDS = tokenizer("spelled")
 TAGS = TagIds.of(WORDS)
@@ -90,6 +91,7 @@ def test_no_text_is_lost_however_the_tags_stand(parts, rounds, answered):
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------------
 
+
 def test_pieces_of_tokens_are_the_text_and_a_split_character_belongs_to_its_last_token():
     ids = BYTEWISE.encode("a≥😀b", add_special_tokens=False)
     assert Pieces(BYTEWISE)(ids) == ["a", "", "", "≥", "", "", "", "😀", "b"]
@@ -111,6 +113,7 @@ def test_lengths_are_counted_as_javascript_counts_them():
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------------
+
 
 def test_the_index_holds_what_the_rollouts_say(tmp_path):
     page = built(tmp_path, rollout(0), rollout(1, verdict="wrong", flaw="no_answer", reward=0.0), rollout(0, verdict=None, reward=None))
@@ -173,6 +176,7 @@ def test_the_page_forbids_requests_and_names_no_address(tmp_path):
 
 # ---- entropy ---------------------------------------------------------------------------------------------------------------
 
+
 @torch.no_grad()
 def test_entropies_are_those_of_transformers_on_what_each_writer_had_read(tmp_path):
     folder = save(tmp_path / "tiny", "spelled")
@@ -200,6 +204,7 @@ def test_entropies_are_those_of_transformers_on_what_each_writer_had_read(tmp_pa
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------------
+
 
 def test_a_file_becomes_a_page_beside_it_and_bad_lines_are_reported(tmp_path, capsys):
     path = tmp_path / "step_000010.jsonl"

@@ -1,4 +1,5 @@
 """The page of `dccot view` with 10,000 responses in headless Chromium, driven through chromedriver's own protocol."""
+
 import contextlib
 import functools
 import json
@@ -13,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from dccot.bench.bigram import tokenizer
 from dccot.eval.view import Page, Pieces
 from dccot.rollout.protocol import TagIds
 from dccot.rollout.response import Finish, Response, Rollout, Round, Segment
-from dccot.rollout.tiny import tokenizer
 
 RESPONSES, SAMPLES = 10_000, 8
 NEEDLE = "needle in worker two"

@@ -1,4 +1,5 @@
 """Forests for tests, built from depths and by brute force: nothing here comes from the code under test."""
+
 from __future__ import annotations
 
 import torch

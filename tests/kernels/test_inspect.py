@@ -1,4 +1,5 @@
 """Every shipped kernel configuration, compiled for GPUs that are not here: it fits, it does not spill, it uses the tensor cores."""
+
 import json
 from dataclasses import asdict
 

@@ -1,4 +1,5 @@
 """Runs the tests in `interpreted` in a process of their own: TRITON_INTERPRET=1 is read when kernels are decorated."""
+
 import os
 import subprocess
 import sys

@@ -1,4 +1,5 @@
 """What Triton takes for the identity of a kernel: another length or tree must not compile again, another layout may."""
+
 import pytest
 import torch
 from triton.backends.compiler import GPUTarget
@@ -20,8 +21,8 @@ LISTS = ("starts", "stops", "firsts", "middles", "lasts", "tile_start", "tile_st
 def identity(kernel, length: int, aligned: bool, stride: int = 128) -> list:
     """Types and specialisations, computed by Triton's own launcher code for arguments of this kind."""
     integers, numbers = torch.zeros(64, dtype=torch.int32), torch.zeros(64)
-    slices = dict.fromkeys(LISTS, integers[0 if aligned else 1:])
-    slices |= dict.fromkeys(("STATISTICS", "ROW_VALUES"), numbers[0 if aligned else 1:])
+    slices = dict.fromkeys(LISTS, integers[0 if aligned else 1 :])
+    slices |= dict.fromkeys(("STATISTICS", "ROW_VALUES"), numbers[0 if aligned else 1 :])
     lengths = {"N": length, "width": length, "plane": length, "scale": 0.125, "inverse_temperature": 1.5}
     values = slices | {"targets": integers.long()[0 if aligned else 1 :], "visible_until": integers} | lengths
     default = lambda p: 128 if p.is_constexpr else stride if p.name.endswith(("_n", "_h", "_stride")) else numbers

@@ -1,4 +1,5 @@
 """Fused LM head against dense log-softmax: values, gradients through both outputs, blocks of any size."""
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,9 +31,7 @@ def gradients(outputs, upstream, inputs):
     block=st.integers(1, 400), strip=st.integers(1, 200), used=st.sampled_from([(1.0, 1.0), (1.0, 0.0), (0.0, 1.0)]),
     seed=st.integers(0, 9),
 )  # fmt: skip
-def test_equal_to_the_definition_in_fp64_for_blocks_and_strips_of_any_size(
-    rows, words, temperature, chunk_rows, block, strip, used, seed
-):
+def test_equal_to_the_definition_in_fp64_for_blocks_and_strips_of_any_size(rows, words, temperature, chunk_rows, block, strip, used, seed):
     hidden, weight, targets = problem(rows, words, seed=seed)
     upstream = [scale * torch.linspace(-1, 2, rows, dtype=torch.float64) for scale in used]
     with pytest.MonkeyPatch.context() as patch:

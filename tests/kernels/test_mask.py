@@ -1,4 +1,5 @@
 """TreeMask: positions, parents and the check for a depth-first forest, against the definition of the mask."""
+
 import gc
 
 import numpy as np

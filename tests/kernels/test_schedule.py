@@ -1,4 +1,5 @@
 """The tile schedule against the dense mask: nothing visible is left out, nothing counts twice, full tiles are full."""
+
 import numpy as np
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Tree attention on a CPU: `paths` against the dense oracle in fp64, and how the entry point behaves."""
+"""Tree attention on a CPU: `cpu` against the dense oracle in fp64, and how the entry point behaves."""
+
 import gc
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from kernel_forests import SHAPES, forests, from_depths, visible_pairs
 from torch.utils.checkpoint import checkpoint
 
-from dccot.kernels import paths
+from dccot.kernels import attention_cpu
 from dccot.kernels.tree_attention import TreeMask, tree_attention
 
 
@@ -46,11 +47,11 @@ def test_the_oracle_is_softmax_over_visible_keys():
 
 
 @settings(deadline=None, max_examples=80)
-@given(forests(90), st.sampled_from([0, 60, 400, paths.LONG_RUN_PAIRS]))
+@given(forests(90), st.sampled_from([0, 60, 400, attention_cpu.LONG_RUN_PAIRS]))
 def test_paths_equal_the_oracle_in_fp64_however_the_tree_is_cut(visible_until, long_run_pairs):
     inputs = tensors(len(visible_until))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paths, "LONG_RUN_PAIRS", long_run_pairs)
+        patch.setattr(attention_cpu, "LONG_RUN_PAIRS", long_run_pairs)
         mask = TreeMask(visible_until)
         assert largest_difference(with_gradients(*inputs, mask), with_gradients(*inputs, mask, backend="dense")) < 1e-9
 
@@ -64,7 +65,7 @@ def test_paths_equal_the_oracle_in_fp64_on_chosen_shapes(name):
 def test_paths_equal_the_oracle_in_fp64_on_a_tree_long_enough_for_slices():
     visible_until = torch.tensor([1400] * 400 + [700] * 300 + [900] * 200 + [1400] * 500)
     mask = TreeMask(visible_until)
-    pieces = paths.cut(visible_until)
+    pieces = attention_cpu.cut(visible_until)
     assert len(pieces.causal) == 4 and len(pieces.full) == 1 and not pieces.chains
     inputs = tensors(1400, 2, 1, 8)
     assert largest_difference(with_gradients(*inputs, mask), with_gradients(*inputs, mask, backend="dense")) < 1e-9
@@ -73,11 +74,11 @@ def test_paths_equal_the_oracle_in_fp64_on_a_tree_long_enough_for_slices():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["forty branches", "long branches"])
 def test_paths_are_as_exact_as_dense_attention_in_the_same_precision(name, dtype, monkeypatch):
-    monkeypatch.setattr(paths, "LONG_RUN_PAIRS", 500)
+    monkeypatch.setattr(attention_cpu, "LONG_RUN_PAIRS", 500)
     mask = TreeMask(SHAPES[name])
     rounded = [x.detach().requires_grad_() for x in tensors(len(mask), dtype=dtype)]
     exact = with_gradients(*(x.detach().double().requires_grad_() for x in rounded), mask, backend="dense")
-    ours, dense = (with_gradients(*rounded, mask, backend=backend) for backend in ("paths", "dense"))
+    ours, dense = (with_gradients(*rounded, mask, backend=backend) for backend in ("cpu", "dense"))
     for part, (a, b, truth) in enumerate(zip(ours, dense, exact, strict=True)):
         assert largest_difference([a], [truth]) <= (3 if part else 2) * largest_difference([b], [truth])
 
@@ -124,7 +125,7 @@ def test_activation_checkpointing_changes_no_bit():
 
 def test_the_operator_keeps_torchs_contract_for_custom_operators():
     mask, (q, k, v, _) = TreeMask(SHAPES["one-token segments"]), tensors(15, dtype=torch.float32)
-    torch.library.opcheck(torch.ops.dccot.tree_attention.default, (q, k, v, mask.visible_until, mask.handle, 0.25, "paths"))
+    torch.library.opcheck(torch.ops.dccot.tree_attention.default, (q, k, v, mask.visible_until, mask.handle, 0.25, "cpu"))
 
 
 def test_torch_compile_takes_it_as_one_step_and_other_trees_need_no_new_graph():
@@ -152,7 +153,7 @@ def test_torch_compile_takes_it_as_one_step_and_other_trees_need_no_new_graph():
         ({"k": torch.randn(9, 2, 16).half()}, TypeError, "one floating-point dtype, got torch.float32, torch.float16, torch.float32: cast"),
         ({"q": torch.randn(9, 16, 4).transpose(1, 2)}, ValueError, r"last dimension must be contiguous.*call \.contiguous\(\)"),
         ({"scale": 0.0}, ValueError, "scale must be positive, got 0.0"),
-        ({"backend": "flash"}, ValueError, "unknown backend 'flash': use 'triton', 'paths' or 'dense'"),
+        ({"backend": "flash"}, ValueError, "unknown backend 'flash': use 'triton', 'cpu' or 'dense'"),
         ({"backend": "triton"}, ValueError, "head_dim .32, 64, 128., got 16"),
     ],
 )

@@ -3,11 +3,12 @@
 Engines in one process share vLLM's process groups, and the one that made them takes them with it when it is shut down. So no test
 shuts one down; the tests of that run in processes of their own.
 """
+
 from pathlib import Path
 
 import pytest
 
-from dccot.rollout import tiny
+from dccot.bench import bigram as tiny
 from dccot.rollout.settings import EngineConfig
 
 KINDS = ("single", "spelled")

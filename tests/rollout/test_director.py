@@ -3,6 +3,7 @@
 Tags here are made of ids above 900; a sampler writes ids below 100. Context of a call and longest path are worked out anew from
 what the sampler was asked and what it wrote, not from the response's own arithmetic.
 """
+
 import random
 from dataclasses import dataclass
 

@@ -1,4 +1,5 @@
 """The real engine under the director: exact ids, exact log-probs, and the same again for the same seed."""
+
 import itertools
 import random
 from collections import Counter
@@ -8,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dccot.rollout import tiny
+from dccot.bench import bigram as tiny
 from dccot.rollout.director import Call, Completion, RolloutConfig
 from dccot.rollout.engine import EngineStalled
 from dccot.rollout.generate import Request, Watch, generate, seed_of
@@ -46,7 +47,7 @@ class Listener(Watch):
     def stepped(self, engine):
         self.steps += 1
 
-    def done(self, request, response):
+    def answered(self, request, response):
         self.order.append("done")
 
 
@@ -242,7 +243,7 @@ def test_only_so_many_responses_go_on_at_once_when_asked(engines):
             self.now += call.path == (0, 0)
             self.most = max(self.most, self.now)
 
-        def done(self, request, response):
+        def answered(self, request, response):
             self.now -= 1
 
     counting = Counting()

@@ -1,11 +1,12 @@
 """The protocol's rules, each with a text that breaks only it; parsing against texts built from known parts."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from dccot.rollout import tiny
+from dccot.bench import bigram as tiny
 from dccot.rollout.protocol import (
     TAG_PATTERN,
     Flaw,

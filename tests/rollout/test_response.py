@@ -1,10 +1,11 @@
 """Lengths of a response worked out by hand, and nothing lost on the way through JSON."""
+
 import json
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dccot.rollout import tiny
+from dccot.bench import bigram as tiny
 from dccot.rollout.response import Finish, Response, Rollout, Round, Segment
 
 ids = st.lists(st.integers(0, 2**31), max_size=6)

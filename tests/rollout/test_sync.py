@@ -1,4 +1,5 @@
 """Weights streamed into the live engine: afterwards it is the engine that would have been built from them."""
+
 import weakref
 
 import pytest

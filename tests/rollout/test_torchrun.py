@@ -1,4 +1,5 @@
 """Real ranks: FSDP shards the weights, every rank has its engine, and neither waits for the other."""
+
 import json
 import os
 import subprocess

@@ -5,6 +5,7 @@ torchrun --nproc_per_node 2 tests/rollout/torchrun_program.py <checkpoint> <out>
 FSDP shards the model over the ranks, each rank has an engine of its own in the same process, and the ranks roll out different
 numbers of responses of different lengths: nothing may wait for the other. Then the two ranks are one tensor-parallel engine.
 """
+
 import json
 import sys
 from pathlib import Path

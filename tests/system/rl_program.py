@@ -12,10 +12,10 @@ import torch
 
 from dccot.config import load_config
 from dccot.rollout.engine import Engine
+from dccot.runtime import Runtime
 from dccot.train.rl import train
 from dccot.train.rl_config import RLConfig
-from dccot.train.runtime import Runtime
-from dccot.train.torture.task import make_task, write_problems
+from tests.support.fault_injection.task import make_task, write_problems
 
 
 def settings(out: Path, name: str, steps: int, *more: str) -> RLConfig:

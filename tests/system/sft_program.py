@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from dccot.train.runtime import Runtime
+from dccot.runtime import Runtime
 from dccot.train.sft import main
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 """`dccot demo` as its users run it: two ranks started by itself, stopped by Ctrl-C, run again to the end. Few steps of a tiny model."""
+
 import json
 import os
 import signal

@@ -3,16 +3,17 @@
 A real engine rolls out real responses; our own model scores them through the forest in one forward. Nothing of the two is shared but
 the checkpoint: not the attention (paged and causal there, a tree here), nor the positions, nor the calls that the response was cut into.
 """
+
 from collections import Counter
 
 import pytest
 import torch
 
+from dccot.bench import bigram as tiny
 from dccot.kernels.tree_attention import TreeMask
 from dccot.model.checkpoint_io import full_parameters, load_weights
 from dccot.model.config import read_config
 from dccot.model.transformer import Transformer
-from dccot.rollout import tiny
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import Engine
 from dccot.rollout.generate import Request, generate

@@ -11,10 +11,10 @@ import pytest
 from safetensors.torch import load_file
 from torch.utils.tensorboard import SummaryWriter
 
-from dccot.data.arithmetic import make_tokenizer
 from dccot.data.prompting import PromptConfig
-from dccot.train.torture.rank import Kill
-from dccot.train.torture.run import Ordeal
+from dccot.miniature.arithmetic import make_tokenizer
+from tests.support.fault_injection.rank import Kill
+from tests.support.fault_injection.run import Ordeal
 
 PROGRAM = Path(__file__).with_name("rl_program.py")
 STEPS = {1: 3, 2: 8}  # by ranks: the longer one is there to see it learn

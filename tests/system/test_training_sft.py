@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dccot.data.arithmetic import make_splits, make_tokenizer, rewrite_parallel, sequential_solution
-from dccot.data.jsonl import write_jsonl_atomic
+from dccot.files import write_jsonl_atomic
+from dccot.miniature.arithmetic import make_splits, make_tokenizer, rewrite_parallel, sequential_solution
 from dccot.model.checkpoint_io import create_checkpoint
 from dccot.rollout.protocol import flaw_of
 from dccot.train.sft import main

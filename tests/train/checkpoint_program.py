@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from dccot.model.sharding import ShardingConfig, build_model
+from dccot.runtime import Runtime
 from dccot.train.checkpoint import CheckpointConfig, Checkpointer
-from dccot.train.runtime import Runtime
 
 
 def main(model_folder: Path, run: Path) -> None:

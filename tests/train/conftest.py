@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dccot.data.arithmetic import make_tokenizer
+from dccot.miniature.arithmetic import make_tokenizer
 from dccot.model.checkpoint_io import create_checkpoint
 from dccot.model.config import parse_config
 from dccot.model.transformer import Transformer

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 from dccot.model.sharding import ShardingConfig, build_model
 from dccot.rollout.response import Response
+from dccot.runtime import Runtime
 from dccot.train.forest import forests_of_rank, pack
 from dccot.train.objectives import ObjectiveConfig, objective_loss
-from dccot.train.runtime import Runtime
 from dccot.train.update import OptimizerConfig, accumulate, apply_gradients, make_optimizer
 
 LONELY = "a single response"  # which leaves a second rank with nothing to do

@@ -14,9 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from dccot.model.sharding import ShardingConfig, build_model
 from dccot.rollout.response import Response, Segment
+from dccot.runtime import Runtime
 from dccot.train.forest import build_forest
-from dccot.train.runtime import Runtime
-from dccot.train.update import OptimizerConfig, accumulate, apply_gradients, make_optimizer, score
+from dccot.train.update import OptimizerConfig, accumulate, apply_gradients, compute_logprobs, make_optimizer
 
 
 def local_bytes(tensors) -> int:
@@ -55,7 +55,7 @@ def measure(folder: str, tokens: int, runtime: Runtime, **sharding) -> dict[str,
         gradients = local_bytes(p.grad for p in model.parameters())
         apply_gradients(model, optimizer, 0.0, 1e-6, 1.0)
     model.set_requires_gradient_sync(not config.reduce_once)  # once more, stopped before the last micro-batch
-    (-score(model, forests[0], 1.0)[0].sum()).backward()
+    (-compute_logprobs(model, forests[0], 1.0)[0].sum()).backward()
     return {
         "master weights": local_bytes(model.parameters()),
         "AdamW moments": local_bytes(value for state in optimizer.state.values() for name, value in state.items() if name != "step"),

@@ -13,9 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dccot.train.checkpoint as checkpoint_module
+from dccot.model.folder import resolve_model, verify_manifest
 from dccot.model.sharding import ShardingConfig, build_model
-from dccot.train.checkpoint import CheckpointConfig, Checkpointer, resolve_model, verify_manifest
-from dccot.train.runtime import Runtime
+from dccot.runtime import Runtime
+from dccot.train.checkpoint import CheckpointConfig, Checkpointer
 from dccot.train.update import OptimizerConfig, make_optimizer
 
 PROGRAM = Path(__file__).with_name("checkpoint_program.py")

@@ -12,7 +12,7 @@ from dccot.kernels.tree_attention import TreeMask
 from dccot.model.rotary import cos_sin, rotate
 from dccot.rollout.response import Response, Round, Segment
 from dccot.train.forest import build_forest, forests_of_rank, pack
-from dccot.train.update import score
+from dccot.train.update import compute_logprobs
 
 TEMPERATURE = 0.6
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -66,7 +66,7 @@ def with_gradients(model, compute) -> tuple[Tensor, dict[str, Tensor]]:
 def of_forest(model, made: list[list[Response]]) -> Tensor:
     indexed = iter(range(sum(map(len, made))))
     forest = build_forest([[(next(indexed), response) for response in group] for group in made])
-    return in_reading_order(score(model, forest, TEMPERATURE)[0], forest.logprob[forest.targets])
+    return in_reading_order(compute_logprobs(model, forest, TEMPERATURE)[0], forest.logprob[forest.targets])
 
 
 # ---- (a) the paper's layout, every worker twice, with a dense mask -------------------------------------------------------
@@ -229,7 +229,7 @@ def test_worker_two_never_sees_worker_one(small_model):
         if changed is not None:
             altered.rounds[0].workers[changed].inserted[0] = 9
         forest = build_forest([[(0, altered)]])
-        return dict(zip(forest.tokens[forest.targets].tolist(), score(model, forest, 1.0)[0].tolist(), strict=True))
+        return dict(zip(forest.tokens[forest.targets].tolist(), compute_logprobs(model, forest, 1.0)[0].tolist(), strict=True))
 
     before, one, two = logprobs(None), logprobs(0), logprobs(1)
     assert response.rounds[0].workers[0].sampled == [31]

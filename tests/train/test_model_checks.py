@@ -8,8 +8,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dccot.config import ConfigError, load_config
-from dccot.data.arithmetic import make_tokenizer
 from dccot.data.prompting import CHAT_TOKENS
+from dccot.miniature.arithmetic import make_tokenizer
 from dccot.train.rl import main as rl_main
 from dccot.train.rl_config import RLConfig, check_model
 from dccot.train.sft import main as sft_main

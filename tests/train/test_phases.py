@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
+from dccot.runtime import Runtime
 from dccot.train.phases import Phases
-from dccot.train.runtime import Runtime
 
 HERE = Runtime(rank=3, ranks=8, device=torch.device("cpu"), owned=False)
 

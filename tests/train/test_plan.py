@@ -1,4 +1,5 @@
 """`dccot plan` against what training steps really hold, in two processes under torchrun (memory_program.py)."""
+
 import json
 from pathlib import Path
 

@@ -3,8 +3,8 @@
 import pytest
 
 from dccot.config import load_config
-from dccot.data.arithmetic import make_tokenizer
-from dccot.data.jsonl import BadData
+from dccot.files import BadData
+from dccot.miniature.arithmetic import make_tokenizer
 from dccot.rollout.protocol import IllFormed, TagIds
 from dccot.train.forest import build_forest
 from dccot.train.sft import SFTConfig, demonstration, load_examples
@@ -111,5 +111,3 @@ def test_an_example_past_the_models_positions_is_named_before_training(tokenizer
     path = write_rows("rows.jsonl", [{"id": "a", "question": "q", "completion": TEXT}])
     with pytest.raises(BadData, match=r"rows.jsonl:1: the example reaches position \d+; the model takes 20"):
         load_examples(path, config(path), tokenizer, max_positions=20)
-
-

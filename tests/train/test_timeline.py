@@ -1,4 +1,5 @@
 """The merged trace of a step: real profiler traces of two ranks, and small ones by hand."""
+
 import gzip
 import json
 import os
@@ -15,7 +16,7 @@ PROGRAM = """
 import sys, torch, torch.distributed as dist
 from pathlib import Path
 from dccot.train.phases import Phases, ProfileConfig, profiled
-from dccot.train.runtime import Runtime
+from dccot.runtime import Runtime
 torch.set_num_threads(1)
 runtime = Runtime.start(60)
 phases = Phases(runtime)
@@ -66,7 +67,9 @@ def test_ranks_are_named_processes_and_phases_have_a_lane_each(merged):
 def test_only_chosen_steps_leave_traces(step_folder):
     assert [folder.name for folder in step_folder.parent.iterdir() if folder.is_dir()] == ["step_000010"]
     assert sorted(path.name for path in step_folder.iterdir()) == [
-        "rank0.pt.trace.json", "rank1.pt.trace.json", "step_000010.trace.json.gz"
+        "rank0.pt.trace.json",
+        "rank1.pt.trace.json",
+        "step_000010.trace.json.gz",
     ]
 
 

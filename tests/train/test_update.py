@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from dccot.runtime import Runtime
 from dccot.train.forest import forests_of_rank, pack
-from dccot.train.runtime import Runtime
 from dccot.train.sft import negative_logprob
-from dccot.train.update import OptimizerConfig, make_optimizer, score, update
+from dccot.train.update import OptimizerConfig, compute_logprobs, make_optimizer, update
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +42,12 @@ def test_warm_up_is_linear_and_then_constant():
 def test_two_steps_are_those_of_torchs_adamw_on_the_clipped_mean_gradient(small_model, forests, runtime, clip):
     assert len(forests) > 1
     ours, theirs = small_model(), small_model()
-    config = OptimizerConfig(learning_rate=0.01, betas=[0.8, 0.9], weight_decay=0.1, clip=clip, warmup_steps=2)
+    config = OptimizerConfig(learning_rate=0.01, betas=[0.8, 0.9], weight_decay=0.1, max_grad_norm=clip, warmup_steps=2)
     optimizer = make_optimizer(ours, config)
     reference = torch.optim.AdamW(theirs.parameters(), lr=0.0, betas=(0.8, 0.9), weight_decay=0.1)
     for step in range(2):
         report = update(ours, optimizer, forests, negative_logprob, config, step, 0.7, runtime)
-        losses = torch.cat([-score(theirs, forest, 0.7)[0] for forest in forests])
+        losses = torch.cat([-compute_logprobs(theirs, forest, 0.7)[0] for forest in forests])
         losses.mean().backward()
         norm = nn.utils.clip_grad_norm_(theirs.parameters(), clip)
         reference.param_groups[0]["lr"] = 0.01 * (step + 1) / 2

@@ -3,6 +3,7 @@
 The bound: at most twice (gradients three times) the error that dense PyTorch makes in the same precision, plus 1e-6 (a few units in the
 last place in fp32) for trees so small that dense PyTorch makes no error at all.
 """
+
 import pytest
 import torch
 from hypothesis import given, settings

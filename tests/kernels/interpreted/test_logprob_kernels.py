@@ -1,4 +1,5 @@
 """The Triton kernels of the fused LM head, run by Triton's interpreter, against the definition in fp64."""
+
 import pytest
 import torch
 

@@ -1,0 +1,133 @@
+"""A tiny model that speaks the protocol without having been trained, for tests and benchmarks.
+
+Its weights are written down rather than learnt. The embedding is one-hot, so the LM head can hold any table of bigrams:
+
+    logits(next | last) = T · log P(next | last)  +  what the two random layers make of the whole context
+
+Letters follow letters until, with the given chances per token, a tag or the end comes. So segments have geometric lengths with
+means that the caller chooses, and every log-prob still depends on everything that attention sees.
+
+    save("checkpoints/tiny", tags="spelled")          → a folder that transformers, vLLM and dccot open
+
+`tags="single"`: every tag is one special token. `tags="spelled"`: tags are plain text of several tokens, and a tag's last token
+may run on into the next line (`>` and `>\\n` are both tokens), as in the tokenizers of published models.
+"""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from dccot.rollout.protocol import SPAWN_OPEN, all_tags, worker_close
+
+BOS, EOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
+SPACE, NEWLINE = "Ġ", "Ċ"  # as byte-level tokenizers spell them
+LETTERS = string.ascii_lowercase + SPACE
+CHARACTERS = string.printable[:94] + SPACE + NEWLINE
+TAG_PIECES = ["spawn_workers", "worker_", "</worker_", ">\n"]
+NEVER = -14.0  # log of a chance that hardly ever comes true
+LOUDNESS = 10.0  # of the last token against what the layers add
+
+
+@dataclass(frozen=True)
+class Chances:
+    """Per token of plain text."""
+
+    spawn: float = 1 / 24
+    close: float = 1 / 16  # for each worker's closing tag; the other workers' tags are noise in a worker's text
+    eos: float = 1 / 64
+
+
+def tokenizer(tags: str, workers: int = 3) -> PreTrainedTokenizerFast:
+    """Characters, and the tags as single special tokens or spelled with several."""
+    backend = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(CHARACTERS)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in (BOS, EOS, USER, ASSISTANT)])
+    if tags == "single":
+        backend.add_special_tokens([AddedToken(tag, special=True) for tag in all_tags(workers)])
+    else:
+        backend.add_tokens([AddedToken(piece, normalized=False) for piece in TAG_PIECES])
+    # transformers adds <|endoftext|> to the tokenizer of every qwen2 model whose unknown and padding tokens are not named
+    names = {"bos_token": BOS, "eos_token": EOS, "unk_token": EOS, "pad_token": EOS}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **names)
+
+
+def bigrams(tokens: dict[str, int], tags: str, chances: Chances, workers: int) -> Tensor:
+    """P(next | last) as a [V, V] table: plain text that may end after any token, and the spelling of the tags."""
+    if tags == "single":
+        ends = {SPAWN_OPEN: chances.spawn, EOS: chances.eos} | {worker_close(i): chances.close for i in range(1, workers + 1)}
+        spelling = {}
+    else:
+        ends = {"<": chances.spawn, EOS: chances.eos, "</worker_": chances.close * workers}
+        digits = [str(i) for i in range(1, workers + 1)]
+        spelling = {last: {">": 0.7, ">\n": 0.3} for last in ["spawn_workers", *digits]}
+        spelling |= {"<": {"spawn_workers": 1.0}, "</worker_": dict.fromkeys(digits, 1 / workers)}
+
+    def row(following: dict[str, float]) -> Tensor:
+        chance = torch.zeros(len(tokens))
+        chance[[tokens[piece] for piece in following]] = torch.tensor(list(following.values()))
+        return chance
+
+    plain = {letter: (1 - sum(ends.values())) / len(LETTERS) for letter in LETTERS}
+    table = row(plain | ends).repeat(len(tokens), 1)
+    for last, following in spelling.items():
+        table[tokens[last]] = row(following)
+    return table
+
+
+def save(
+    folder: str | Path,
+    tags: str = "single",
+    chances: Chances | None = None,
+    *,
+    workers: int = 3,
+    temperature: float = 0.6,
+    context: int = 4096,
+    layers: int = 2,
+    seed: int = 0,
+) -> Path:
+    """Write the checkpoint (config, weights, tokenizer). At `temperature` the model writes with just these chances."""
+    if tags not in ("single", "spelled"):
+        raise ValueError(f"tags is {tags!r}; use 'single' or 'spelled'")
+    torch_state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    words = tokenizer(tags, workers)
+    vocabulary = words.get_vocab()
+    width = -(-(len(vocabulary) + 1) // 64) * 64  # one dimension per token, and one that is always on
+    config = Qwen2Config(
+        vocab_size=len(vocabulary), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
+        num_attention_heads=width // 32, num_key_value_heads=width // 64, max_position_embeddings=context,
+        tie_word_embeddings=False, bos_token_id=vocabulary[BOS], eos_token_id=vocabulary[EOS], initializer_range=0.08,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).float()
+    torch.set_rng_state(torch_state)
+    table = bigrams(vocabulary, tags, chances or Chances(), workers)
+    logits = temperature * (table + 1e-9).log().clamp(min=NEVER / temperature)
+    common = logits[vocabulary[EOS]]  # plain text: carried by the dimension that is always on, so that the rest of the table is sparse
+    always_on = width - 1
+    with torch.no_grad():
+        for name, parameter in model.model.layers.named_parameters():
+            if parameter.ndim == 1:  # norms and biases, which would start as ones and zeros
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+        model.model.embed_tokens.weight.zero_()
+        model.model.embed_tokens.weight.fill_diagonal_(LOUDNESS)
+        model.model.embed_tokens.weight[:, always_on] = LOUDNESS
+        scale = (width / 2) ** 0.5  # what the last norm makes of each of the two
+        head = 0.3 * model.lm_head.weight
+        head[:, : len(vocabulary)] += (logits - common).T / scale
+        head[:, always_on] += common / scale
+        model.lm_head.weight.copy_(head)
+    folder = Path(folder)
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(folder)
+    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    words.save_pretrained(folder)
+    return folder

@@ -1,0 +1,72 @@
+"""How long it takes to turn responses into packed forests, and how that grows.
+
+    dccot bench forest
+
+Responses are like those of the paper's trained model: one round of three workers, about 6,000 tokens with the prompt, seven to a prompt.
+The figures are the processor time of one core for everything between responses and the model: packing is a plan over lengths, building
+copies every token once, and positions and parents are derived from `visible_until`. Larger batches hold the same responses repeatedly.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import torch
+
+from dccot.rollout.response import Response, Round, Segment
+from dccot.train.forest import forests_of_rank, pack
+
+TOKEN_BUDGET = 32_768
+SAMPLES = 7  # responses to one prompt
+WARM_UP = 20  # responses
+
+
+def paper_like_response(rng: random.Random, prompt: list[int], tokens: int, vocabulary: int) -> Response:
+    """A response of about `tokens` tokens behind its prompt: a director with 15% before and 15% behind three workers of unlike length."""
+
+    def segment(share: float, inserted: int) -> Segment:
+        length = max(1, round(share * tokens * rng.uniform(0.7, 1.3)) - inserted)
+        ids = rng.choices(range(vocabulary), k=inserted + length)
+        return Segment(ids[:inserted], ids[inserted:], [-0.5] * length)
+
+    workers = [segment(share, inserted=5) for share in (0.29, 0.23, 0.18)]
+    return Response(prompt, [Round(segment(0.15, 0), workers)], segment(0.15, inserted=5))
+
+
+def paper_like_responses(count: int, tokens: int, seed: int = 0, prompt_tokens: int = 250, vocabulary: int = 151_936) -> list[Response]:
+    """`count` responses in groups of SAMPLES that share their prompts."""
+    rng = random.Random(seed)
+    made: list[Response] = []
+    while len(made) < count:
+        prompt = rng.choices(range(1000), k=prompt_tokens)
+        made += [paper_like_response(rng, prompt, tokens - prompt_tokens, vocabulary) for _ in range(min(SAMPLES, count - len(made)))]
+    return made
+
+
+def build_all(responses: list[Response]) -> tuple[float, int]:
+    """Seconds to pack and build `responses`, masks included, and how many tokens came out."""
+    start = time.process_time()
+    plan = pack(responses, TOKEN_BUDGET, ranks=8)
+    tokens = 0
+    for rank in range(8):
+        for forest in forests_of_rank(responses, plan, rank):
+            tokens += len(forest)
+            _ = forest.mask.position, forest.mask.parent, forest.targets
+    return time.process_time() - start, tokens
+
+
+def run(quick: bool = False) -> list[dict]:
+    torch.set_num_threads(1)
+    base = 100 if quick else 1000
+    responses = paper_like_responses(base, 6000)
+    build_all(responses[:WARM_UP])
+    rows, per_token = [], {}
+    for times in (1, 4, 16):
+        seconds, tokens = min(build_all(responses * times) for _ in range(2))
+        per_token[times] = seconds / tokens
+        name = f"build and pack {base * times:,} responses of ~6,000 tokens"
+        rows.append({"name": name, "value": seconds, "unit": "s", "target": 2.0 if base * times == 1000 else None, "better": "lower"})
+    growth = per_token[16] / per_token[1]
+    rows.append({"name": "time per token at 16× against 1×", "value": growth, "unit": "×", "target": 1.5, "better": "lower"})
+    return rows

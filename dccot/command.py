@@ -1,0 +1,60 @@
+"""What every command shares: exit codes instead of traces, quiet dependencies, argument types, tables on a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from dccot.config import ConfigError
+from dccot.files import BadData
+
+EXPECTED = (ConfigError, BadData, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+
+
+def run_cleanly(work: Callable[[], object]) -> int:
+    """Exit code of a command's work: what cannot run costs one line, not a trace; what was interrupted says how to continue."""
+    try:
+        work()
+    except EXPECTED as error:
+        print(f"dccot: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("\nstopped; the same command continues where it can", file=sys.stderr)
+        return 130
+    return 0
+
+
+def quiet() -> None:
+    """Send what dependencies warn about to runs/dccot.log. DCCOT_DEBUG=1 leaves everything on the terminal."""
+    if os.environ.get("DCCOT_DEBUG"):
+        return
+    for name, value in {"TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM reads its variable only when an engine starts, not while it is imported
+    logging.captureWarnings(True)
+    noise = logging.getLogger("py.warnings")
+    noise.propagate = False
+    try:
+        Path("runs").mkdir(exist_ok=True)
+        noise.addHandler(logging.FileHandler("runs/dccot.log", delay=True))
+    except OSError:  # a folder that cannot be written is no reason to refuse `dccot inspect`
+        noise.addHandler(logging.NullHandler())
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def print_table(table: Table) -> None:
+    console = Console()
+    (console if console.is_terminal else Console(width=160)).print(table)

@@ -1,0 +1,198 @@
+"""JSON lines in and out: reading that survives any file, writing that survives any crash.
+
+    for line, row in read_jsonl(path): ...            # bad lines are reported as path:line and skipped; strict=True raises instead
+    with JsonlWriter(path) as out: out.write(row)     # one row = one write; a partial last line of an earlier run is cut first
+    write_jsonl_atomic(path, rows)                    # the whole file or nothing
+
+Bad means: not UTF-8, not JSON, not an object, or longer than `MAX_LINE_BYTES`. An over-long line is never held in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+MAX_LINE_BYTES = 8 << 20  # a rollout of 100,000 tokens with log-probs takes about 3 MB
+REPORTED_LINES = 20  # a file that is bad throughout does not flood the terminal
+
+
+class BadData(ValueError):
+    """A file that cannot be used as it is; the message names file, line and remedy."""
+
+
+class JsonlReader:
+    """Iterates over (line number, row). `skipped` counts the bad lines met so far."""
+
+    def __init__(self, path: str | Path, *, strict: bool = False, report: Callable[[str], None] = print):
+        self.path, self.strict, self.report, self.skipped = Path(path), strict, report, 0
+
+    def __iter__(self) -> Iterator[tuple[int, dict]]:
+        with self.path.open("rb") as file:
+            if not self.path.stat().st_size:
+                self._bad(f"{self.path}: the file is empty")
+            for number, raw in enumerate(_bounded_lines(file), start=1):
+                row, fault = _decode(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw)
+                if fault:
+                    self.skipped += 1
+                    self._bad(f"{self.path}:{number}: {fault}")
+                elif row is not None:
+                    yield number, row
+        if self.skipped > REPORTED_LINES:
+            self.report(f"{self.path}: {self.skipped:,} bad lines skipped in all")
+
+    def _bad(self, message: str) -> None:
+        if self.strict:
+            raise BadData(message)
+        if self.skipped <= REPORTED_LINES:
+            self.report(message)
+
+
+def read_jsonl(path: str | Path, *, strict: bool = False, report: Callable[[str], None] = print) -> JsonlReader:
+    """(line number, row) of every good line; blank lines are nothing, bad ones are reported and skipped, or raise when `strict`."""
+    return JsonlReader(path, strict=strict, report=report)
+
+
+def _bounded_lines(file) -> Iterator[bytes]:
+    """Lines of a binary file; of an over-long one only the first MAX_LINE_BYTES + 1 bytes."""
+    while raw := file.readline(MAX_LINE_BYTES + 1):
+        rest = raw
+        while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_LINE_BYTES + 1)
+        yield raw
+
+
+def _decode(raw: bytes) -> tuple[dict | None, str | None]:
+    """The row, or what is wrong with it; neither for a blank line."""
+    if len(raw) > MAX_LINE_BYTES:
+        return None, f"line is longer than {MAX_LINE_BYTES:,} bytes"
+    if not raw.strip():
+        return None, None
+    try:
+        row = json.loads(raw.decode())
+        if b"\\ud" in raw.lower():  # half a surrogate pair is legal JSON and cannot be written, tokenised or shown
+            json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        return None, f"not UTF-8 at byte {error.start}"
+    except UnicodeEncodeError:
+        return None, "holds half a surrogate pair, which is no text"
+    except RecursionError:
+        return None, "nested too deeply"
+    except ValueError as error:  # JSONDecodeError, and integers beyond Python's digit limit
+        return None, f"not JSON ({error})"
+    return (row, None) if isinstance(row, dict) else (None, f"a row must be an object {{...}}, found {type(row).__name__}")
+
+
+class JsonlWriter:
+    """Appends rows, each as one complete line in a single write. One writer per file: a second one is refused.
+
+    Opening cuts a last line that a crash left unfinished. A prefix of an object is never an object itself, so a last line that
+    parses is whole and only misses its newline: it is kept. Safe to call from several threads.
+    """
+
+    def __init__(self, path: str | Path, *, fsync: bool = False):
+        self.path, self._fsync, self._lock = Path(path), fsync, threading.Lock()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.cut_bytes = _cut_partial_line(self._fd)
+        except BaseException as error:
+            os.close(self._fd)
+            if isinstance(error, BlockingIOError):
+                raise BadData(f"{self.path} is being written by another process; wait for it or choose another file") from None
+            raise
+
+    def write(self, row: dict) -> None:
+        """Append one row; after a failed write (disk full) the file ends where it ended before."""
+        line = json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+        with self._lock:
+            end = os.fstat(self._fd).st_size
+            try:
+                while line:  # once, unless the disk is full: then the second write says so
+                    line = line[os.write(self._fd, line) :]
+                if self._fsync:
+                    os.fsync(self._fd)
+            except OSError:
+                os.ftruncate(self._fd, end)
+                raise
+
+    def rows(self) -> Iterator[dict]:
+        """Rows already in the file, so that a rerun can go on from there."""
+        if self.path.stat().st_size:
+            for _, row in read_jsonl(self.path):
+                yield row
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> JsonlWriter:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def _cut_partial_line(fd: int) -> int:
+    """Make the file end with a newline; how many bytes of an unfinished line were cut."""
+    size = os.fstat(fd).st_size
+    start, tail = size, b""
+    while start > 0 and b"\n" not in tail:
+        step = min(start, 1 << 16)
+        start -= step
+        tail = os.pread(fd, step, start) + tail
+    tail = tail.rpartition(b"\n")[2]
+    if not tail:
+        return 0
+    if _decode(tail)[0] is not None:
+        os.write(fd, b"\n")
+        return 0
+    os.ftruncate(fd, size - len(tail))
+    return len(tail)
+
+
+def flush_to_disk(path: Path) -> None:
+    """fsync of a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
+    """A file to write that takes the name `path` when the block ends: `path` is either the old file or the whole new one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with beside.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_atomic(path: str | Path, text: str) -> None:
+    with atomic_file(path) as file:
+        file.write(text.encode("utf-8"))
+
+
+def write_jsonl_atomic(path: str | Path, rows: Iterable[dict]) -> int:
+    """The whole file or nothing; returns the number of rows."""
+    count = 0
+    with atomic_file(path) as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+            count += 1
+    return count

@@ -1,0 +1,120 @@
+"""`dccot demo` (= `make demo`): the whole paper in miniature, on a CPU, in minutes.
+
+    world → base model → its own solutions → rewritten in parallel → SFT → RL stages 1–4 → high length penalty → evaluation → report
+
+The same trainer, engine and report as at full size (configs/mini/demo.yaml). Interrupted and run again, it continues. At the end: the
+table, what was learnt in three sentences computed from it, and where the report and the TensorBoard logs are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.table import Table
+
+from dccot.command import print_table, run_cleanly
+from dccot.eval.results import Evaluation
+from dccot.eval.seeds import rows_of
+from dccot.pipeline import load_recipe, run_recipe
+from dccot.statistics import Estimate
+
+MEASURES = (("accuracy", 100, 1), ("maj3_accuracy", 100, 1), ("longest_path", 1, 1), ("total_tokens", 1, 1), ("well_formed", 100, 1))
+
+
+def table_of(rows: dict[str, Evaluation], benchmark: str = "test") -> Table:
+    table = Table(title=f"{benchmark} split, mean ± standard error over problems", title_justify="left", box=box.SIMPLE_HEAD)
+    for title in ("model", "pass@1 %", "maj@3 %", "longest path", "total tokens", "well-formed %"):
+        table.add_column(title, justify="left" if title == "model" else "right")
+    for name, evaluation in rows.items():
+        cells = []
+        for measure, factor, digits in MEASURES:
+            estimate = evaluation.results[benchmark].estimate(measure)
+            cells.append(f"{estimate.value * factor:.{digits}f} ± {estimate.stderr * factor:.{digits}f}" if estimate else "")
+        table.add_row(name, *cells)
+    return table
+
+
+def plain_words(rows: dict[str, Evaluation]) -> list[str]:
+    """Three sentences, each computed from the table."""
+
+    def of(name: str, measure: str) -> Estimate:
+        return rows[name].results["test"].estimate(measure)
+
+    def points(name: str, other: str, measure: str = "accuracy") -> float:
+        return 100 * (of(name, measure).value - of(other, measure).value)
+
+    def against(name: str, other: str) -> str:
+        change = 100 * (of(name, "longest_path").value / of(other, "longest_path").value - 1)
+        return f"{abs(change):.0f}% {'longer' if change > 0 else 'shorter'}"
+
+    return [
+        f"The sequential base solves {100 * of('DSR', 'accuracy').value:.1f}% of the test problems; SFT on its own solutions rewritten for "
+        f"workers changes that by {points('SFT', 'DSR'):+.1f} points, and RL by a further {points('DC-CoT', 'SFT'):+.1f} "
+        f"(well-formed: {points('DC-CoT', 'SFT', 'well_formed'):+.1f}).",
+        f"The trained model thinks in parallel: its longest path is {against('DC-CoT', 'DSR')} than the base's, "
+        f"at {points('DC-CoT', 'DSR'):+.1f} points of accuracy.",
+        f"Under a high length penalty it becomes {against('DC-CoT-HLP', 'DC-CoT')} ({points('DC-CoT-HLP', 'DC-CoT'):+.1f} points), "
+        f"where the penalised base becomes {against('DSR-HLP', 'DSR')} ({points('DSR-HLP', 'DSR'):+.1f} points).",
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="The whole paper in miniature, on a CPU.", epilog="example: dccot demo")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe, e.g. seed=1 name=demo1")
+    parser.add_argument("--recipe", default="configs/mini/demo.yaml", help="default: configs/mini/demo.yaml")
+    parser.add_argument("--processes", type=int, help="ranks; default: 2 where there are two GPUs, or no GPU and two cores")
+    arguments = parser.parse_intermixed_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    processes = arguments.processes or min(2, torch.cuda.device_count() or os.cpu_count() or 1)
+    if "RANK" in os.environ or processes < 2:
+        return run_cleanly(lambda: _run(arguments.recipe, arguments.overrides))
+    refused = run_cleanly(lambda: load_recipe(arguments.recipe, arguments.overrides))  # once, not once per rank
+    return refused or _launch(processes, ["--recipe", arguments.recipe, *arguments.overrides])
+
+
+def _launch(processes: int, arguments: Sequence[str]) -> int:
+    """The demo as ranks of one thread each, as torchrun would start them: the same figures as one process, sooner."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    logging.disable()  # of the launcher alone: the ranks speak for themselves
+    try:
+        torchrun(["--standalone", "--nproc_per_node", str(processes), "-m", "dccot.cli", "demo", *arguments])
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    except ChildFailedError as failed:
+        return failed.get_first_failure()[1].exitcode
+    return 0
+
+
+def _run(file: str, overrides: Sequence[str]) -> None:
+    began = time.perf_counter()
+    recipe = run_recipe(file, overrides)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    rows = rows_of(recipe.folder)
+    print_table(table_of(rows))
+    print("\n".join(plain_words(rows)))
+    print(f"\nreport:      {recipe.folder}/report/report.html\nTensorBoard: tensorboard --logdir {recipe.folder}")
+    print(f'try it:      dccot solve {recipe.folder}/stage4 "{_example(recipe.folder)}"')
+    print(f"{(time.perf_counter() - began) / 60:.1f} minutes")
+
+
+def _example(run: Path) -> str:
+    from dccot.data.problems import load_problems
+
+    return load_problems(run / "world/problems/test.jsonl")[0].question
+
+
+if __name__ == "__main__":
+    sys.exit(main())

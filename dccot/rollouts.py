@@ -1,0 +1,104 @@
+"""Generate from the command line: n responses to every problem of a file, as the JSONL that the trainer writes, too.
+
+    dccot rollout MODEL PROBLEMS.jsonl --n 4 --budget 7500 --out rollouts.jsonl [--resume] [--method sequential] [key=value …]
+
+Every response is one line, written whole when it is finished. A run that was stopped goes on with --resume: what is there stays,
+and the rest comes with the seeds that it would have had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from dccot.command import positive, run_cleanly
+from dccot.config import ConfigError, load_config, require
+from dccot.data.problems import load_problems
+from dccot.data.prompting import PromptConfig, prompts_of
+from dccot.data.rollouts import Asked, rollout_of
+from dccot.files import JsonlWriter
+from dccot.model.folder import resolve_model
+from dccot.rollout.director import RolloutConfig
+from dccot.rollout.generate import Request, generate
+from dccot.rollout.progress import RolloutProgress
+from dccot.rollout.response import Rollout
+from dccot.rollout.settings import EngineConfig
+
+
+@dataclass
+class Settings:
+    seed: int = 0
+    prompt: PromptConfig = field(default_factory=PromptConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+def roll_out(model: str, problems: Path, samples: int, out: Path, resume: bool, settings: Settings) -> int:
+    """Bring `out` to `samples` responses per problem; how many were added."""
+    if out.exists() and out.stat().st_size and not resume:
+        raise ConfigError(f"{out} exists already; add --resume to finish it, or choose another --out")
+    folder = resolve_model(model)
+    asked = prompts_of(load_problems(problems), AutoTokenizer.from_pretrained(folder), settings.prompt)
+    by_id = {problem.id: problem for problem, _ in asked}
+    with JsonlWriter(out) as writer, ExitStack() as stack:
+        requests = missing(asked, samples, map(Rollout.from_json, writer.rows()), out)
+        if not requests:
+            return 0
+        from dccot.rollout.engine import Engine  # vLLM takes its time: only when everything else is in order
+
+        engine = Engine(folder, settings.engine)
+        stack.callback(engine.shutdown)
+        progress = stack.enter_context(RolloutProgress(len(requests)))
+        for request, response in generate(engine, requests, settings.rollout, seed=(settings.seed,), watch=progress):
+            problem, workers = by_id[request.problem], settings.rollout.workers
+            writer.write(rollout_of(problem, request.sample, response, engine.tokenizer, settings.prompt, workers).to_json())
+    return len(requests)
+
+
+def missing(asked: Sequence[Asked], samples: int, there: Iterable[Rollout], out: Path) -> list[Request]:
+    """What has no row yet. Rows that were asked otherwise are an error: they would not belong with the rest."""
+    prompts = {problem.id: ids for problem, ids in asked}
+    have = set()
+    for rollout in there:
+        if prompts.get(rollout.problem, rollout.response.prompt) != rollout.response.prompt:
+            raise ConfigError(
+                f"{out} was made with another prompt or tokenizer (problem {rollout.problem!r}); go on with those, or choose another --out"
+            )
+        have.add((rollout.problem, rollout.sample))
+    return [Request(problem, sample, ids) for problem, ids in prompts.items() for sample in range(samples) if (problem, sample) not in have]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Generate responses to a file of problems.",
+        epilog="example: dccot rollout runs/hlp problems.jsonl --n 4 --budget 7500 --out rollouts.jsonl",
+    )
+    parser.add_argument("model", help="a Hugging Face folder, or a run whose newest checkpoint is meant")
+    parser.add_argument("problems", type=Path, help="JSONL or parquet with id, question, gold")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="e.g. rollout.temperature=1 engine.dtype=float32 seed=1")
+    parser.add_argument("--n", type=positive, default=1, help="responses per problem (default: 1)")
+    parser.add_argument("--budget", type=positive, default=7500, help="tokens on the longest path (default: 7500)")
+    parser.add_argument("--method", choices=("parallel", "sequential"), default="parallel", help="how the model is asked")
+    parser.add_argument("--out", type=Path, default=Path("rollouts.jsonl"), help="default: rollouts.jsonl")
+    parser.add_argument("--resume", action="store_true", help="finish a file that an earlier run began")
+    arguments = parser.parse_intermixed_args(argv)
+
+    def work() -> None:
+        method = [f"prompt.kind={arguments.method}", f"rollout.parallel={arguments.method == 'parallel'}"]
+        settings = load_config(Settings, None, [*method, f"rollout.budget={arguments.budget}", *arguments.settings])
+        agree = (settings.prompt.kind == "parallel") == settings.rollout.parallel
+        require(agree, f"prompt.kind={settings.prompt.kind} does not go with rollout.parallel={settings.rollout.parallel}; use --method")
+        added = roll_out(arguments.model, arguments.problems, arguments.n, arguments.out, arguments.resume, settings)
+        print(f"{added:,} responses added to {arguments.out}; `dccot view {arguments.out}` shows them")
+
+    return run_cleanly(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Where this process runs: its rank, its device, and the few collectives that the loops need.
+
+Launched by `torchrun` there are as many ranks as it says; launched plainly there is one, and it still has a process group, so that one
+code path serves both. Objects travel over gloo, tensors over nccl where there are GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Runtime:
+    rank: int
+    ranks: int
+    device: torch.device
+    owned: bool = True  # this Runtime made the process group, and ends it
+
+    @classmethod
+    def start(cls, timeout_seconds: float = 1800) -> Runtime:
+        """Join the process group that torchrun announces, or make one of size 1."""
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(device)
+        owned = not dist.is_initialized()
+        if owned:
+            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+            timeout = timedelta(seconds=timeout_seconds)
+            place = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+                place = {"store": _store_of_this_life(rank, ranks, timeout), "rank": rank, "world_size": ranks}
+            dist.init_process_group(backend, timeout=timeout, **place)
+        return cls(dist.get_rank(), dist.get_world_size(), device, owned)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks, in place."""
+        dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, mine: list[Any]) -> list[list[Any]]:
+        """Every rank's list, in rank order, on every rank."""
+        if self.ranks == 1:
+            return [mine]
+        everybody: list[list[Any]] = [[] for _ in range(self.ranks)]
+        dist.all_gather_object(everybody, mine)
+        return everybody
+
+    def concatenated(self, tensor: Tensor) -> Tensor:
+        """One-dimensional tensors of all ranks behind one another, on the CPU."""
+        return torch.cat([torch.as_tensor(part) for [part] in self.gather([tensor.detach().float().cpu().numpy()])])
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def stop(self) -> None:
+        if self.owned and dist.is_initialized():  # an engine that shuts down takes the group with it
+            dist.destroy_process_group()
+
+
+def _store_of_this_life(rank: int, ranks: int, timeout: timedelta) -> dist.Store:
+    """torchrun's store, in a corner that no earlier life of this job has written to.
+
+    torchrun keeps its store over a restart (torch 2.13), and with it the addresses of ranks that are dead: who joins through them waits
+    for ever. Restarts cannot be counted, because nodes count them differently. So rank 0 names the corner, and each of the others goes
+    on only when rank 0 has answered a greeting that nobody can have seen before.
+    """
+    agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    if rank == 0:
+        life = uuid.uuid4().hex
+        agent.set("life", life)
+        for other in range(1, ranks):
+            greeting = agent.get(f"{life}/{other}").decode()
+            agent.set(f"{life}/{greeting}", "welcome")
+        return dist.PrefixStore(life, agent)
+    greeting, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        life = agent.get("life").decode()
+        agent.set(f"{life}/{rank}", greeting)
+        time.sleep(0.05)
+        if agent.check([f"{life}/{greeting}"]):
+            return dist.PrefixStore(life, agent)
+    raise TimeoutError(f"rank {rank}: rank 0 did not answer within {timeout.total_seconds():.0f} s; see what it printed")

@@ -1,0 +1,52 @@
+"""The front door: what a person types, and what is said back."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dccot.cli import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_an_unknown_command_suggests_the_nearest(capsys):
+    assert main(["evla"]) == 2
+    assert "did you mean `dccot eval`?" in capsys.readouterr().err
+
+
+def test_help_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"  {name} " in said for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_with_an_example(command, capsys):
+    module = importlib.import_module(COMMANDS[command][0])
+    with pytest.raises(SystemExit) as end:
+        module.main(["--help"])
+    assert end.value.code == 0
+    assert "dccot" in capsys.readouterr().out
+
+
+def test_importing_dccot_loads_neither_torch_nor_vllm():
+    check = "import sys, dccot; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_the_public_names_are_there():
+    import dccot
+
+    assert all(getattr(dccot, name) is not None for name in dccot.__all__)
+    with pytest.raises(AttributeError, match="it offers"):
+        dccot.nothing  # noqa: B018
+
+
+def test_the_configuration_reference_is_current():
+    from dccot.reference import reference
+
+    written = (ROOT / "docs" / "configuration.md").read_text()
+    assert written == reference(), "run `python -m dccot.reference > docs/configuration.md`"

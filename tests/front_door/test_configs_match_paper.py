@@ -1,0 +1,132 @@
+"""Every number of the paper's training against the resolved configurations that would be launched."""
+
+import pytest
+
+from dccot.config import load_config
+from dccot.pipeline import load_recipe
+from dccot.train.rl_config import RLConfig
+from dccot.train.sft import SFTConfig
+
+NEEDED = ["model.path=m", "data.train=d"]
+STAGES = ("stage1", "stage2a", "stage2b", "stage3", "stage4", "hlp", "dsr_hlp_12k", "dsr_hlp_24k")
+
+# One row per line of the paper's table, one value per stage, in the order of STAGES.
+TABLE = {
+    "steps": (700, 200, 280, 240, 220, 200, 200, 200),
+    "optimizer.learning_rate": (7.071e-7, 1.414e-6, 2.828e-6, 2e-6, 2e-6, 2e-6, 2e-6, 2e-6),
+    "batch.prompts_rolled_out": (288, 288, 288, 288, 360, 360, 360, 360),
+    "batch.prompts": (96, 96, 192, 96, 96, 96, 96, 96),
+    "objective.kind": ("dapo", "cispo", "cispo", "cispo", "cispo", "cispo", "cispo", "cispo"),
+    "rollout.budget": (7500, 7500, 7500, 7500, 12000, 12000, 12000, 24000),
+    "reward.cutoff": (2000, 2000, 2000, 2000, 6500, 2000, 2000, 2000),
+    "reward.length_penalty": (0.1, 0.1, 0.1, 0.1, 0.1, 0.9, 0.9, 0.9),
+    "reward.correct_only": (0.5, 0.5, 0.5, 0.5, 0.5, 0.01, 0.0, 0.0),
+    "reward.kind": ("correctness_format",) * 5 + ("high_length_penalty",) * 3,
+    "filter": ("include_easy",) * 3 + ("remove_easy",) * 5,
+    "prompt.kind": ("parallel",) * 6 + ("sequential",) * 2,
+    "rollout.parallel": (True,) * 6 + (False,) * 2,
+}
+MINI_BATCH = (48, 48, 96, 48, 48, 48, 48, 48)
+
+SAME_IN_ALL = {
+    "rollout.workers": 3,
+    "rollout.temperature": 0.6,
+    "rollout.top_p": 1.0,
+    "rollout.max_rounds": None,
+    "prompt.open_think": True,
+    "batch.group_size": 7,
+    "batch.optimizer_steps": 2,
+    "objective.clip_low": 0.2,
+    "objective.clip_high": 0.28,
+    "objective.dual_clip": None,
+    "objective.ratio_cap": 5.0,
+    "objective.kl_coefficient": 0.001,
+    "objective.rollout_ratio_cap": None,
+    "optimizer.betas": [0.9, 0.999],
+    "optimizer.weight_decay": 0.01,
+    "optimizer.max_grad_norm": 1.0,
+    "optimizer.warmup_steps": 0,
+    "sharding.master_dtype": "float32",
+    "sharding.compute_dtype": "bfloat16",
+    "grading.answer_block_only": False,
+    "checkpoint.every": 10,
+    "validation.every": 20,
+    "validation.samples": 50,
+    "validation.top_p": 0.95,
+}
+
+SFT = {
+    "steps": 1800,
+    "batch": 8,
+    "workers": 3,
+    "data.max_tokens": 10_000,
+    "prompt.kind": "parallel",
+    "prompt.open_think": False,
+    "optimizer.learning_rate": 5e-6,
+    "optimizer.warmup_steps": 105,
+    "optimizer.betas": [0.9, 0.999],
+    "optimizer.weight_decay": 0.0,
+    "optimizer.max_grad_norm": 1.0,
+}
+
+
+def value(config, dotted: str):
+    for name in dotted.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def stage(name: str) -> RLConfig:
+    return load_config(RLConfig, f"configs/rl/{name}.yaml", NEEDED)
+
+
+@pytest.mark.parametrize(("number", "name"), enumerate(STAGES))
+def test_a_stage_has_the_values_of_the_papers_table(number, name):
+    config = stage(name)
+    assert {key: value(config, key) for key in TABLE} == {key: row[number] for key, row in TABLE.items()}
+    assert config.batch.prompts // config.batch.optimizer_steps == MINI_BATCH[number]
+    assert config.name == name
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_what_the_paper_keeps_fixed_is_the_same_in_every_stage(name):
+    config = stage(name)
+    assert {key: value(config, key) for key in SAME_IN_ALL} == SAME_IN_ALL
+
+
+def test_sft_has_the_papers_values():
+    config = load_config(SFTConfig, "configs/sft.yaml", NEEDED)
+    assert {key: value(config, key) for key in SFT} == SFT
+
+
+def test_sft_warms_up_over_105_steps_and_stays_constant():
+    rate = load_config(SFTConfig, "configs/sft.yaml", NEEDED).optimizer.rate
+    assert rate(0) == pytest.approx(5e-6 / 105)
+    assert rate(51) == pytest.approx(5e-6 * 52 / 105)
+    assert rate(104) == rate(105) == rate(1799) == 5e-6
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_rl_rates_are_constant_from_the_first_step(name):
+    config = stage(name)
+    assert {config.optimizer.rate(step) for step in (0, 1, 100, 1399)} == {config.optimizer.learning_rate}
+
+
+@pytest.mark.parametrize(("name", "step"), [("hlp", 180), ("dsr_hlp_12k", 160), ("dsr_hlp_24k", 180)])
+def test_the_weights_of_the_step_that_the_paper_evaluates_are_kept(name, step):
+    checkpoint = stage(name).checkpoint
+    assert step % checkpoint.every == 0
+    assert step % checkpoint.keep_hf_every == 0
+
+
+def test_the_recipe_runs_sft_and_all_stages_each_from_the_one_before():
+    recipe, _, _ = load_recipe("configs/dc_cot.yaml", [])
+    assert [(s.name, s.run, s.config, s.start) for s in recipe.stages] == [
+        ("sft", "sft", "sft.yaml", None),
+        ("stage1", "rl", "rl/stage1.yaml", None),
+        ("stage2a", "rl", "rl/stage2a.yaml", None),
+        ("stage2b", "rl", "rl/stage2b.yaml", None),
+        ("stage3", "rl", "rl/stage3.yaml", None),
+        ("stage4", "rl", "rl/stage4.yaml", None),
+        ("hlp", "rl", "rl/hlp.yaml", None),
+    ]

@@ -1,0 +1,36 @@
+"""The parser against a second opinion, on random tag soups; a larger share is in `make torture`."""
+
+import re
+
+import pytest
+
+import dccot.rollout.protocol as protocol
+from tests.support.tag_soup import answer_oracle, disagreements, oracle, sequential_oracle
+
+COUNT = 60_000
+
+
+def test_parser_and_oracle_agree_on_every_soup():
+    found, well_formed = disagreements(COUNT, seed=1)
+    assert found == []
+    assert 0.2 < well_formed / COUNT < 0.6, "soups of both kinds, or the agreement says little"
+
+
+@pytest.mark.parametrize("pattern", [r"</?(?:think|answer|spawn_workers|worker_\d)>", r"</?(?:think|spawn_workers|worker_\d+)>"])
+def test_a_parser_that_overlooks_a_tag_is_found_out(monkeypatch, pattern):
+    monkeypatch.setattr(protocol, "TAG_PATTERN", re.compile(pattern))
+    assert disagreements(3_000)[0]
+
+
+def test_the_oracle_cuts_a_text_as_one_does_by_hand():
+    text = " <think>p<spawn_workers> <worker_1>a</worker_1>\n<worker_2></worker_2></spawn_workers>so</think>\n<answer> 4 </answer>\n"
+    assert oracle(text, 2) == (
+        [(" <think>p<spawn_workers>", ["a</worker_1>", "</worker_2>"])],
+        "so</think>\n<answer> 4 </answer>",
+        "4",
+    )
+    assert oracle(text, 3) is None
+    assert oracle(text.replace("p<spawn", " <spawn"), 2) is None
+    assert oracle(text.replace("so", "so<worker_7>"), 2) is None
+    assert sequential_oracle("<think>a</think>b") and not sequential_oracle("<think>a</think> ")
+    assert answer_oracle("<answer>1</answer><answer>2</answer>3") == "2"

@@ -1,0 +1,160 @@
+"""Bad numbers and stuck things, in a real run on two ranks: one engine, one trial after another.
+
+    torchrun --nproc_per_node 2 -m tests.support.fault_injection.inside FOLDER        writes trials.jsonl
+
+Each trial spoils one thing by replacing one method of the loop, and judges by what the run left behind or said when it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+import dccot.train.rl as rl
+import dccot.train.update as updating
+from dccot.config import load_config
+from dccot.files import read_jsonl
+from dccot.rollout.engine import Engine
+from dccot.runtime import Runtime
+from dccot.train.rl_config import RLConfig
+from tests.support.fault_injection.faults import Trial
+
+TIMEOUT_SECONDS = 20.0  # of a collective
+Settings = Callable[..., RLConfig]
+
+
+def _nan_gradient(settings: Settings, engine: Engine) -> Trial:
+    """One shard's gradient is NaN on rank 1 in the second step of four: all ranks skip it, count it, keep the batch, and go on."""
+
+    class Spoiled(rl.RL):
+        def train_on(self, batch):
+            whole = updating.apply_gradients
+
+            def spoiled(model, *more):
+                if self.runtime.rank == 1:
+                    next(model.parameters()).grad.to_local()[0, 0] = float("nan")
+                return whole(model, *more)
+
+            updating.apply_gradients = spoiled if self.phases.step == 1 else whole
+            try:
+                return super().train_on(batch)
+            finally:
+                updating.apply_gradients = whole
+
+    config, before = settings("nan", "steps=4", "checkpoint.keep=9"), rl.RL
+    rl.RL = Spoiled
+    try:
+        rl.train(config, engine)
+    finally:
+        rl.RL = before
+    run = Path(config.output) / "nan"
+    weights = [load_file(run / "checkpoints" / f"step_{step:06d}" / "hf" / "model.safetensors") for step in (1, 2, 3, 4)]
+    same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in pairwise(weights)]
+    skipped = [row["policy/skipped_updates"] for _, row in read_jsonl(run / "metrics.jsonl")]
+    kept = [path.name for path in sorted((run / "bad").glob("*"))]
+    good = same == [True, False, False] and skipped == [0, 2, 2, 2] and kept == ["step_000001.jsonl"]
+    return Trial("gradient not finite", 1, int(good), "step skipped and counted, weights unchanged, batch kept, next step taken",
+                 [] if good else [f"{same} {skipped} {kept}"])  # fmt: skip
+
+
+def _always_nan(settings: Settings, engine: Engine) -> Trial:
+    """Every loss is NaN: after max_bad_steps the run ends and says why."""
+    before, rl.objective_loss = rl.objective_loss, lambda objective, logprob, *more: logprob * float("nan")
+    try:
+        rl.train(settings("always_nan", "max_bad_steps=1"), engine)
+        said = "it went on"
+    except RuntimeError as error:
+        said = str(error)
+    finally:
+        rl.objective_loss = before
+    good = said.startswith("2 steps in a row had a loss or gradient that is not finite (max_bad_steps is 1)")
+    return Trial("loss never finite", 1, int(good), "stopped with an explanation that names max_bad_steps", [] if good else [said])
+
+
+def _bad_weight(settings: Settings, engine: Engine) -> Trial:
+    """A weight that is not finite is caught before the engine computes with it, on both ranks."""
+
+    class Spoiled(rl.RL):
+        def sync(self):
+            if self.phases.step == 1:
+                with torch.no_grad():
+                    next(self.model.parameters()).to_local()[0, 0] = float("inf")
+            super().sync()
+
+    before, rl.RL = rl.RL, Spoiled
+    said = _error_of(lambda: rl.train(settings("bad_weight"), engine))
+    rl.RL = before
+    good = "model.embed_tokens.weight holds 2 values that are not finite" in said and "phase sync" in said  # one on each rank
+    return Trial("synced weight not finite", 1, int(good), "refused before the engine used it; weight, rank and phase named",
+                 [] if good else [said])  # fmt: skip
+
+
+def _stalled_engine(settings: Settings, engine: Engine) -> Trial:
+    usual, engine.config.stall_seconds = engine.config.stall_seconds, 0.0
+    said = _error_of(lambda: rl.train(settings("stalled"), engine))
+    engine.config.stall_seconds = usual
+    rank = os.environ["RANK"]
+    good = f"rank {rank}: no call finished" in said and "pending: p" in said and f"rank {rank}, step 0, phase rollout" in said
+    return Trial("engine stalled", 1, int(good), "error names rank, phase and pending request ids", [] if good else [said])
+
+
+def _stuck_collective(settings: Settings, engine: Engine) -> Trial:
+    """Rank 1 stays away for longer than a collective may take. The last trial: afterwards the process group is of no use."""
+
+    class Slow(rl.RL):
+        def _graded(self, mine):
+            if self.runtime.rank == 1:
+                time.sleep(TIMEOUT_SECONDS + 5)
+            return super()._graded(mine)
+
+    rl.RL = Slow
+    said = _error_of(lambda: rl.train(settings("stuck"), engine))
+    good = os.environ["RANK"] == "1" or ("imed out" in said and "rank 0, step 0, phase grade" in said)
+    return Trial("collective stuck", 1, int(good), "time-out error names rank, step and phase", [] if good else [said])
+
+
+INSIDE = (_nan_gradient, _always_nan, _bad_weight, _stalled_engine, _stuck_collective)
+
+
+def _error_of(action: Callable) -> str:
+    try:
+        action()
+    except Exception as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return "no error"
+
+
+def main(out: Path) -> None:
+    """What each of the two ranks runs: one engine, one trial after another."""
+    torch.set_num_threads(1)
+    runtime = Runtime.start(TIMEOUT_SECONDS)
+    small = ["steps=3", "batch.prompts_rolled_out=2", "batch.prompts=2", "profile.steps=[]", "checkpoint.keep_hf_every=null"]
+
+    def settings(name: str, *more: str) -> RLConfig:
+        return load_config(RLConfig, out / "rl.yaml", [f"name={name}", *small, *more])
+
+    engine = Engine(out / "model", settings("any").engine)
+    for trial in INSIDE:
+        result = trial(settings, engine)
+        if result.problems:
+            print(f"rank {runtime.rank}: {result}", file=sys.stderr)
+        if trial is not INSIDE[-1]:
+            both = runtime.gather([result])
+            result = next((each for [each] in both if not each.good), result)
+        if runtime.is_main:
+            with open(out / "trials.jsonl", "a") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
+    os._exit(0)  # the process group is broken on purpose
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,318 @@
+"""`make torture`: everything that kills long runs, done to a miniature one on purpose.
+
+    make torture [--kills N] [--output runs/torture] [--seed 0]        at most 30 minutes on two cores
+
+The heart of it: one RL run on two ranks, with a real engine in each, is killed again and again with SIGKILL, one rank or the whole job,
+at random moments of every phase and of writing a checkpoint; now and then its newest checkpoint is damaged, and once the disk is full.
+The same command goes on each time, or torchrun restarts it. In the end it must be what a run is that nobody touched: weights and
+optimizer to the bit, every step once in metrics.jsonl and in TensorBoard, the same rollouts. The other faults are in faults.py.
+
+    report.json   one row per fault: how often it was tried, how often survived, what was seen       lives/   what every life printed
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util import tb_logging
+
+from dccot.files import read_jsonl
+from dccot.model.folder import verify_manifest
+from tests.support.fault_injection.faults import FAULTS, PLANTED, Trial, planted_keys_in
+from tests.support.fault_injection.rank import FILES, FULL_DISK, PHASES, Kill
+from tests.support.fault_injection.task import make_task
+
+RANKS = 2
+SETTINGS = ("optimizer.learning_rate=0.0003", "checkpoint.keep=2", "checkpoint.keep_hf_every=null", "profile.steps=[]")
+OF_THE_MACHINE = ("time/", "speed/", "memory/")  # metrics that differ from run to run
+DAMAGES = ("a flipped bit", "a file cut short", "a missing file", "a broken manifest")
+
+
+# --- which kills, in which order ------------------------------------------------------------------------------------------------
+
+
+ROSTER = [(phase, victim) for phase in PHASES[:4] for victim in ("rank 0", "rank 1", "job")] + [
+    ("checkpoint", "rank 1"),
+    ("writing shards", "rank 0"),
+    ("writing shards", "rank 1"),
+    ("writing weights", "rank 0"),
+    ("writing the manifest", "rank 0"),
+    ("before the rename", "job"),
+    ("between rename and latest", "rank 0"),
+    ("moving latest", "rank 0"),
+    ("moving latest", "job"),
+    ("deleting an old one", "rank 0"),
+]
+EXACT = ("before the rename", "between rename and latest", "moving latest")  # a delay would be past them
+
+
+def draw_kills(count: int, seed: int) -> list[Kill]:
+    """The roster in random order, each at a random moment of its phase."""
+    rng = random.Random(seed)
+    pairs = (rng.sample(ROSTER, len(ROSTER)) * (count // len(ROSTER) + 1))[:count]
+    return [Kill(moment, victim, 0.0 if moment in EXACT else round(rng.random(), 3)) for moment, victim in pairs]
+
+
+def in_launches(kills: Sequence[Kill], seed: int) -> list[list[Kill]]:
+    """Kills that follow one another under one torchrun. A killed job ends a launch, a killed rank now and then: others are restarted."""
+    rng = random.Random(seed)
+    launches: list[list[Kill]] = [[]]
+    for kill in kills:
+        launches[-1].append(kill)
+        if kill.victim == "job" or rng.random() < 0.2:
+            launches.append([])
+    return [launch for launch in launches if launch]
+
+
+# --- running ----------------------------------------------------------------------------------------------------------------------
+
+
+class Ordeal:
+    """The tortured run and the whole one, below one folder that holds the task (task.py)."""
+
+    def __init__(self, out: Path, steps: int, settings: Sequence[str] = SETTINGS, under: Sequence[str] = ()):
+        self.out, self.steps, self.settings, self.under = out, steps, settings, under
+        self.run, self.whole, self.log = out / "tortured", out / "whole", out / "kills.jsonl"
+        self.problems: list[str] = []
+        self.damaged: list[tuple[int, str, int]] = []  # number of kills before it, how, step it must go back to
+        self.launches = 0
+        (out / "lives").mkdir(parents=True)
+
+    def launch(self, name: str, kills: Sequence[Kill] = (), restarts: int = 0) -> int:
+        """`dccot rl` on two ranks until it ends; returns its exit code. What it prints goes to lives/."""
+        module = ["dccot.train.rl"] if name == "whole" else ["tests.support.fault_injection.rank", str(self.log)]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}", f"--max-restarts={restarts}"]
+        command += ["-m", *module, str(self.out / "rl.yaml"), f"name={name}", f"steps={self.steps}", *self.settings]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        environment["DCCOT_KILLS"] = json.dumps([asdict(kill) for kill in kills])
+        self.launches += 1
+        with open(self.out / "lives" / f"{self.launches:02d}_{name}.log", "w") as said:
+            return subprocess.run([*self.under, *command], env=environment, stdout=said, stderr=said).returncode
+
+    def kills(self) -> list[dict]:
+        return [row for _, row in read_jsonl(self.log)] if self.log.exists() else []
+
+    def suffer(self, kills: Sequence[Kill], restarts: int) -> None:
+        """One launch with these kills, of which the last ends it if torchrun may restart no more."""
+        before, start = len(self.kills()), time.monotonic()
+        code = self.launch("tortured", kills, restarts)
+        rows = self.kills()[before:]
+        meant = [kill for kill in kills if kill.moment != FULL_DISK]
+        happened = [Kill(row["moment"], row["victim"], row["fraction"]) for row in rows]
+        if happened != meant:
+            self.problems.append(f"launch {self.launches}: {len(happened)} of {len(meant)} kills came")
+        finishes = restarts >= len(kills)
+        if finishes != (code == 0):
+            self.problems.append(f"launch {self.launches} ended with exit code {code}; see lives/")
+        self._no_orphans(rows)
+        newest = self.newest()
+        if newest is not None and (damage := verify_manifest(newest)):
+            self.problems.append(f"launch {self.launches}: {newest.name} is damaged ({damage})")
+        did = ", ".join(f"{kill.moment} ({kill.victim})" for kill in kills) or "nobody"
+        at = newest.name if newest else "the start"
+        print(f"  launch {self.launches:>2}, {time.monotonic() - start:.0f} s: killed at {did}; now at {at}", flush=True)
+
+    def _no_orphans(self, rows: Sequence[dict]) -> None:
+        """What ran beside a killed rank must be gone: nobody is left to end it."""
+        deadline = time.monotonic() + 20
+        while left := [pid for row in rows for pid in row["pids"] if _is_ours(pid, row["time"])]:
+            if time.monotonic() > deadline:
+                self.problems.append(f"launch {self.launches}: processes {left} outlived it")
+                return
+            time.sleep(0.2)
+
+    def newest(self) -> Path | None:
+        latest = self.run / "latest"
+        return self.run / "checkpoints" / latest.read_text().strip() if latest.exists() else None
+
+    def damage_newest(self, how: str) -> bool:
+        """Only if there is one before it, that is the promise; says whether there was."""
+        folders = sorted(path for path in (self.run / "checkpoints").glob("step_*") if verify_manifest(path) is None)
+        if len(folders) < 2:
+            return False
+        damage(folders[-1], how)
+        self.damaged.append((len(self.kills()), how, int(folders[-2].name.removeprefix("step_"))))
+        print(f"  {folders[-1].name}: {how}", flush=True)
+        return True
+
+    # what must be true in the end
+
+    def lost(self) -> list[str]:
+        """Lives that went on from further back than the newest checkpoint that stood when the life before was killed."""
+        rows, found = self.kills(), []
+        for number in range(1, len(rows)):
+            back_to = [step for kills, _, step in self.damaged if kills == number]
+            stood = back_to[-1] if back_to else rows[number - 1]["stands"]
+            if rows[number]["first"] < stood:
+                found.append(f"kill {number}: step {stood} stood, the next life began at {rows[number]['first']}")
+        return found
+
+    def differences(self) -> list[str]:
+        """In what the tortured run differs from the whole one."""
+        last = f"step_{self.steps:06d}"
+        found = []
+        for folder in ("hf", "dcp"):
+            ours, theirs = ({p.name: _sha(p) for p in sorted((run / "checkpoints" / last / folder).iterdir()) if p.name != ".metadata"}
+                            for run in (self.run, self.whole))  # fmt: skip
+            if not ours or ours != theirs:
+                found.append(f"{folder}/ of {last} is not bit-identical")
+        for step in range(self.steps):
+            name = f"rollouts/step_{step:06d}.jsonl"
+            if not (self.run / name).exists() or _sha(self.run / name) != _sha(self.whole / name):
+                found.append(f"{name} differs or is missing")
+        ours, theirs = (_comparable([row for _, row in read_jsonl(run / "metrics.jsonl")]) for run in (self.run, self.whole))
+        if [row["step"] for row in ours] != list(range(self.steps)):
+            found.append(f"metrics.jsonl holds steps {[row['step'] for row in ours]}")
+        elif ours != theirs:
+            found.append("metrics.jsonl holds other values")
+        ours, theirs = (series(run) for run in (self.run, self.whole))
+        for name in sorted(ours.keys() | theirs.keys()):
+            if name.startswith("time/checkpoint_"):  # told once per checkpoint, some of which were killed
+                continue
+            mine, other = ours.get(name, []), theirs.get(name, [])
+            if [step for step, _ in mine] != [step for step, _ in other] or (not name.startswith(OF_THE_MACHINE) and mine != other):
+                found.append(f"TensorBoard series {name} differs: steps {[step for step, _ in mine]}")
+        return found
+
+
+def series(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a run."""
+    tb_logging.get_logger().setLevel("ERROR")  # it warns of every restart that it has understood
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def _comparable(rows: list[dict]) -> list[dict]:
+    return [{name: value for name, value in row.items() if not name.startswith(OF_THE_MACHINE)} for row in rows]
+
+
+def _sha(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _is_ours(pid: int, since: float) -> bool:
+    """Whether a process that was there at `since` still is; a number may have been given to another one."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        boot = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    except OSError:
+        return False
+    return state != "Z" and boot + int(fields[18]) / os.sysconf("SC_CLK_TCK") < since + 1
+
+
+def damage(folder: Path, how: str) -> None:
+    """Spoil a checkpoint as disks and people do."""
+    victim = next((folder / "dcp").glob("*.distcp"))
+    if how == "a flipped bit":
+        content = bytearray(victim.read_bytes())
+        content[len(content) // 2] ^= 1
+        victim.write_bytes(content)
+    elif how == "a file cut short":
+        victim.write_bytes(victim.read_bytes()[:-1])
+    elif how == "a missing file":
+        victim.unlink()
+    else:
+        (folder / "manifest.json").write_text("{")
+
+
+# --- the trials of the run --------------------------------------------------------------------------------------------------------
+
+
+def kill_again_and_again(out: Path, kills: Sequence[Kill], seed: int, under: Sequence[str] = ()) -> list[Trial]:
+    """Torture one run through all `kills`, damage its newest checkpoint now and then, let the disk be full, compare with a whole run."""
+    start = time.monotonic()
+    make_task(out)
+    ordeal = Ordeal(out, steps=2 * len(kills) + 6, under=under)
+    if ordeal.launch("whole"):
+        raise RuntimeError(f"the run that nobody touches failed; see {out / 'lives'}")
+    launches, ways = in_launches(kills, seed), list(DAMAGES)
+    for launch in launches:
+        ordeal.suffer(launch, restarts=len(launch) - 1)
+        if ways and ordeal.damage_newest(ways[0]):
+            del ways[0]
+    if ways and len(launches) > len(DAMAGES):
+        ordeal.problems.append(f"never tried on a checkpoint: {', '.join(ways)}")
+    ordeal.suffer([Kill(FULL_DISK, "rank 0")], restarts=1)
+    return judge(ordeal, time.monotonic() - start)
+
+
+def judge(ordeal: Ordeal, seconds: float) -> list[Trial]:
+    rows, said = ordeal.kills(), "".join(path.read_text() for path in sorted((ordeal.out / "lives").glob("*_tortured.log")))
+    wrong = ordeal.problems + ordeal.lost() + ordeal.differences()
+    end = "final weights, optimizer, rollouts, metrics and TensorBoard series are those of the whole run"
+    trials = []
+    for moment in (*PHASES, *FILES):
+        hit = [row for row in rows if row["moment"] == moment]
+        if hit:
+            victims = ", ".join(sorted(row["victim"] for row in hit))
+            trials.append(Trial(f"SIGKILL: {moment}", len(hit), 0 if wrong else len(hit), victims))
+    trials.append(Trial("all kills together", len(rows), 0 if wrong else len(rows), end, wrong, seconds))
+    if ordeal.damaged:
+        tried, ways = len(ordeal.damaged), ", ".join(how for _, how, _ in ordeal.damaged)
+        noticed = min(said.count("is damaged"), tried)
+        trials.append(Trial("newest checkpoint damaged", tried, noticed, f"{ways}: reported, the one before used"))
+    if failed := said.count("was not written"):
+        seen = "a message each time; training went on, the next one was written"
+        trials.append(Trial("disk full while a checkpoint is written", failed, 0 if wrong else failed, seen))
+    return trials
+
+
+def table(trials: Sequence[Trial]) -> str:
+    """For people, in a terminal and in docs/reliability.md."""
+    rows = [("fault", "tried", "survived", "what was seen")]
+    rows += [(trial.fault, f"{trial.tried:,}", f"{trial.survived:,}", trial.seen) for trial in trials]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = ["| " + " | ".join(text.ljust(width) for text, width in zip(row, widths)) + " |" for row in rows]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="make torture", description="Kills, damages and starves a miniature run; says what it survived.")
+    parser.add_argument("--kills", type=int, default=len(ROSTER))
+    parser.add_argument("--output", type=Path, default=Path("runs/torture"), help="emptied first")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", choices=["kills", *FAULTS], help="some of the trials")
+    parser.add_argument("--under", default="", metavar="COMMAND", help="what every long command is started with, e.g. 'nice -n 19'")
+    arguments = parser.parse_args(argv)
+    out, under, start = arguments.output.resolve(), shlex.split(arguments.under), time.monotonic()
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    os.environ.update(PLANTED)  # every process of the torture sees the keys; no file may
+    trials: list[Trial] = []
+    for name in arguments.only or ["kills", *FAULTS]:
+        print(f"[{time.monotonic() - start:4.0f} s] {name}", flush=True)
+        began = time.monotonic()
+        if name == "kills":
+            trials += kill_again_and_again(out / "kills", draw_kills(arguments.kills, arguments.seed), arguments.seed, under)
+        else:
+            found = FAULTS[name](out / name, under)
+            found[-1].seconds = time.monotonic() - began
+            trials += found
+    trials.append(planted_keys_in(out))
+    seconds = time.monotonic() - start
+    good = all(trial.good for trial in trials)
+    report = {"good": good, "seconds": round(seconds), "cores": os.cpu_count(), "seed": arguments.seed, "trials": list(map(asdict, trials))}
+    (out / "report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False))
+    print(f"\n{table(trials)}\n")
+    for problem in (problem for trial in trials for problem in trial.problems):
+        print(f"PROBLEM: {problem}")
+    print(f"{'all survived' if good else 'NOT all survived'}, {seconds / 60:.1f} minutes; {out / 'report.json'}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
