@@ -64,7 +64,7 @@ def test_it_is_stopped_and_goes_on_to_its_table(start, tmp_path):
         time.sleep(0.1)
     os.killpg(first.pid, signal.SIGINT)
     said = first.communicate(timeout=60)[0]
-    assert first.returncode == 130 and said.rstrip().endswith("the same command goes on where it can")
+    assert first.returncode == 130 and said.rstrip().endswith("the same command continues where it can")
     assert "Traceback" not in said and "[2/9] base:" not in said
 
     again = start()

@@ -129,14 +129,14 @@ def test_a_checkpoint_holds_what_training_had_when_it_was_asked_for(checkpointer
 def test_a_checkpoint_has_no_name_until_its_last_file_is_written(checkpointer, trained, monkeypatch):
     keeper, hold, reached = checkpointer(), threading.Event(), threading.Event()
     saved(keeper, 1, *trained, {})
-    write_manifest = checkpoint_module._write_manifest
+    write_manifest = checkpoint_module.write_manifest
 
     def held(folder: Path) -> None:
         reached.set()
         hold.wait(60)
         write_manifest(folder)
 
-    monkeypatch.setattr(checkpoint_module, "_write_manifest", held)
+    monkeypatch.setattr(checkpoint_module, "write_manifest", held)
     keeper.save(2, *trained, {})
     assert reached.wait(60)
     assert steps(keeper) == [".step_000002.partial", "step_000001"]

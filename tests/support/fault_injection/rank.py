@@ -31,8 +31,8 @@ FILES = {  # moment → (audit event, the path it is about): the kill comes just
     "writing weights": ("open", r"\.partial/\.hf\.partial/"),
     "writing the manifest": ("open", r"\.partial/manifest\.json$"),
     "before the rename": ("os.rename", r"checkpoints/\.step_\d+\.partial$"),
-    "between rename and latest": ("open", r"\.latest\.partial$"),
-    "moving latest": ("os.rename", r"\.latest\.partial$"),
+    "between rename and latest": ("open", r"\.latest\.\d+\.part$"),
+    "moving latest": ("os.rename", r"\.latest\.\d+\.part$"),
     "deleting an old one": ("shutil.rmtree", r"checkpoints/step_\d+$"),
 }
 FULL_DISK = "full disk"
