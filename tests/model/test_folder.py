@@ -1,0 +1,57 @@
+"""Which checkpoint of a run is meant by a path, a step or `best`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dccot.model.folder import best_checkpoint, kept_steps, resolve_model, validated_checkpoints
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Checkpoints 20, 40 and 60, of which 20 has lost its weights; validation after every 20 steps and before the first."""
+    folder = tmp_path / "hlp"
+    for step in (20, 40, 60):
+        (folder / f"checkpoints/step_{step:06d}/hf").mkdir(parents=True)
+        (folder / f"checkpoints/step_{step:06d}/hf/config.json").write_text("{}")
+    (folder / "checkpoints/step_000020/hf/config.json").unlink()
+    (folder / "checkpoints/step_000040_keep/hf").mkdir(parents=True)  # somebody's own copy
+    (folder / "latest").write_text("step_000060\n")
+    accuracies = {0: 0.9, 19: 0.8, 39: 0.5, 59: 0.4}
+    rows = [{"step": step, "validation/accuracy": value, "validation/longest_path": 100.0 + step} for step, value in accuracies.items()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"step": 60}]))
+    return folder
+
+
+def test_a_run_is_its_newest_checkpoint_and_a_step_can_be_named(run):
+    assert resolve_model(run) == run / "checkpoints/step_000060/hf"
+    assert resolve_model(f"{run}@40") == run / "checkpoints/step_000040/hf"
+
+
+def test_a_step_that_is_gone_names_the_steps_that_are_there(run):
+    assert kept_steps(run) == [40, 60]
+    for wrong in ("20", "1e2", "", "-40"):
+        with pytest.raises(FileNotFoundError, match="there are 40, 60"):
+            resolve_model(f"{run}@{wrong}")
+
+
+def test_best_is_the_highest_validation_accuracy_among_weights_that_are_there(run):
+    assert [each.step for each in validated_checkpoints(run)] == [20, 40, 60]  # what was measured before the first step has no checkpoint
+    assert best_checkpoint(run).step == 40  # 20 was better, but its weights are gone
+    assert resolve_model(f"{run}@best") == run / "checkpoints/step_000040/hf"
+
+
+def test_best_needs_a_validation(run):
+    (run / "metrics.jsonl").unlink()
+    with pytest.raises(FileNotFoundError, match="name a step instead of best"):
+        resolve_model(f"{run}@best")
+
+
+def test_a_folder_may_have_an_at_sign_in_its_name(tmp_path):
+    folder = tmp_path / "me@home"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert resolve_model(folder) == folder
