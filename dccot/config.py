@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
+import os
+import sys
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 C = TypeVar("C")
+E = TypeVar("E")
 RENAMED = {"batch.samples": "batch.group_size", "optimizer.clip": "optimizer.max_grad_norm"}  # old key → new one
 
 
@@ -136,9 +141,25 @@ def at_least(least: float, value: float, key: str) -> None:
     require(value >= least, f"{key} is {value}; it must be at least {least}")
 
 
-def one_of(value: str, allowed: typing.Iterable[str], key: str) -> None:
+def one_of(value: str, allowed: typing.Iterable[str], key: str, or_else: str = "") -> None:
     allowed = list(allowed)
-    require(value in allowed, f"{key} is {value!r}; it must be one of {', '.join(allowed)}{_nearest(str(value), allowed)}")
+    require(value in allowed, f"{key} is {value!r}; it must be one of {', '.join(allowed)}{or_else}{_nearest(str(value), allowed)}")
+
+
+def named(registry: Mapping[str, E], name: str, key: str) -> E:
+    """What `name` stands for: an entry of the registry, or your own `my_package.my_module:my_function`. `key` is the setting's name."""
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        one_of(name, registry, key, " or your own, my_package.my_module:my_function")
+        return registry[name]
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())  # an installed command does not look beside the person who calls it
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{key} is {name!r}, which cannot be imported ({error}); the form is my_package.my_module:my_function") from None
+    require(callable(found), f"{key} is {name!r}, a {type(found).__name__}; it must be a function or a class")
+    return found
 
 
 def _nearest(name: str, known: typing.Iterable[str]) -> str:

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dccot.config import ConfigError, load_config, one_of, require, to_yaml
+from dccot.config import ConfigError, load_config, named, one_of, require, to_yaml
 from dccot.pipeline import Recipe
 from dccot.train.rl_config import RLConfig
 from dccot.train.run import launch
@@ -255,3 +255,37 @@ def test_any_value_at_any_key_raises_nothing_but_config_error(tmp_path_factory, 
 @settings(max_examples=100, deadline=None)
 def test_any_override_raises_nothing_but_config_error(kind, overrides):
     only_config_error(kind, None, overrides)
+
+
+REGISTRY = {"half": lambda x: x / 2, "double": lambda x: 2 * x}
+
+
+def test_a_registered_name_gives_its_entry():
+    assert named(REGISTRY, "double", "reward.kind")(4) == 8
+
+
+def test_a_function_of_the_users_own_is_found_beside_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "mine_on_disk.py").write_text("def triple(x):\n    return 3 * x\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["/nowhere"])
+    assert named(REGISTRY, "mine_on_disk:triple", "reward.kind")(4) == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "duoble",
+            "is 'duoble'; it must be one of half, double or your own, my_package.my_module:my_function; did you mean 'double'?",
+        ),
+        ("no_such_module:f", "reward.kind is 'no_such_module:f', which cannot be imported (No module named 'no_such_module')"),
+        ("math:no_such_function", "has no attribute 'no_such_function'"),
+        ("math:", "cannot be imported"),
+        (":f", "cannot be imported"),
+        ("math:pi", "reward.kind is 'math:pi', a float; it must be a function or a class"),
+    ],
+)
+def test_a_name_that_stands_for_nothing_is_refused_and_never_falls_through(name, said):
+    with pytest.raises(ConfigError) as caught:
+        named(REGISTRY, name, "reward.kind")
+    assert said in str(caught.value)
