@@ -2,7 +2,7 @@
 
     dccot bench forest
 
-Responses are like those of the paper's trained model: one round of three workers, about 6,000 tokens with the prompt, seven to a prompt.
+Responses are like those of the paper's trained model (dccot.kernels.trees), about 6,000 tokens with the prompt, seven to a prompt.
 The figures are the processor time of one core for everything between responses and the model: packing is a plan over lengths, building
 copies every token once, and positions and parents are derived from `visible_until`. Larger batches hold the same responses repeatedly.
 """
@@ -12,8 +12,10 @@ from __future__ import annotations
 import random
 import time
 
+import numpy as np
 import torch
 
+from dccot.kernels.trees import paper_shape
 from dccot.rollout.response import Response, Round, Segment
 from dccot.train.forest import forests_of_rank, pack
 
@@ -23,15 +25,18 @@ WARM_UP = 20  # responses
 
 
 def paper_like_response(rng: random.Random, prompt: list[int], tokens: int, vocabulary: int) -> Response:
-    """A response of about `tokens` tokens behind its prompt: a director with 15% before and 15% behind three workers of unlike length."""
+    """A response of `tokens` tokens after its prompt, scaled from one as the paper's model writes them."""
+    shape = paper_shape(np.random.default_rng(rng.getrandbits(32)), prompt=0)
+    shape = shape.scaled(tokens / (sum(shape.director) + sum(map(sum, shape.rounds))))
 
-    def segment(share: float, inserted: int) -> Segment:
-        length = max(1, round(share * tokens * rng.uniform(0.7, 1.3)) - inserted)
-        ids = rng.choices(range(vocabulary), k=inserted + length)
-        return Segment(ids[:inserted], ids[inserted:], [-0.5] * length)
+    def segment(length: int, inserted: int) -> Segment:
+        inserted = min(inserted, length - 1)
+        ids = rng.choices(range(vocabulary), k=length)
+        return Segment(ids[:inserted], ids[inserted:], [-0.5] * (length - inserted))
 
-    workers = [segment(share, inserted=5) for share in (0.29, 0.23, 0.18)]
-    return Response(prompt, [Round(segment(0.15, 0), workers)], segment(0.15, inserted=5))
+    director = [segment(length, inserted=5 * bool(i)) for i, length in enumerate(shape.director)]
+    rounds = [Round(own, [segment(length, inserted=5) for length in workers]) for own, workers in zip(director, shape.rounds)]
+    return Response(prompt, rounds, director[-1])
 
 
 def paper_like_responses(count: int, tokens: int, seed: int = 0, prompt_tokens: int = 250, vocabulary: int = 151_936) -> list[Response]:

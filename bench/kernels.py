@@ -11,6 +11,7 @@ What is compared runs alternately in one process and the fastest of several runs
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -100,9 +101,11 @@ def schedule_rows(tokens: int) -> list[dict]:
     ]
 
 
-def attention_inputs(tokens: int, query_heads: int, key_heads: int, dim: int, **options) -> list[Tensor]:
-    generator = torch.Generator(device=options.get("device", "cpu")).manual_seed(tokens)
-    draw = lambda heads: torch.randn(tokens, heads, dim, generator=generator, **options)
+def attention_inputs(
+    tokens: int, query_heads: int, key_heads: int, dim: int, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    generator = torch.Generator(device=device).manual_seed(tokens)
+    draw = lambda heads: torch.randn(tokens, heads, dim, generator=generator, device=device, dtype=dtype)
     return [draw(query_heads).requires_grad_(), draw(key_heads).requires_grad_(), draw(key_heads).requires_grad_(), draw(query_heads)]
 
 
@@ -112,10 +115,12 @@ def forward_backward(attention: Callable[[Tensor, Tensor, Tensor], Tensor], q: T
 
 def dense_sdpa(visible_until: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     mask = dense_mask(visible_until)[None, None]
-    heads_first = lambda x: x.transpose(0, 1)[None]
-    return lambda q, k, v: F.scaled_dot_product_attention(heads_first(q), heads_first(k), heads_first(v), attn_mask=mask, enable_gqa=True)[
-        0
-    ].transpose(0, 1)
+
+    def attention(*qkv: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in qkv)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+
+    return attention
 
 
 def attention_rows(tree: str, tokens: int, query_heads: int, key_heads: int, dim: int, seeds: int = 1) -> list[dict]:
@@ -127,7 +132,7 @@ def attention_rows(tree: str, tokens: int, query_heads: int, key_heads: int, dim
         mask = TreeMask(packed)
         inputs = attention_inputs(len(packed), query_heads, key_heads, dim)
         functions = {
-            "cpu": forward_backward(lambda q, k, v, mask=mask: tree_attention(q, k, v, mask, backend="cpu"), *inputs),
+            "cpu": forward_backward(functools.partial(tree_attention, mask=mask, backend="cpu"), *inputs),
             "dense": forward_backward(dense_sdpa(packed), *inputs),
             "duplicates": forward_backward(dense_sdpa(duplicates), *attention_inputs(len(duplicates), query_heads, key_heads, dim)),
         }
@@ -289,12 +294,11 @@ def _attention(arguments: argparse.Namespace) -> tuple[list[dict], Callable]:
         from dccot.bench import kernels_gpu as bench_gpu
 
         rows += bench_gpu.attention_rows(arguments.tree, arguments.tokens, *size)
-        options = {"device": "cuda", "dtype": torch.bfloat16}
     else:
         rows += attention_rows(arguments.tree, arguments.tokens, *size)
-        options = {"device": "cpu"}
-    mask = TreeMask(trees.forest(trees.shapes(arguments.tree, arguments.tokens)).to(options["device"]))
-    return rows, forward_backward(lambda q, k, v: tree_attention(q, k, v, mask), *attention_inputs(len(mask), *size, **options))
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    mask = TreeMask(trees.forest(trees.shapes(arguments.tree, arguments.tokens)).to(device))
+    return rows, forward_backward(lambda q, k, v: tree_attention(q, k, v, mask), *attention_inputs(len(mask), *size, device, dtype))
 
 
 def _logprob(arguments: argparse.Namespace) -> tuple[list[dict], Callable]:

@@ -1,4 +1,4 @@
-"""The part of bench.py that needs a GPU: Triton kernels against dense-mask SDPA, FlexAttention and FlashAttention.
+"""The part of kernels.py that needs a GPU: Triton kernels against dense-mask SDPA, FlexAttention and FlashAttention.
 
 TFLOP/s count unmasked pairs only (4·D flops per pair and head forward, 2.5 times that backward), so that work on masked pairs lowers them.
 Thin on purpose: it only prepares inputs and hands functions to triton.testing.do_bench. It has not been run where there is no GPU.
@@ -6,6 +6,7 @@ Thin on purpose: it only prepares inputs and hands functions to triton.testing.d
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 
 import numpy as np
@@ -15,12 +16,12 @@ from torch import Tensor
 from dccot.bench.kernels import attention_inputs, dense_sdpa, forward_backward, row
 from dccot.kernels import linear_logprob as fused
 from dccot.kernels import trees
+from dccot.kernels.gpus import of_architecture
 from dccot.kernels.mask import TreeMask, positions
 from dccot.kernels.reference import dense_logprob
 from dccot.kernels.tree_attention import tree_attention
 from dccot.kernels.tuning import architecture
 
-PEAK_TFLOPS = {"sm_80": 312, "sm_86": 165, "sm_90": 989, "sm_100": 2250, "gfx942": 1307}  # dense bf16
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -47,7 +48,7 @@ def attention_rows(tree: str, tokens: int, query_heads: int, key_heads: int, dim
         ):
             speed[name, what] = factor * 4 * dim * query_heads * pairs / (_milliseconds(function) * 1e9)
             rows.append(row(f"attention: {name}, {what}", speed[name, what], "TFLOP/s"))
-    peak = PEAK_TFLOPS[architecture(inputs[0].device)]
+    peak = of_architecture(architecture(inputs[0].device)).tflops
     for what in ("forward", "forward + backward"):
         rows.append(row(f"attention: tree, {what}, share of peak", speed["tree", what] / peak, "share"))
         own = speed["own kernel, plain causal", what]
@@ -62,15 +63,16 @@ def flex_attention(visible_until: Tensor) -> Attention:
     block_mask = create_block_mask(lambda b, h, q, k: (k <= q) & (q < visible_until[k]), None, None, tokens, tokens, device="cuda")
     compiled = torch.compile(flex_attention)
     heads_first = lambda x: x.transpose(0, 1)[None]
-    return lambda q, k, v: compiled(*map(heads_first, (q, k, v)), block_mask=block_mask, enable_gqa=True)[0].transpose(0, 1)
+    return lambda q, k, v: compiled(heads_first(q), heads_first(k), heads_first(v), block_mask=block_mask, enable_gqa=True)[0].transpose(
+        0, 1
+    )
 
 
 def flash_attention(visible_until: Tensor) -> Attention | None:
     """Every strip of tokens with equal visible_until is one sequence whose keys are its prefix and itself; None if not installed."""
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except ImportError:
+    if not importlib.util.find_spec("flash_attn"):
         return None
+    flash_attn_varlen_func = importlib.import_module("flash_attn").flash_attn_varlen_func
     ends = visible_until.cpu().numpy()
     strips = [np.flatnonzero(ends == end) for end in np.unique(ends)]
     seen = [np.concatenate([np.flatnonzero(ends[: strip[0]] > strip[0]), strip]) for strip in strips]

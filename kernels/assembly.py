@@ -58,7 +58,7 @@ def _read_nvidia(cubin: bytes, ptx: str) -> Code:
         file.flush()
         usage = _run(knobs.nvidia.cuobjdump.path, "-res-usage", file.name)
         listing = _run(knobs.nvidia.nvdisasm.path, "-c", file.name)
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    registers, stack = map(int, _find(r"REG:(\d+) STACK:(\d+)", usage).groups())
     stream = nvidia_stream(listing)
     used = re.search(r"tcgen05\.mma|wgmma\.mma_async|mma\.sync", ptx)
     return Code(registers, stack, spill_count(stream, r"LDL|STL"), used and used.group(), mix(inner_loop(stream, NVIDIA, r"BRA"), NVIDIA))
@@ -71,7 +71,7 @@ def nvidia_stream(listing: str) -> list[str | Instruction]:
 
 
 def _read_amd(listing: str) -> Code:
-    value = {name: int(re.search(rf"\.{name}:\s*(\d+)", listing).group(1)) for name in ("vgpr_count", "private_segment_fixed_size")}
+    value = {name: int(_find(rf"\.{name}:\s*(\d+)", listing).group(1)) for name in ("vgpr_count", "private_segment_fixed_size")}
     code = re.findall(r"^(\.LBB\w+):|^\s+([a-z]\w+)\s*(.*)$", listing, re.MULTILINE)
     stream = [label or Instruction(mnemonic, operands) for label, mnemonic, operands in code]
     used = re.search(r"v_mfma\w+", listing)
@@ -81,6 +81,12 @@ def _read_amd(listing: str) -> Code:
 
 def spill_count(stream: list[str | Instruction], pattern: str) -> int:
     return sum(_is(item, pattern) for item in stream)
+
+
+def _find(pattern: str, text: str) -> re.Match[str]:
+    if found := re.search(pattern, text):
+        return found
+    raise ValueError(f"{pattern!r} is not in the compiler's output: {text[:200]!r}")
 
 
 def _run(*command: str) -> str:
@@ -96,7 +102,7 @@ def inner_loop(stream: list[str | Instruction], classes: dict[str, str], branch:
     labels = {item: index for index, item in enumerate(stream) if isinstance(item, str)}
     loops = []
     for index, item in enumerate(stream):
-        target = re.search(r"\.L(_x_\d+|BB\w+)", item.operands) if _is(item, branch) else None
+        target = re.search(r"\.L(_x_\d+|BB\w+)", item.operands) if isinstance(item, Instruction) and _is(item, branch) else None
         if target and (start := labels.get(target.group(), index)) < index - 1:  # a branch to itself only ends the listing
             loops.append((start, index))
     inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]

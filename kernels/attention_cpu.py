@@ -1,6 +1,6 @@
 """Tree attention on a CPU at speed: the forest is cut into pieces of ordinary attention, none of which needs a mask.
 
-Everything below a token is one contiguous range behind it. So a run of tokens without a branch is seen by two ranges of queries, itself
+Everything below a token is one contiguous range after it. So a run of tokens without a branch is seen by two ranges of queries, itself
 (causally) and everything below it (fully), and all of that is plain slices:
 
     prompt S1 | W2 | W3 | W1 W2' W3' S2       prompt S1:  causal on itself, full for all that follows
@@ -67,7 +67,7 @@ def _above_any(marked: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.n
 
 
 def _chains(ends: np.ndarray, small: np.ndarray) -> list[Chains]:
-    """One chain per set of small tokens with equal `ends`: a branch with everything its trunk goes on with."""
+    """One chain per set of small tokens with equal `ends`: a branch with everything its trunk continues with."""
     tokens = np.flatnonzero(small)
     if not len(tokens):
         return []

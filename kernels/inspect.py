@@ -23,35 +23,13 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from dccot.kernels import assembly
+from dccot.kernels.gpus import Gpu, of_architecture
 from dccot.kernels.tuning import ATTENTION_KERNELS, STRETCH, STRETCH_WARPS, TABLE, Tile
 
 DEFAULT_ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 GROUP = 6  # query heads per key head; it does not change what is compiled but for two divisions
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Limits and rates of one multiprocessor (compute unit); rates are per cycle."""
-
-    max_warps: int
-    threads_per_warp: int
-    registers: int  # per thread slot: 32-bit registers of the multiprocessor / threads per warp
-    shared_memory: int  # per multiprocessor
-    shared_memory_per_program: int
-    matrix_flops: int  # dense bf16
-    exponentials: int
-    issue: int  # warp instructions
-    l2_bytes: int
-    dram_bytes: int
-
-
-MACHINES = {
-    "sm_80": Machine(64, 32, 65536, 164 * 1024, 163 * 1024, 2048, 16, 4, 48, 12),
-    "sm_86": Machine(48, 32, 65536, 100 * 1024, 99 * 1024, 1024, 16, 4, 32, 7),
-    "sm_90": Machine(64, 32, 65536, 228 * 1024, 227 * 1024, 4096, 16, 4, 48, 14),
-    "sm_100": Machine(64, 32, 65536, 228 * 1024, 227 * 1024, 8192, 16, 4, 48, 28),
-    "gfx942": Machine(32, 64, 4 * 512 * 64, 64 * 1024, 64 * 1024, 2048, 16, 4, 64, 8),
-}
 TENSOR_MEMORY_COLUMNS = 512  # of a Blackwell multiprocessor
 
 
@@ -59,7 +37,7 @@ TENSOR_MEMORY_COLUMNS = 512  # of a Blackwell multiprocessor
 class Configuration:
     kernel: str
     arch: str
-    head_dim: int | None = None
+    head_dim: int = 0  # 0: the LM head's kernels have none
     tile: Tile | None = None
     dtype: str = "bf16"
 
@@ -108,13 +86,13 @@ def inspect(configs: list[Configuration]) -> list[Report]:
 def inspect_one(config: Configuration) -> Report:
     compiled = compile_kernel(config)
     code = assembly.read(compiled)
-    machine = MACHINES[config.arch]
+    machine = of_architecture(config.arch)
     warps = config.tile.warps if config.tile else STRETCH_WARPS
     programs = _resident(machine, warps, code.registers, compiled.metadata.shared, getattr(compiled.metadata, "tmem_size", 0) or 0)
     cycles = _cycles(config, machine, warps, code.loop)
     return Report(
         config, code.registers, code.stack, code.spill_instructions, compiled.metadata.shared, programs, programs * warps,
-        programs * warps / machine.max_warps, code.matrix_instruction, code.loop, cycles, max(cycles, key=cycles.get),
+        programs * warps / machine.max_warps, code.matrix_instruction, code.loop, cycles, max(cycles, key=lambda name: cycles[name]),
     )  # fmt: skip
 
 
@@ -159,7 +137,7 @@ def _type(argument: str, dtype: str) -> str:
     return "i32" if argument == "N" or argument.islower() or argument.endswith(("_n", "_h")) else "constexpr"
 
 
-def _resident(machine: Machine, warps: int, registers: int, shared_memory: int, tensor_memory: int) -> int:
+def _resident(machine: Gpu, warps: int, registers: int, shared_memory: int, tensor_memory: int) -> int:
     """Programs that fit on a multiprocessor at once."""
     granted = -(registers // -8) * 8 * machine.threads_per_warp * warps
     limits = [machine.max_warps // warps, machine.registers // granted, machine.shared_memory // (shared_memory + 1024)]
@@ -170,7 +148,7 @@ def _resident(machine: Machine, warps: int, registers: int, shared_memory: int, 
     return min(limits)
 
 
-def _cycles(config: Configuration, machine: Machine, warps: int, loop: dict[str, int]) -> dict[str, float]:
+def _cycles(config: Configuration, machine: Gpu, warps: int, loop: dict[str, int]) -> dict[str, float]:
     """Estimated cycles of a multiprocessor per iteration of the inner loop, by what they are spent on."""
     lanes = warps * machine.threads_per_warp
     cycles = {

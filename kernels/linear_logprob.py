@@ -20,7 +20,7 @@ from torch import Tensor
 
 DEFAULT_CHUNK_ROWS = 8192
 BLOCK_ELEMENTS = 2**26  # of logits: 256 MB in fp32
-ALIGNED_WORDS = 128  # blocks are this many words wide or a multiple, so that every row of a block starts on a boundary
+ALIGNED_VOCAB = 128  # blocks are a multiple of this wide, so that every row of a block starts on a boundary
 STRIP_ELEMENTS = 2**17  # of logits: what a CPU core's cache holds
 
 
@@ -54,11 +54,11 @@ def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
     # Per row: the largest z so far, Σ exp(z − largest), Σ exp(z − largest)·(z − largest), the target's z.
     statistics = hidden.new_zeros(4, len(hidden), dtype=_wide(hidden))
     statistics[0], statistics[3] = -torch.inf, torch.nan
-    row_slices, word_slices = _blocks(len(hidden), len(weight), chunk_rows)
-    buffer = _buffer(hidden, row_slices, word_slices)
-    for words, rows in itertools.product(word_slices, row_slices):
-        logits = _logits(hidden[rows], weight[words], buffer)
-        update(logits, targets[rows] - words.start, statistics[:, rows], 1 / temperature)
+    row_slices, vocab_slices = _blocks(len(hidden), len(weight), chunk_rows)
+    buffer = _buffer(hidden, row_slices, vocab_slices)
+    for vocab, rows in itertools.product(vocab_slices, row_slices):
+        logits = _logits(hidden[rows], weight[vocab], buffer)
+        update(logits, targets[rows] - vocab.start, statistics[:, rows], 1 / temperature)
         del logits  # before the next ones come, unless they share a buffer
     largest, total, weighted, chosen = statistics
     lse = largest + total.log()
@@ -78,18 +78,18 @@ def _backward(
     to_gradient = _kernels(hidden).logits_to_gradient
     row_values = torch.stack([lse, entropy, grad_logprob, grad_entropy])
     hidden_grad, weight_grad = torch.zeros_like(hidden, dtype=_wide(hidden)), torch.empty_like(weight)
-    row_slices, word_slices = _blocks(len(hidden), len(weight), chunk_rows)
-    buffer = _buffer(hidden, row_slices, word_slices)
-    for words in word_slices:
-        words_grad = torch.zeros_like(weight[words], dtype=_wide(weight))
+    row_slices, vocab_slices = _blocks(len(hidden), len(weight), chunk_rows)
+    buffer = _buffer(hidden, row_slices, vocab_slices)
+    for vocab in vocab_slices:
+        vocab_grad = torch.zeros_like(weight[vocab], dtype=_wide(weight))
         for rows in row_slices:
-            logits = _logits(hidden[rows], weight[words], buffer)
-            to_gradient(logits, targets[rows] - words.start, row_values[:, rows], 1 / temperature)
+            logits = _logits(hidden[rows], weight[vocab], buffer)
+            to_gradient(logits, targets[rows] - vocab.start, row_values[:, rows], 1 / temperature)
             gradient = logits.to(hidden.dtype) if buffer is None else logits
-            _add_product(hidden_grad[rows], gradient, weight[words])
-            _add_product(words_grad, gradient.t(), hidden[rows])
+            _add_product(hidden_grad[rows], gradient, weight[vocab])
+            _add_product(vocab_grad, gradient.t(), hidden[rows])
             del logits, gradient  # before the next ones come, unless they share a buffer
-        weight_grad[words] = words_grad
+        weight_grad[vocab] = vocab_grad
     return hidden_grad.to(hidden.dtype), weight_grad
 
 
@@ -112,13 +112,13 @@ def _gradients(ctx, grad_logprob: Tensor, grad_entropy: Tensor, _):
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
-def _blocks(rows: int, words: int, chunk_rows: int) -> tuple[list[slice], list[slice]]:
+def _blocks(rows: int, vocab: int, chunk_rows: int) -> tuple[list[slice], list[slice]]:
     """How the M×V matrix is cut into blocks: slices of rows and of the vocabulary."""
     height = max(1, min(rows, chunk_rows))
     width = max(1, BLOCK_ELEMENTS // height)
-    if width > ALIGNED_WORDS:
-        width -= width % ALIGNED_WORDS
-    return _slices(rows, height), _slices(words, width)
+    if width > ALIGNED_VOCAB:
+        width -= width % ALIGNED_VOCAB
+    return _slices(rows, height), _slices(vocab, width)
 
 
 def _slices(length: int, step: int) -> list[slice]:
@@ -129,11 +129,11 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _buffer(hidden: Tensor, row_slices: list[slice], word_slices: list[slice]) -> Tensor | None:
+def _buffer(hidden: Tensor, row_slices: list[slice], vocab_slices: list[slice]) -> Tensor | None:
     """Memory for one block; torch's GPU product of half-precision numbers into fp32 allocates its own."""
     if hidden.is_cuda and hidden.dtype != _wide(hidden):
         return None
-    tallest, widest = (max((s.stop - s.start for s in slices), default=0) for slices in (row_slices, word_slices))
+    tallest, widest = (max((s.stop - s.start for s in slices), default=0) for slices in (row_slices, vocab_slices))
     return hidden.new_empty(tallest * widest, dtype=_wide(hidden))
 
 

@@ -2,10 +2,10 @@
 
     query q sees key k   ⇔   k ≤ q < visible_until[k]
 
-Tokens are the nodes of a forest written down in preorder, and `visible_until[k]` is the index just behind the last descendant of k:
+Tokens are the nodes of a forest written down in preorder, and `visible_until[k]` is the index just after the last descendant of k:
 
     index           0  1  2  3  4  5  6  7          0─1─2─3        branch (2, 3)
-    visible_until   8  8  4  4  8  8  8  8            └─4─5─6─7    trunk goes on
+    visible_until   8  8  4  4  8  8  8  8            └─4─5─6─7    trunk continues
     position        0  1  2  3  2  3  4  5
     parent         -1  0  1  2  1  4  5  6
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -44,12 +44,12 @@ def parents(visible_until: Tensor) -> Tensor:
 def _parents(ends: np.ndarray) -> np.ndarray:
     """The token before; for the first token of a run, the last token of the innermost run that is still open there."""
     index = np.arange(len(ends))
-    goes_on = (ends[1:] == ends[:-1]) & (ends[:-1] > index[1:])
-    starts = np.flatnonzero(np.concatenate([[True], ~goes_on])[: len(ends)])
+    continues = (ends[1:] == ends[:-1]) & (ends[:-1] > index[1:])
+    starts = np.flatnonzero(np.concatenate([[True], ~continues])[: len(ends)])
     parent = index - 1
     open_runs: list[tuple[int, int]] = []  # (where it ends, its last token)
-    behind = np.append(starts[1:], len(ends))
-    for start, stop, end in zip(starts.tolist(), behind.tolist(), ends[starts].tolist()):
+    after = np.append(starts[1:], len(ends))
+    for start, stop, end in zip(starts.tolist(), after.tolist(), ends[starts].tolist()):
         while open_runs and open_runs[-1][0] <= start:
             open_runs.pop()
         parent[start] = open_runs[-1][1] if open_runs else -1
@@ -63,7 +63,7 @@ def validate(visible_until: Tensor) -> None:
     if ends.ndim != 1 or ends.is_floating_point() or ends.dtype == torch.bool:
         raise ValueError(f"visible_until must be a one-dimensional integer tensor, got {ends.dtype} of shape {tuple(ends.shape)}")
     tokens, index = len(ends), torch.arange(len(ends), device=ends.device)
-    _require((index < ends) & (ends <= tokens), ends, f"must lie behind the token itself and at most at N = {tokens}")
+    _require((index < ends) & (ends <= tokens), ends, f"must lie after the token itself and at most at N = {tokens}")
     above = parents(ends)
     _require((above < 0) | (ends <= ends[above]), ends, "outlives the token's parent: subtrees must be nested")
 
@@ -77,7 +77,7 @@ def _require(holds: Tensor, ends: Tensor, what: str) -> None:
 class TreeMask:
     """The mask of one packed forest, with everything derived from it computed at most once.
 
-    >>> mask = TreeMask(torch.tensor([6, 6, 4, 4, 6, 6]))  # a trunk of two tokens, a branch (2, 3), then the trunk goes on
+    >>> mask = TreeMask(torch.tensor([6, 6, 4, 4, 6, 6]))  # a trunk of two tokens, a branch (2, 3), then the trunk continues
     >>> mask.position.tolist(), mask.parent.tolist()
     ([0, 1, 2, 3, 2, 3], [-1, 0, 1, 2, 1, 4])
     >>> TreeMask.causal([2, 3]).visible_until.tolist()
@@ -94,14 +94,14 @@ class TreeMask:
         validate(visible_until)
         self.visible_until = torch.as_tensor(visible_until).to(torch.int32).contiguous()
         self.handle = torch.tensor(next(self._numbers))
-        self._derived: dict[object, object] = {}
+        self._derived: dict[object, Any] = {}
         self._alive[int(self.handle)] = self
 
     @classmethod
     def causal(cls, lengths: Sequence[int], device: torch.device | str | None = None) -> TreeMask:
-        """Plain causal sequences of the given lengths, packed one behind the other."""
-        lengths = torch.as_tensor(lengths, dtype=torch.int64)
-        return cls(lengths.cumsum(0).repeat_interleave(lengths).to(device))
+        """Plain causal sequences of the given lengths, packed one after the other."""
+        each = torch.as_tensor(lengths, dtype=torch.int64)
+        return cls(each.cumsum(0).repeat_interleave(each).to(device))
 
     @classmethod
     def from_handle(cls, handle: Tensor, visible_until: Tensor) -> TreeMask:
@@ -120,7 +120,7 @@ class TreeMask:
         return self.derive("parent", lambda: parents(self.visible_until))
 
     def derive(self, name: object, build: Callable[[], T]) -> T:
-        """What `build` returned the first time it was asked for under `name`."""
+        """What `build` returned when `name` was first requested."""
         if name not in self._derived:
             self._derived[name] = build()
         return self._derived[name]

@@ -3,7 +3,7 @@
 Queries are cut into tiles of at most block_q, keys into tiles of at most block_k tokens. Tiles start anew where a long branch ends and
 another long one begins: no tile then straddles two branches that cannot see each other, at the price of one shorter tile in front.
 From the smallest and largest `visible_until` in a key tile follows, exactly and for every query tile at once, whether the pair is
-    empty   largest ≤ first query, or all keys lie behind all queries: never visited
+    empty   largest ≤ first query, or all keys come after all queries: never visited
     full    smallest > last query, all keys lie before all queries, and the tile being streamed is whole: no mask arithmetic
     edge    anything else: visited with the mask
 This takes O(N + tiles²) and nothing N×N ever exists. A schedule is a list of tiles per query tile (for the forward and dQ) and per key
@@ -49,10 +49,9 @@ def build(visible_until: Tensor, block_q: int, block_k: int) -> Schedule:
     visited, unmasked = classify(ends, queries, keys)
     by_query = visited, unmasked & (np.diff(keys) == block_k)
     by_key = visited.T, (unmasked & (np.diff(queries) == block_q)[:, None]).T
-    lists = [_lists(visited, full, own, streamed, visible_until.device)
-             for (visited, full), own, streamed in ((by_query, queries, keys), (by_key, keys, queries))]  # fmt: skip
-    visits = int(visited.sum())
-    return Schedule(*lists, visits, (visits - int(by_query[1].sum()), visits - int(by_key[1].sum())))
+    visits, device = int(visited.sum()), visible_until.device
+    edges = visits - int(by_query[1].sum()), visits - int(by_key[1].sum())
+    return Schedule(_lists(*by_query, queries, keys, device), _lists(*by_key, keys, queries, device), visits, edges)
 
 
 def cut(ends: np.ndarray, block: int) -> np.ndarray:

@@ -48,7 +48,7 @@ class Shape:
 
 
 def forest(shapes: list[Shape], duplicates: bool = False) -> Tensor:
-    """`visible_until` of responses packed one behind the other."""
+    """`visible_until` of responses packed one after the other."""
     trees = [shape.visible_until(duplicates) for shape in shapes]
     offsets = np.cumsum([0] + [len(tree) for tree in trees])
     return torch.from_numpy(np.concatenate([tree + offset for tree, offset in zip(trees, offsets, strict=False)]))
@@ -68,23 +68,25 @@ def shapes(name: str, tokens: int, seed: int = 0) -> list[Shape]:
 def paper_like(tokens: int, seed: int = 0) -> list[Shape]:
     """As many responses as fit, with lengths drawn around the paper's and then scaled together to fill `tokens`."""
     rng = np.random.default_rng(seed)
-
-    def draw() -> Shape:
-        prompt, segments, rounds = 200, 1500, 1 if rng.random() < 0.75 else 2
-        around = lambda mean, size: np.maximum(1, mean * rng.lognormal(-0.08, 0.4, size)).astype(int)
-        director = around(segments, rounds + 1)
-        director[0] += around(prompt, 1)[0]
-        return Shape(tuple(director.tolist()), tuple(tuple(around(700, 3).tolist()) for _ in range(rounds)))
-
-    drawn, total = [draw()], 0
+    drawn, total = [paper_shape(rng)], 0
     while (total := sum(len(shape.visible_until()) for shape in drawn)) < 0.8 * tokens:
-        drawn.append(draw())
+        drawn.append(paper_shape(rng))
     return [shape.scaled(tokens / total) for shape in drawn]
+
+
+def paper_shape(rng: np.random.Generator, prompt: int = 200) -> Shape:
+    """The paper's model: a director of ~1,500 tokens a segment, three workers of ~700 each, one round or two; a prompt before it."""
+    rounds = 1 if rng.random() < 0.75 else 2
+    around = lambda mean, size: np.maximum(1, mean * rng.lognormal(-0.08, 0.4, size)).astype(int)
+    director = around(1500, rounds + 1)
+    director[0] += around(prompt, 1)[0] if prompt else 0
+    return Shape(tuple(director.tolist()), tuple(tuple(around(700, 3).tolist()) for _ in range(rounds)))
 
 
 def from_rollouts(file: Path, tokens: int) -> list[Shape]:
     """The first responses of the file that fit into `tokens`."""
-    found, total = [], 0
+    found: list[Shape] = []
+    total = 0
     for line in file.read_text().splitlines():
         response = json.loads(line)["response"]
         length = lambda segment: len(segment["inserted"]) + len(segment["sampled"])

@@ -11,6 +11,7 @@ A checkpoint is written beside its final name and renamed when it is whole: whoe
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -240,7 +241,8 @@ def _write(
 
 def _plan_files(sizes: Mapping[str, int], max_shard_bytes: int) -> dict[str, str]:
     """Tensor name → file name: consecutive tensors share a file as long as it stays below the limit."""
-    shard, room, shard_of = 0, max_shard_bytes, {}
+    shard, room = 0, max_shard_bytes
+    shard_of: dict[str, int] = {}
     for name, size in sizes.items():
         if size > room and shard_of:
             shard, room = shard + 1, max_shard_bytes
@@ -264,10 +266,11 @@ def _write_tokenizer(tokenizer, folder: Path) -> None:
 
 
 def _copy_companions(source: str | Path | None, folder: Path) -> None:
-    for pattern in COMPANIONS if source is not None else ():
-        for path in Path(source).glob(pattern):
-            if path.is_file():
-                shutil.copyfile(path, folder / path.name)
+    if source is None:
+        return
+    for path in itertools.chain.from_iterable(Path(source).glob(pattern) for pattern in COMPANIONS):
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
 
 
 def _write_json(path: Path, content: Mapping) -> None:

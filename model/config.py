@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -125,7 +126,7 @@ def _reject_unsupported(raw: Mapping, where: str) -> None:
 
 
 def _parse_rope(raw: Mapping, max_position: int, where: str) -> RopeConfig:
-    rope = {"rope_theta": raw.get("rope_theta")} | dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    rope: dict[str, Any] = {"rope_theta": raw.get("rope_theta")} | dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
     unknown = sorted(set(rope) - ROPE_KEYS)
     if unknown:
         raise ValueError(f"{where}: the rotary embedding has settings the decoder does not know: {', '.join(unknown)}")
@@ -140,8 +141,10 @@ def _parse_rope(raw: Mapping, max_position: int, where: str) -> RopeConfig:
         return RopeConfig(theta=theta)
 
     original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or max_position
-    factor = rope.get("factor") or (max_position / original if kind == "yarn" else None)
-    needed = {"factor": factor} | ({key: rope.get(key) for key in ("low_freq_factor", "high_freq_factor")} if kind == "llama3" else {})
+    factor: Any = rope.get("factor") or (max_position / original if kind == "yarn" else None)
+    needed: dict[str, Any] = {"factor": factor}
+    if kind == "llama3":
+        needed |= {key: rope.get(key) for key in ("low_freq_factor", "high_freq_factor")}
     missing = [key for key, value in needed.items() if value is None]
     if missing:
         raise ValueError(f"{where}: rope type {kind!r} needs {', '.join(missing)}")

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dccot.model.checkpoint_io import load_weights
 from dccot.model.config import read_config
-from dccot.model.transformer import Transformer
+from dccot.model.transformer import Block, Transformer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
@@ -56,6 +56,7 @@ def build_model(
     with torch.device("meta"):
         model = Transformer(read_config(folder)).to(master)
     for block in model.model.layers:
+        assert isinstance(block, Block)
         block.recompute = sharding.activation_checkpointing
         if sharding.compile:
             block.compile()  # once for the first number of tokens, once more for any number

@@ -5,7 +5,7 @@
                       x += down(silu(gate(norm x)) · up(norm x))
     norm x  →  log-prob and entropy of `targets`, at the rows that predict them, and at no others
 
-There is no batch dimension: N tokens stand one behind the other, `position` says where inference had each of them, and the mask says
+There is no batch dimension: N tokens stand one after the other, `position` says where inference had each of them, and the mask says
 what each sees. Parameter names are Hugging Face's own, so no table maps them anywhere. Everything runs through `forward`, because
 that is where FSDP gathers the weights; it works at the weights' precision (bf16, fp32, fp64), norms and rotation at fp32 or better.
 
@@ -51,7 +51,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: TreeMask) -> Tensor:
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out = tree_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
         return self.o_proj(out.flatten(1))
@@ -125,10 +125,10 @@ class Transformer(nn.Module):
         targets: Tensor | None = None,
         temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor] | Tensor:
-        """Log-prob and entropy, [M] each, of `targets` predicted from `rows` at `temperature`; without `rows`, plain logits [N, V]."""
+        """Log-prob and entropy, [M] each, of `targets` predicted from `rows` at `temperature`; without them, plain logits [N, V]."""
         hidden = self.model(tokens, position, mask)
         head = self.model.embed_tokens.weight if self.config.tied_embeddings else self.lm_head.weight
-        if rows is None:
+        if rows is None or targets is None:
             return F.linear(hidden, head)
         return linear_logprob(hidden[rows], head, targets, temperature)
 

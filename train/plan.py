@@ -27,27 +27,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dccot.config import ConfigError, load_config
+from dccot.kernels.gpus import GPUS, Gpu
 from dccot.kernels.linear_logprob import BLOCK_ELEMENTS
 from dccot.model.config import ModelConfig, parse_config, read_config
 from dccot.train.flops import block_parameters
 from dccot.train.rl_config import RLConfig
 
 GB = 1e9
-
-
-@dataclass(frozen=True)
-class Gpu:
-    memory: float  # GB
-    bandwidth: float  # GB/s
-    tflops: float  # bf16, dense
-
-
-GPUS = {
-    "A100": Gpu(80, 2039, 312),
-    "H100": Gpu(80, 3350, 989),
-    "H200": Gpu(141, 4800, 989),
-    "B200": Gpu(180, 8000, 2250),
-}
 
 
 def _qwen2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, tied: bool, vocabulary: int) -> dict:

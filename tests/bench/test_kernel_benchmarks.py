@@ -34,12 +34,12 @@ def test_two_rounds_follow_each_other_on_the_trunk():
     assert shape.visible_until().tolist() == [11, 2, 11, 11, 11, 7, 7, 11, 11, 11, 11]
 
 
-def test_responses_are_packed_one_behind_the_other():
+def test_responses_are_packed_one_after_the_other():
     assert forest([Shape((2,)), Shape((1, 1), ((1, 1),))]).tolist() == [2, 2, 7, 4, 7, 7, 7]
 
 
 @pytest.mark.parametrize("tokens", [500, 4096, 16384])
-def test_paper_like_trees_have_the_size_asked_for_and_are_forests(tokens):
+def test_paper_like_trees_have_the_requested_size_and_are_forests(tokens):
     for duplicates in (False, True):
         validate(forest(paper_like(tokens, seed=3), duplicates))
     assert abs(len(forest(paper_like(tokens, seed=3))) - tokens) <= 0.01 * tokens + 10

@@ -9,8 +9,8 @@ from torch import Tensor
 
 def from_depths(depths: list[int]) -> Tensor:
     """visible_until of the preorder forest with these depths: up to the next token that is not deeper."""
-    behind = [next((j for j in range(i + 1, len(depths)) if depths[j] <= depth), len(depths)) for i, depth in enumerate(depths)]
-    return torch.tensor(behind, dtype=torch.int64)
+    after = [next((j for j in range(i + 1, len(depths)) if depths[j] <= depth), len(depths)) for i, depth in enumerate(depths)]
+    return torch.tensor(after, dtype=torch.int64)
 
 
 @st.composite
@@ -26,7 +26,7 @@ def forests(draw, max_tokens: int = 60) -> Tensor:
 
 
 def branches(count: int, trunk: int, length: int) -> Tensor:
-    """A trunk, then `count` branches of `length` tokens, then the trunk goes on."""
+    """A trunk, then `count` branches of `length` tokens, then the trunk continues."""
     return from_depths([*range(trunk), *([trunk + i for i in range(length)] * count), *range(trunk, 2 * trunk)])
 
 

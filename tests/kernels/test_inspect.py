@@ -6,7 +6,8 @@ from dataclasses import asdict
 import pytest
 
 from dccot.kernels import assembly, inspect
-from dccot.kernels.inspect import MACHINES, Configuration, configurations
+from dccot.kernels.gpus import of_architecture
+from dccot.kernels.inspect import Configuration, configurations
 from dccot.kernels.tuning import ATTENTION_KERNELS, FP32, TABLE
 
 MATRIX_INSTRUCTION = {"sm_80": "mma.sync", "sm_86": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
@@ -28,7 +29,7 @@ def test_the_table_covers_the_promised_architectures_and_head_dims():
 @pytest.mark.parametrize("config", map(str, SHIPPED))
 def test_shipped_configuration(config, reports):
     report = reports[config]
-    machine = MACHINES[report.configuration.arch]
+    machine = of_architecture(report.configuration.arch)
     assert report.stack == 0 and report.spill_instructions == 0, "it spills"
     assert report.shared_memory <= machine.shared_memory_per_program
     assert report.programs >= 1 and report.warps <= machine.max_warps

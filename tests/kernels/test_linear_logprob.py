@@ -9,11 +9,11 @@ from dccot.kernels import linear_logprob as fused
 from dccot.kernels.linear_logprob import linear_logprob
 
 
-def problem(rows: int, words: int, dim: int = 8, dtype=torch.float64, seed: int = 0):
+def problem(rows: int, vocab: int, dim: int = 8, dtype=torch.float64, seed: int = 0):
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(rows, dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    weight = (2 * torch.randn(words, dim, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
-    return hidden, weight, torch.randint(words, (rows,), generator=generator)
+    weight = (2 * torch.randn(vocab, dim, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(vocab, (rows,), generator=generator)
 
 
 def by_definition(hidden, weight, targets, temperature):
@@ -27,12 +27,12 @@ def gradients(outputs, upstream, inputs):
 
 @settings(deadline=None, max_examples=60)
 @given(
-    rows=st.integers(1, 23), words=st.integers(1, 60), temperature=st.sampled_from([1.0, 0.6, 1.7]), chunk_rows=st.integers(1, 30),
+    rows=st.integers(1, 23), vocab=st.integers(1, 60), temperature=st.sampled_from([1.0, 0.6, 1.7]), chunk_rows=st.integers(1, 30),
     block=st.integers(1, 400), strip=st.integers(1, 200), used=st.sampled_from([(1.0, 1.0), (1.0, 0.0), (0.0, 1.0)]),
     seed=st.integers(0, 9),
 )  # fmt: skip
-def test_equal_to_the_definition_in_fp64_for_blocks_and_strips_of_any_size(rows, words, temperature, chunk_rows, block, strip, used, seed):
-    hidden, weight, targets = problem(rows, words, seed=seed)
+def test_equal_to_the_definition_in_fp64_for_blocks_and_strips_of_any_size(rows, vocab, temperature, chunk_rows, block, strip, used, seed):
+    hidden, weight, targets = problem(rows, vocab, seed=seed)
     upstream = [scale * torch.linspace(-1, 2, rows, dtype=torch.float64) for scale in used]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused, "BLOCK_ELEMENTS", block)
@@ -80,12 +80,12 @@ def test_very_peaked_distributions_have_finite_results():
     assert torch.autograd.grad(logprob + entropy, hidden)[0].item() == -2.0
 
 
-@pytest.mark.parametrize(("rows", "words", "chunk_rows"), [(10_000, 151_936, 8192), (7, 151_936, 8192), (1_000_000, 100, 8192), (3, 5, 1)])
-def test_no_block_is_larger_than_its_limit_and_blocks_cover_everything(rows, words, chunk_rows):
-    row_slices, word_slices = fused._blocks(rows, words, chunk_rows)
-    tallest, widest = (max(s.stop - s.start for s in slices) for slices in (row_slices, word_slices))
+@pytest.mark.parametrize(("rows", "vocab", "chunk_rows"), [(10_000, 151_936, 8192), (7, 151_936, 8192), (1_000_000, 100, 8192), (3, 5, 1)])
+def test_no_block_is_larger_than_its_limit_and_blocks_cover_everything(rows, vocab, chunk_rows):
+    row_slices, vocab_slices = fused._blocks(rows, vocab, chunk_rows)
+    tallest, widest = (max(s.stop - s.start for s in slices) for slices in (row_slices, vocab_slices))
     assert tallest <= chunk_rows and tallest * widest <= fused.BLOCK_ELEMENTS
-    for slices, length in ((row_slices, rows), (word_slices, words)):
+    for slices, length in ((row_slices, rows), (vocab_slices, vocab)):
         assert [s.start for s in slices] == [0] + [s.stop for s in slices[:-1]] and slices[-1].stop == length
 
 

@@ -49,8 +49,8 @@ def test_forests_of_tests_are_accepted_but_not_with_one_end_moved():
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (torch.tensor([1, 1]), r"visible_until\[1\] = 1 must lie behind the token itself and at most at N = 2"),
-        (torch.tensor([3, 2]), r"visible_until\[0\] = 3 must lie behind the token itself and at most at N = 2"),
+        (torch.tensor([1, 1]), r"visible_until\[1\] = 1 must lie after the token itself and at most at N = 2"),
+        (torch.tensor([3, 2]), r"visible_until\[0\] = 3 must lie after the token itself and at most at N = 2"),
         (torch.tensor([1.0]), "one-dimensional integer tensor, got torch.float32"),
         (torch.tensor([[1]]), r"one-dimensional integer tensor, got torch.int64 of shape \(1, 1\)"),
     ],

@@ -7,14 +7,14 @@ from dccot.kernels import linear_logprob as fused
 from dccot.kernels import logprob_triton, tuning
 
 
-@pytest.mark.parametrize(("rows", "words", "block"), [(5, 40, 10_000), (13, 150, 13 * 64), (9, 100, 3 * 33)])
+@pytest.mark.parametrize(("rows", "vocab", "block"), [(5, 40, 10_000), (13, 150, 13 * 64), (9, 100, 3 * 33)])
 @pytest.mark.parametrize("upstream", [(1.0, 0.5), (0.0, 1.0)])
-def test_values_and_gradients_equal_the_definition(rows, words, block, upstream, monkeypatch):
+def test_values_and_gradients_equal_the_definition(rows, vocab, block, upstream, monkeypatch):
     monkeypatch.setattr(fused, "BLOCK_ELEMENTS", block)
     monkeypatch.setattr(logprob_triton, "STRETCH", 32)
-    generator = torch.Generator().manual_seed(words)
-    hidden, weight = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (rows, words))
-    targets = torch.randint(words, (rows,), generator=generator)
+    generator = torch.Generator().manual_seed(vocab)
+    hidden, weight = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (rows, vocab))
+    targets = torch.randint(vocab, (rows,), generator=generator)
     double = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     distribution = torch.distributions.Categorical(logits=double[0] @ double[1].T / 0.6)
     expected = distribution.log_prob(targets), distribution.entropy()
