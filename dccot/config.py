@@ -65,7 +65,7 @@ def load_config(kind: type[C], path: str | Path | None, overrides: typing.Sequen
         first = str(error).splitlines()[0]
         raise ConfigError(f"{getattr(error, 'full_key', None) or 'configuration'}: {first}") from None
     check(config)
-    return config
+    return typing.cast(C, config)
 
 
 class _Loader(yaml.SafeLoader):
@@ -197,7 +197,7 @@ def _refuse_unknown(kind: type, tree: dict, prefix: str) -> None:
 
 def _refuse_misfit(hint: Any, value: Any, key: str) -> None:
     """Unknown keys below `key`, and a single value where there should be many."""
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         require(isinstance(value, dict), f"{key} is {value!r}; it is a group of settings: {', '.join(hint.__annotations__)}")
         _refuse_unknown(hint, value, f"{key}.")
     elif typing.get_origin(hint) is list:

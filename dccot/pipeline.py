@@ -1,11 +1,11 @@
-"""All stages of a recipe, one after another, each from the one before; run again, it goes on where it stopped.
+"""All stages of a recipe, one after another, each from the one before; run again, it continues where it stopped.
 
     dccot pipeline configs/dc_cot.yaml model=MODEL sft.data.train=sft.jsonl             # one process
     torchrun --nproc_per_node 8 -m dccot.pipeline configs/dc_cot.yaml model=MODEL …     # one per GPU
 
 A recipe lists stages; `stage.key=value` on the command line sets a key of one stage, anything else a key of the recipe. In the values of
-a recipe {run} stands for its folder. Stages share one process and, where the model's shape allows, one engine: a new model is
-streamed into it. A stage that is finished leaves a mark and is passed over.
+a recipe {run} stands for its folder. All stages are configured and checked before the first one starts. They share one process and,
+where the model's shape allows, one engine: a new model is streamed into it. A stage that is finished leaves a mark and is skipped.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -21,11 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dccot.command import run_cleanly
-from dccot.config import find_config, load_config, one_of, read_yaml, require, to_yaml
+from dccot.config import ConfigError, find_config, load_config, one_of, read_yaml, require, to_yaml
 from dccot.files import write_atomic
+from dccot.model.folder import resolve_model
 from dccot.rollout.settings import EngineConfig
 from dccot.runtime import Runtime
-from dccot.stages import KINDS, TRAINING
+from dccot.stages import KINDS
 
 if TYPE_CHECKING:
     from dccot.rollout.engine import Engine
@@ -36,9 +38,9 @@ log = logging.getLogger("dccot")
 @dataclass
 class Stage:
     name: str
-    run: str  # what is done: one of stages.KINDS
+    run: str  # its kind: one of stages.KINDS
     config: str | None = None  # YAML file, relative to the recipe
-    start: str | None = None  # stage or folder of the model it starts from; None: the last stage that trained, or the recipe's model
+    start: str | None = None  # stage or folder whose model it starts from; None: the last stage that trained, or the recipe's model
     set: dict[str, Any] = field(default_factory=dict)  # keys of the stage's configuration that the recipe sets
 
 
@@ -54,8 +56,12 @@ class Recipe:
 
     def check(self) -> None:
         require(bool(self.stages), "the recipe has no stages")
-        names = [stage.name for stage in self.stages]
+        require(bool(self.name.strip()), f"name is {self.name!r}; it names the recipe's folder below output")
+        require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must be in [0, 2^63)")
+        names = self.names
         for stage in self.stages:
+            plain = re.fullmatch(r"\w[\w.-]*", stage.name)
+            require(plain is not None, f"a stage is called {stage.name!r}; a name is letters, digits, '_', '-' and '.': it names a folder")
             one_of(stage.run, KINDS, f"run of stage {stage.name}")
             require(names.count(stage.name) == 1, f"two stages are called {stage.name!r}; give each its own name")
         for section, known in (("common", KINDS), ("settings", names)):
@@ -66,6 +72,10 @@ class Recipe:
     @property
     def folder(self) -> Path:
         return Path(self.output) / self.name
+
+    @property
+    def names(self) -> list[str]:
+        return [stage.name for stage in self.stages]
 
 
 class SharedEngine:
@@ -95,47 +105,66 @@ class SharedEngine:
 
 @dataclass
 class Context:
-    """What a stage may use."""
+    """A stage of a recipe, everything about it resolved."""
 
     recipe: Recipe
     stage: Stage
-    config: Path | None
+    earlier: dict[str, str]  # stages before it → their kinds
     start: str | None  # where its model comes from
-    overrides: list[str]
-    engines: SharedEngine
-    runtime: Runtime
+    config: Any = None  # of the class that KINDS names
 
     @property
     def folder(self) -> Path:
         return self.recipe.folder / self.stage.name
 
-    def load(self, kind: type) -> Any:
-        return load_config(kind, self.config, self.overrides)
+    @property
+    def mark(self) -> Path:
+        """Written when the stage is finished."""
+        return self.folder / "done.json"
 
-    def place(self, name: str) -> str:
-        """`stage` or `stage/inside` as a path in the recipe's folder; anything else is a path already."""
-        return str(self.recipe.folder / name) if name.split("/")[0] in {stage.name for stage in self.recipe.stages} else name
+    def model(self, name: str, key: str) -> str:
+        """Where a model is: `stage`, `stage@best` or `stage/inside` in the recipe's folder; anything else is a path already."""
+        stage = re.split("[/@]", name)[0]
+        if stage not in self.recipe.names:
+            if not Path(name).is_relative_to(self.recipe.folder) and not self.mark.exists():
+                resolve_model(name)
+            return name
+        require(stage in self.earlier, f"{key} is {name!r}, which does not come before stage {self.stage.name}; change their order")
+        inside = "/" in name
+        require(inside or KINDS[self.earlier[stage]].trains, f"{key} is {name!r}, a stage that trains no model; name one that does")
+        return str(self.recipe.folder / name)
+
+    def overrides(self, extra: Sequence[str]) -> list[str]:
+        """The stage's `key=value` list: what the recipe knows, what it sets, what the command line says (`extra`); later ones win."""
+        recipe, stage, kind = self.recipe, self.stage, KINDS[self.stage.run]
+        known = {"stage": stage.name, "run": recipe.folder, "folder": self.folder, "seed": recipe.seed, "start": self.start}
+        found = [f"{key}={text.format(**known)}" for key, text in kind.fills.items() if self.start or text != "{start}"]
+        for key, value in (recipe.common.get(stage.run, {}) | stage.set | recipe.settings.get(stage.name, {})).items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            for name in re.findall(r"\{run\}/([^/\"',}\]]+)", text):
+                there = name in self.earlier or (name not in recipe.names and (recipe.folder / name).exists())
+                require(there, f"{key} reads {{run}}/{name}, which no stage before it makes; those are {', '.join(self.earlier)}")
+            found.append(f"{key}={text.replace('{run}', str(recipe.folder))}")
+        return [*found, *extra]
+
+
+class Session:
+    """What the stages of a run share: process group, engine, and rank 0's voice."""
+
+    def __init__(self, runtime: Runtime):
+        self.runtime, self.engines = runtime, SharedEngine()
 
     def say(self, message: object) -> None:
         if self.runtime.is_main and message is not None:
             print(message, flush=True)
 
 
-def stage_overrides(recipe: Recipe, stage: Stage, start: str | None, extra: dict[str, list[str]]) -> list[str]:
-    """The `key=value` list of a stage: where it starts from, what the recipe sets, what the command line says; later ones win."""
-    found = [f"model.path={start}"] if start and stage.run in TRAINING else []
-    chosen = recipe.common.get(stage.run, {}) | stage.set | recipe.settings.get(stage.name, {})
-    for key, value in chosen.items():
-        text = value if isinstance(value, str) else json.dumps(value)
-        found.append(f"{key}={text.replace('{run}', str(recipe.folder))}")
-    return found + extra.get(stage.name, [])
-
-
 def load_recipe(path: str | Path, overrides: Sequence[str]) -> tuple[Recipe, dict[str, list[str]], Path]:
     """The recipe, the overrides of each stage, and the folder that stage files are relative to."""
     file = find_config(path)
     names = [stage.get("name") for stage in read_yaml(file).get("stages") or [] if isinstance(stage, dict)]
-    own, extra = [], {}
+    own: list[str] = []
+    extra: dict[str, list[str]] = {}
     for override in overrides:
         stage, dot, rest = override.partition(".")
         if dot and stage in names:
@@ -145,35 +174,51 @@ def load_recipe(path: str | Path, overrides: Sequence[str]) -> tuple[Recipe, dic
     return load_config(Recipe, file, own), extra, file.parent
 
 
+def prepare(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe, list[Context]]:
+    """The recipe and all its stages, configured and checked: what cannot run is refused before the first of them starts."""
+    recipe, extra, beside = load_recipe(path, overrides)
+    if recipe.model:
+        resolve_model(recipe.model)
+    contexts: list[Context] = []
+    earlier: dict[str, str] = {}
+    start = recipe.model
+    for stage in recipe.stages:
+        context = Context(recipe, stage, dict(earlier), start)
+        kind = KINDS[stage.run]
+        try:
+            context.start = context.model(stage.start, "start") if stage.start else start
+            file = find_config(beside / stage.config) if stage.config else None
+            context.config = load_config(kind.config, file, context.overrides(extra.get(stage.name, ())))
+            if kind.check:
+                kind.check(context, context.config)
+        except (ConfigError, FileNotFoundError) as error:
+            raise ConfigError(f"stage {stage.name}: {error}") from None
+        contexts.append(context)
+        earlier[stage.name] = stage.run
+        start = str(context.folder) if kind.trains else start
+    return recipe, contexts
+
+
 def run_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Run every stage that is not finished; returns the recipe as resolved."""
-    recipe, extra, beside = load_recipe(path, overrides)
-    runtime = Runtime.start()
-    engines = SharedEngine()
-    recipe.folder.mkdir(parents=True, exist_ok=True)
-    (recipe.folder / "recipe.yaml").write_text(to_yaml(recipe))
-    start = recipe.model
+    recipe, contexts = prepare(path, overrides)
+    session = Session(Runtime.start())
     try:
-        for number, stage in enumerate(recipe.stages, start=1):
-            mark = recipe.folder / stage.name / "done.json"
-            config = find_config(beside / stage.config) if stage.config else None
-            context = Context(recipe, stage, config, None, [], engines, runtime)
-            context.start = context.place(stage.start) if stage.start else start
-            context.overrides = stage_overrides(recipe, stage, context.start, extra)
-            heading = f"[{number}/{len(recipe.stages)}] {stage.name}"
-            if mark.is_file():
-                context.say(f"{heading}: done before ({json.loads(mark.read_text())['seconds']:.0f} s)")
-            else:
-                context.say(heading)
-                began = time.perf_counter()
-                KINDS[stage.run](context)
-                _leave_mark(mark, {"seconds": time.perf_counter() - began}, runtime)
-                context.say(f"{heading}: {time.perf_counter() - began:.0f} s")
-            if stage.run in TRAINING:
-                start = str(recipe.folder / stage.name)
+        if session.runtime.is_main:
+            write_atomic(recipe.folder / "recipe.yaml", to_yaml(recipe))
+        for number, context in enumerate(contexts, start=1):
+            heading = f"[{number}/{len(contexts)}] {context.stage.name}"
+            if context.mark.is_file():
+                session.say(f"{heading}: done before ({json.loads(context.mark.read_text())['seconds']:.0f} s)")
+                continue
+            session.say(heading)
+            began = time.perf_counter()
+            KINDS[context.stage.run].run(session, context, context.config)
+            _leave_mark(context.mark, {"seconds": time.perf_counter() - began}, session.runtime)
+            session.say(f"{heading}: {time.perf_counter() - began:.0f} s")
     finally:
-        engines.close()
-        runtime.stop()
+        session.engines.close()
+        session.runtime.stop()
     return recipe
 
 

@@ -10,6 +10,7 @@ stays readable. With `lines` the texts are printed above the bar, too. Only an `
 from __future__ import annotations
 
 import time
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -38,7 +39,7 @@ class Progress:
         self._bar = Bar(*columns, *left, console=self.console, disable=not (active and self.console.is_terminal), transient=lines)
         self._task = self._bar.add_task(title, total=total, completed=first)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         self._bar.start()
         return self
 

@@ -11,21 +11,14 @@ import re
 import typing
 
 from dccot.data.rewrite import RewriteConfig
-from dccot.data.sequential import SequentialConfig
-from dccot.miniature.world import WorldConfig
 from dccot.pipeline import Recipe, Stage
-from dccot.stages import EvalStage
-from dccot.train.rl_config import RLConfig
-from dccot.train.sft import SFTConfig
+from dccot.stages import KINDS
 
+COMMANDS = {"sft": "dccot sft", "rl": "dccot rl", "sequential": "dccot data sequential"}  # of the stages that are commands, too
 ROOTS = {
-    "dccot sft": SFTConfig,
-    "dccot rl": RLConfig,
     "dccot pipeline": Recipe,
     "a stage of a recipe": Stage,
-    "stage `eval`": EvalStage,
-    "stage `world`": WorldConfig,
-    "dccot data sequential": SequentialConfig,
+    **{COMMANDS.get(name, f"stage `{name}`"): kind.config for name, kind in KINDS.items() if name != "rewrite"},
     "dccot data rewrite": RewriteConfig,
 }
 INTRODUCTION = """# Configuration
@@ -37,7 +30,7 @@ whole. Unknown keys are refused with the nearest valid one.
 
 
 def comments(kind: type) -> dict[str, str]:
-    """Field name → the comment behind it."""
+    """Field name → the comment after it."""
     found = re.findall(r"^    (\w+):[^#\n]*(?:#\s*(.*))?$", inspect.getsource(kind), re.MULTILINE)
     return dict(found)
 

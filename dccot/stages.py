@@ -1,4 +1,4 @@
-"""What a recipe's stages can do. Each function takes the stage's context (pipeline.py) and leaves its results in `context.folder`.
+"""The kinds of stages that a recipe can have. Each leaves its results in the stage's folder (`context.folder`, see pipeline.py).
 
 world        problems, base demonstrations and an untrained model of the miniature world
 sft, rl      training runs
@@ -12,133 +12,152 @@ report       everything above as one page
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dccot.config import require
+from dccot.config import at_least, one_of, require
+from dccot.data.grading import Grader
+from dccot.data.problems import load_problems
+from dccot.data.prompting import prompts_of
+from dccot.data.rewrite import RewriteConfig, load_solutions, rewrite_by_rule
+from dccot.data.rewrite import run as rewrite_by_endpoint
+from dccot.data.sequential import SequentialConfig
+from dccot.data.sequential import run as solve_sequentially
+from dccot.eval.benchmarks import own_benchmark
+from dccot.eval.run import EvalConfig, eval_config, evaluate
+from dccot.miniature.arithmetic import rewrite_parallel
+from dccot.miniature.world import WorldConfig, make_world
 from dccot.model.folder import resolve_model
 from dccot.rollout.settings import EngineConfig
+from dccot.train.rl_config import RLConfig
+from dccot.train.sft import SFTConfig
+from dccot.train.sft import train as train_sft
 
 if TYPE_CHECKING:
-    from dccot.pipeline import Context
+    from dccot.pipeline import Context, Session
 
 
-def run_world(context: Context) -> None:
-    from dccot.miniature.world import WorldConfig, make_world
-
-    context.overrides = [f"seed={context.recipe.seed}", *context.overrides]
-    if context.runtime.is_main:
-        make_world(context.load(WorldConfig), context.folder)
+def run_world(session: Session, context: Context, config: WorldConfig) -> None:
+    if session.runtime.is_main:
+        make_world(config, context.folder)
 
 
-def _training(context: Context) -> list[str]:
-    """Name, place and seed of a training run inside the recipe's folder."""
-    return [f"name={context.stage.name}", f"output={context.recipe.folder}", f"seed={context.recipe.seed}"]
+def run_sft(session: Session, context: Context, config: SFTConfig) -> None:
+    train_sft(config)
 
 
-def run_sft(context: Context) -> None:
-    from dccot.train.sft import SFTConfig, train
-
-    context.overrides = _training(context) + context.overrides
-    train(context.load(SFTConfig))
-
-
-def run_rl(context: Context) -> None:
+def run_rl(session: Session, context: Context, config: RLConfig) -> None:
     from dccot.train.rl import train
-    from dccot.train.rl_config import RLConfig
 
-    context.overrides = _training(context) + context.overrides
-    config = context.load(RLConfig)
-    train(config, context.engines.on(resolve_model(config.model.path), config.engine))
+    train(config, session.engines.on(resolve_model(config.model.path), config.engine))
 
 
-def run_sequential(context: Context) -> None:
-    from dccot.data.sequential import SequentialConfig, run
-
-    own = [f"model={context.start}", f"output={context.folder}/solutions.jsonl", f"seed={context.recipe.seed}"]
-    context.overrides = own + context.overrides
-    config = context.load(SequentialConfig)
+def run_sequential(session: Session, context: Context, config: SequentialConfig) -> None:
     context.folder.mkdir(parents=True, exist_ok=True)
-    context.say(run(config, context.engines.on(resolve_model(config.model), config.engine)))
+    session.say(solve_sequentially(config, session.engines.on(resolve_model(config.model), config.engine)))
 
 
-def run_rewrite(context: Context) -> None:
-    from dccot.data.grading import Grader
-    from dccot.data.rewrite import RewriteConfig, load_solutions, rewrite_by_rule, run
-    from dccot.miniature.arithmetic import rewrite_parallel
+@dataclass
+class RewriteStage(RewriteConfig):
+    by: str = "endpoint"  # or rule: the miniature world's
 
-    by_rule = "by=rule" in context.overrides
-    context.overrides = [f"output={context.folder}/sft.jsonl", *(o for o in context.overrides if not o.startswith("by="))]
-    config = context.load(RewriteConfig)
-    if not context.runtime.is_main:
+    def check(self) -> None:
+        one_of(self.by, ("endpoint", "rule"), "by")
+        super().check()
+
+
+def run_rewrite(session: Session, context: Context, config: RewriteStage) -> None:
+    if not session.runtime.is_main:
         return
     context.folder.mkdir(parents=True, exist_ok=True)
-    if by_rule:
+    if config.by == "rule":
         with Grader(config.grading) as grader:
-            context.say(rewrite_by_rule(load_solutions(config.source, config.first), rewrite_parallel, grader, config))
+            session.say(rewrite_by_rule(load_solutions(config.source, config.first), rewrite_parallel, grader, config))
     else:
-        context.say(asyncio.run(run(config, lambda done, total: None)))
+        session.say(asyncio.run(rewrite_by_endpoint(config, lambda done, total: None)))
 
 
 @dataclass
 class EvalStage:
-    model: str = ""  # stage or folder
-    method: str = "parallel"
+    model: str = ""  # stage or folder; empty: the model that the last training stage left
+    method: str = "parallel"  # or sequential
     budget: int = 12_000
-    n: int = 16
+    n: int = 16  # responses per problem
     problems: list[str] = field(default_factory=list)
+    seed: int = 0
     max_prompt_tokens: int = 4096
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def check(self) -> None:
+        require(bool(self.model), "model is not set, and no stage before it trains one; name a stage or a folder")
         require(bool(self.problems), "problems is not set; list JSONL files to evaluate on")
-
-
-def run_eval(context: Context) -> None:
-    from dccot.eval.benchmarks import own_benchmark
-    from dccot.eval.run import eval_config, evaluate
-
-    stage = context.load(EvalStage)
-    model = resolve_model(context.place(stage.model or context.start))
-    settings = [f"prompt.max_prompt_tokens={stage.max_prompt_tokens}", f"seed={context.recipe.seed}"]
-    config = eval_config(stage.method, stage.budget, settings)
-    config.engine = stage.engine
-    benchmarks = [own_benchmark(Path(file), stage.n) for file in stage.problems]
-    evaluate(model, benchmarks, config, context.folder, engine=context.engines.on(model, stage.engine))
+        names = [Path(file).stem for file in self.problems]
+        require(len(set(names)) == len(names), f"two files of problems are called {max(names, key=names.count)!r}; rename one of them")
+        at_least(1, self.n, "n")
+        _sampling(self, self.method)
 
 
 @dataclass
 class LatencyStage:
-    parallel: str = ""  # stages or folders
-    sequential: str = ""
+    parallel: str = ""  # stage or folder of the model that answers in parallel
+    sequential: str = ""  # of the one that it is compared with
     problems: str = ""
     budget: int = 12_000
-    concurrency: list[int] = field(default_factory=lambda: [1, 4, 16])
-    n: int = 1
+    concurrency: list[int] = field(default_factory=lambda: [1, 4, 16])  # responses in progress at once
+    n: int = 1  # responses per problem
+    seed: int = 0
     max_prompt_tokens: int = 4096
     engine: EngineConfig = field(default_factory=EngineConfig)
 
+    def check(self) -> None:
+        for key in ("parallel", "sequential"):
+            require(bool(getattr(self, key)), f"{key} is not set; name the stage or the folder of the model that answers this way")
+            _sampling(self, key)
+        require(bool(self.problems), "problems is not set; name a JSONL file")
+        require(bool(self.concurrency), "concurrency is empty; list how many responses are in progress at once, e.g. [1, 4, 16]")
+        at_least(1, min(self.concurrency), "concurrency")
+        at_least(1, self.n, "n")
 
-def run_latency(context: Context) -> None:
-    from dccot.data.problems import load_problems
-    from dccot.data.prompting import prompts_of
+
+def _sampling(stage: EvalStage | LatencyStage, method: str) -> EvalConfig:
+    at_least(1, stage.budget, "budget")
+    config = eval_config(method, stage.budget, [f"prompt.max_prompt_tokens={stage.max_prompt_tokens}", f"seed={stage.seed}"])
+    config.engine = stage.engine
+    return config
+
+
+def check_eval(context: Context, config: EvalStage) -> None:
+    config.model = context.model(config.model, "model")
+
+
+def run_eval(session: Session, context: Context, config: EvalStage) -> None:
+    model = resolve_model(config.model)
+    benchmarks = [own_benchmark(Path(file), config.n) for file in config.problems]
+    engine = session.engines.on(model, config.engine)
+    evaluate(model, benchmarks, _sampling(config, config.method), context.folder, engine=engine)
+
+
+def check_latency(context: Context, config: LatencyStage) -> None:
+    for key in ("parallel", "sequential"):
+        context.model(getattr(config, key), key)
+
+
+def run_latency(session: Session, context: Context, config: LatencyStage) -> None:
     from dccot.eval.latency import device, measure, save
-    from dccot.eval.run import eval_config
 
-    stage = context.load(LatencyStage)
     timings = []
-    for method, name in (("parallel", stage.parallel), ("sequential", stage.sequential)):
-        model = resolve_model(context.place(name))
-        config = eval_config(method, stage.budget, [f"prompt.max_prompt_tokens={stage.max_prompt_tokens}", f"seed={context.recipe.seed}"])
-        engine = context.engines.on(model, stage.engine)
-        asked = prompts_of(load_problems(stage.problems), engine.tokenizer, config.prompt)
-        for concurrency in stage.concurrency:
-            timings += measure(engine, asked, config, concurrency, stage.n)
-    if context.runtime.is_main:
+    for method, name in (("parallel", config.parallel), ("sequential", config.sequential)):
+        engine = session.engines.on(resolve_model(context.model(name, method)), config.engine)
+        sampling = _sampling(config, method)
+        asked = prompts_of(load_problems(config.problems), engine.tokenizer, sampling.prompt)
+        for concurrency in config.concurrency:
+            timings += measure(engine, asked, sampling, concurrency, config.n)
+    if session.runtime.is_main:
         context.folder.mkdir(parents=True, exist_ok=True)
-        save(context.folder, timings, model=stage.parallel, baseline=stage.sequential, budget=stage.budget, device=device())
+        save(context.folder, timings, model=config.parallel, baseline=config.sequential, budget=config.budget, device=device())
 
 
 @dataclass
@@ -150,37 +169,73 @@ class ReportStage:
     notes: list[str] = field(default_factory=list)
     other_seeds: list[str] = field(default_factory=list)  # finished folders of the same recipe with other seeds
 
+    def check(self) -> None:
+        shown = list(self.rows.values())
+        require(len(set(shown)) == len(shown), f"two rows are called {max(shown, key=shown.count) if shown else ''!r}; rename one of them")
+        for name in (*self.baselines, *self.baselines.values()):
+            one_of(name.removesuffix(", maj@3"), shown, "a name in baselines")
+        try:
+            groups = re.compile(self.kind or "()").groups
+        except re.error as error:
+            require(False, f"kind is {self.kind!r}, which is no regular expression ({error})")
+        require(groups == 1, f"kind is {self.kind!r}; it must have one group, which finds the kind in a problem's id")
+        for folder in self.other_seeds:
+            require(
+                (Path(folder) / "recipe.yaml").is_file(), f"other_seeds: {folder} holds no recipe.yaml; name folders of finished recipes"
+            )
 
-def run_report(context: Context) -> None:
+
+def check_report(context: Context, config: ReportStage) -> None:
+    evaluated = [name for name, kind in context.earlier.items() if kind == "eval"]
+    for name in config.rows:
+        require(bool(evaluated), f"rows names {name!r}, but no stage before it evaluates; add one with `run: eval`")
+        one_of(name, evaluated, "a stage in rows")
+    require(bool(config.rows) or bool({"rl", "latency"} & {*context.earlier.values()}), "there is nothing to report; set rows")
+
+
+def run_report(session: Session, context: Context, config: ReportStage) -> None:
     from dccot.eval.report import write_report
     from dccot.eval.results import Evaluation
 
-    stage = context.load(ReportStage)
-    if not context.runtime.is_main:
+    if not session.runtime.is_main:
         return
-    folder, kinds = context.recipe.folder, {s.name: s.run for s in context.recipe.stages}
-    evaluations = [Evaluation.load(folder / name) for name in stage.rows]
-    for evaluation, shown in zip(evaluations, stage.rows.values()):
+    recipe, folder = context.recipe, context.recipe.folder
+
+    def made_by(kind: str) -> Sequence[Path]:
+        return [folder / stage.name for stage in recipe.stages if stage.run == kind]
+
+    evaluations = [Evaluation.load(folder / name) for name in config.rows]
+    for evaluation, shown in zip(evaluations, config.rows.values()):
         evaluation.name = shown
-    trained = [folder / name for name, kind in kinds.items() if kind == "rl"]
-    latencies = [folder / name for name, kind in kinds.items() if kind == "latency"]
-    seeds = [folder, *map(Path, stage.other_seeds)] if stage.other_seeds else []
-    notes = [f"The recipe {context.recipe.name} with seed {context.recipe.seed}; its own ± are those of one run.", *stage.notes]
+    seeds = [folder, *map(Path, config.other_seeds)] if config.other_seeds else []
+    notes = [f"The recipe {recipe.name} with seed {recipe.seed}; its own ± are those of one run.", *config.notes]
     page = write_report(
-        evaluations, trained, context.folder, stage.title, notes,
-        baseline=stage.baselines, latencies=latencies, kind=stage.kind, seeds=seeds,
+        evaluations, made_by("rl"), context.folder, config.title, notes,
+        baseline=config.baselines, latencies=made_by("latency"), kind=config.kind, seeds=seeds,
     )  # fmt: skip
-    context.say(f"report: {page}")
+    session.say(f"report: {page}")
 
 
-KINDS: dict[str, Callable[[Context], None]] = {
-    "world": run_world,
-    "sft": run_sft,
-    "rl": run_rl,
-    "sequential": run_sequential,
-    "rewrite": run_rewrite,
-    "eval": run_eval,
-    "latency": run_latency,
-    "report": run_report,
+@dataclass(frozen=True)
+class Kind:
+    """What configures a stage, what it does, which keys the recipe fills in, and what can be refused only in view of other stages."""
+
+    config: type
+    run: Callable[[Session, Context, Any], None]
+    fills: dict[str, str]  # key → its value, in which {stage}, {run}, {folder}, {seed} and {start} are known
+    check: Callable[[Context, Any], None] | None = None
+    trains: bool = False  # it leaves a model, from which the next stage starts
+
+
+TRAINING = {"name": "{stage}", "output": "{run}", "seed": "{seed}", "model.path": "{start}"}
+SOLVING = {"model": "{start}", "output": "{folder}/solutions.jsonl", "seed": "{seed}"}
+KINDS = {
+    "world": Kind(WorldConfig, run_world, {"seed": "{seed}"}),
+    "sft": Kind(SFTConfig, run_sft, TRAINING, trains=True),
+    "rl": Kind(RLConfig, run_rl, TRAINING, trains=True),
+    "sequential": Kind(SequentialConfig, run_sequential, SOLVING),
+    "rewrite": Kind(RewriteStage, run_rewrite, {"output": "{folder}/sft.jsonl"}),
+    "eval": Kind(EvalStage, run_eval, {"model": "{start}", "seed": "{seed}"}, check_eval),
+    "latency": Kind(LatencyStage, run_latency, {"seed": "{seed}"}, check_latency),
+    "report": Kind(ReportStage, run_report, {}, check_report),
 }
-TRAINING = ("sft", "rl")

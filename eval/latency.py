@@ -84,7 +84,8 @@ def measure(engine: Engine, asked: Sequence[Asked], config: EvalConfig, concurre
     others = (Request(problem.id, samples + number, ids) for number, (problem, ids) in zip(count(), cycle(asked)))
     requests = chain(islice(others, concurrency), measured, others)
     wanted = {(request.problem, request.sample) for request in measured}
-    watch, timings = StopWatch(), []
+    watch = StopWatch()
+    timings: list[Timing] = []
     engine.forget_prefixes()
     running = generate(engine, requests, config.rollout, seed=(config.seed, "latency"), watch=watch, concurrency=concurrency)
     title = f"{config.method}, {concurrency} at a time"

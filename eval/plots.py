@@ -88,7 +88,7 @@ def tradeoff(title: str, points: Sequence[Point]) -> Picture:
             axes.plot(point.longest_path.value, point.accuracy.value, "^" if point.vote else "o", color=theme.quiet, fillstyle="none", ms=5)
         axes.plot(*_steps(front), color=theme.ink, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         for point in ours:
-            colour = theme.series[point.series % len(theme.series)]
+            colour = theme.series[(point.series or 0) % len(theme.series)]
             axes.errorbar(
                 point.longest_path.value, point.accuracy.value, _finite(point.accuracy.stderr), _finite(point.longest_path.stderr),
                 fmt="^" if point.vote else "o", color=colour, ms=6, elinewidth=0.8, label=point.label, zorder=3,
@@ -122,14 +122,9 @@ def _name_where_there_is_room(canvas: Canvas, axes: Axes, named: Sequence[Point]
 
 def _steps(front: Sequence[Point]) -> tuple[list[float], list[float]]:
     """The front as a staircase: the best accuracy that can be had within each length."""
-    x, y = [], []
-    for point in front:
-        if y:
-            x.append(point.longest_path.value)
-            y.append(y[-1])
-        x.append(point.longest_path.value)
-        y.append(point.accuracy.value)
-    return x, y
+    x = [point.longest_path.value for point in front for _ in range(2)]
+    y = [point.accuracy.value for point in front for _ in range(2)]
+    return x[1:], y[:-1]
 
 
 def _finite(error: float) -> float:

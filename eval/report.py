@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
 
     def work() -> None:
-        kinds = {SUMMARY: [], "metrics.jsonl": [], latency.REPORT: []}
+        kinds: dict[str, list[Path]] = {SUMMARY: [], "metrics.jsonl": [], latency.REPORT: []}
         for run in arguments.runs:
             here = [folders for file, folders in kinds.items() if (run / file).is_file()]
             require(bool(here), f"{run} holds neither {', '.join(kinds)}; name folders that `dccot eval`, `dccot rl` or `dccot sft` wrote")

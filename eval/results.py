@@ -10,6 +10,7 @@ An answer that the grader could not judge (timed out, crashed) is neither right 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,7 +86,8 @@ LABELS = {
 def shown(measure: str, estimate: Estimate) -> tuple[str, str]:
     """Value and standard error as a person reads them; the error is empty where there is none."""
     scale, decimals = (100, 2) if "%" in LABELS[measure] else (1, 2) if measure == "parallelism" else (1, 0)
-    return tuple("" if number != number else f"{scale * number:.{decimals}f}" for number in (estimate.value, estimate.stderr))
+    value, error = ("" if math.isnan(number) else f"{scale * number:.{decimals}f}" for number in (estimate.value, estimate.stderr))
+    return value, error
 
 
 @dataclass
@@ -109,7 +111,7 @@ class BenchmarkResult:
         return over_problems(self.by_problem[measure]) if self.by_problem.get(measure) else None
 
     def to_json(self) -> dict:
-        measures = {name: self.estimate(name).to_json() for name, means in self.by_problem.items() if means}
+        measures = {name: over_problems(means).to_json() for name, means in self.by_problem.items() if means}
         return {"name": self.name, "title": self.title, "problems": self.problems, "samples": self.samples, "verdicts": self.verdicts,
                 "measures": measures, "by_problem": self.by_problem}  # fmt: skip
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -95,7 +95,7 @@ def evaluate(
         path = resolve_model(model)
         open_folder(out, _settings(path, config), runtime)
         tokenizer = engine.tokenizer if engine else _tokenizer(path)
-        care = {"strict": strict, "report": log.warning if runtime.is_main else lambda message: None}
+        care: dict[str, Any] = {"strict": strict, "report": log.warning if runtime.is_main else lambda message: None}
         asked = {b.name: prompts_of(b.problems(**care), tokenizer, config.prompt, **care) for b in benchmarks}
         _check_context(path, config, asked)
         missing = {b.name: missing_pairs(out, b, asked[b.name]) for b in benchmarks}

@@ -133,7 +133,7 @@ def _ask(model: str | Path, problem: str, budget: int | None, temperature: float
 
     folder = resolve_model(model)
     prompt, rollout = settings_of(model)
-    given = {"budget": budget, "temperature": temperature, "parallel": False if sequential else None}
+    given: dict[str, Any] = {"budget": budget, "temperature": temperature, "parallel": False if sequential else None}
     rollout = replace(rollout, **{name: value for name, value in given.items() if value is not None})
     prompt = replace(prompt, max_prompt_tokens=NO_LIMIT, kind="sequential" if sequential else prompt.kind)
     rollout.check()
@@ -222,11 +222,12 @@ def summary(solution: Solution) -> list[tuple[str, str]]:
         lines.append(("form", "; ".join(filter(None, (flaw, ended)))))
     tokens = f"longest path {response.longest_path:,}, total {response.total_tokens:,}: parallelism {response.parallelism:.2f}"
     lines.append(("tokens", tokens))
-    if solution.sequential_seconds is None or not response.rounds:
-        return [*lines, ("time", f"{solution.seconds:.2f} s")]
     each, alone = timeline.seconds_per_token_alone, sum(step.tokens for step in timeline.alone)
-    times = solution.sequential_seconds / solution.seconds
-    lines.append(("time", f"{solution.seconds:.2f} s; one token after another {solution.sequential_seconds:.2f} s: {times:.2f}× as fast"))
+    if each is None or not response.rounds:
+        return [*lines, ("time", f"{solution.seconds:.2f} s")]
+    sequential = each * response.total_tokens
+    times = sequential / solution.seconds
+    lines.append(("time", f"{solution.seconds:.2f} s; one token after another {sequential:.2f} s: {times:.2f}× as fast"))
     how = f"{response.total_tokens:,} tokens × {1e3 * each:.2f} ms, the mean of the {alone:,} tokens of this run that were decoded alone"
     return [*lines, ("", f"one after another = {how}")]
 

@@ -108,8 +108,12 @@ def table_2(pairs: Sequence[tuple[Method, Method]], titles: Titles) -> Table:
     for ours, theirs in pairs:
         cells = [_words(theirs.label)]
         for name in titles:
-            sides = ours.accuracy(name), theirs.accuracy(name), ours.longest_path(name), theirs.longest_path(name)
-            cells += [_points(difference(*sides[:2])), _percent(relative_change(*sides[2:]))] if all(sides) else [Cell("–"), Cell("–")]
+            accuracy, base_accuracy = ours.accuracy(name), theirs.accuracy(name)
+            longest, base_longest = ours.longest_path(name), theirs.longest_path(name)
+            if accuracy and base_accuracy and longest and base_longest:
+                cells += [_points(difference(accuracy, base_accuracy)), _percent(relative_change(longest, base_longest))]
+            else:
+                cells += [Cell("–"), Cell("–")]
         rows.append(Row(ours.label, cells))
     return Table("Table 2. Change in accuracy (points) and longest path length (%) against the baseline.", "Method",
                  [("", ("Baseline",)), *_columns(titles)], rows + papers_changes(titles))  # fmt: skip
@@ -153,7 +157,7 @@ def _error(error: float, decimals: int) -> str:
 
 def responses_table(evaluations: Sequence[Evaluation], titles: Titles) -> Table:
     measures = ("total_tokens", "parallelism", "spawned", "well_formed", "truncated")
-    rows = []
+    rows: list[Row] = []
     for name, title in titles.items():
         ours = [evaluation for evaluation in evaluations if name in evaluation.results]
         for number, evaluation in enumerate(ours):

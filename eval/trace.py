@@ -37,8 +37,8 @@ class Lane:
     call: Call
     start: float
     ids: list[int] = field(default_factory=list)  # sampled so far
-    end: float | None = None  # None: still running
-    completion: Completion | None = None
+    end: float = 0.0
+    completion: Completion | None = None  # None: still running
 
     @property
     def worker(self) -> int:
@@ -88,7 +88,7 @@ class Timeline(Watch):
 
     @property
     def running(self) -> list[Lane]:
-        return [lane for lane in self.lanes if lane.end is None]
+        return [lane for lane in self.lanes if lane.completion is None]
 
     @property
     def seconds(self) -> float:
@@ -138,14 +138,15 @@ class Timeline(Watch):
             process = ENGINE if thread == STEPS else RESPONSE
             yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
             yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": {"sort_index": thread}}
-        finished = [lane for lane in self.lanes if lane.completion]
-        for lane in finished:
+        for lane in self.lanes:
+            if not (completion := lane.completion):
+                continue
             name = f"{names[DIRECTOR + lane.worker]}, {'round' if lane.worker else 'part'} {lane.call.path[0] + 1}"
             yield piece(name, RESPONSE, DIRECTOR + lane.worker, lane.start, lane.end, {
                 "sampled": len(lane.ids), "inserted": len(lane.call.inserted), "prompt": len(lane.call.prompt),
-                "cached": lane.completion.cached, "stop": lane.completion.stop.value,
+                "cached": completion.cached, "stop": completion.stop.value,
             })  # fmt: skip
-        for number, (source, target) in enumerate(_arrows(finished)):
+        for number, (source, target) in enumerate(_arrows([lane for lane in self.lanes if lane.completion])):
             arrow = {"name": "spawn" if target.worker else "read", "cat": "tree", "id": number, "pid": RESPONSE}
             last_moment = at(source.end) - 0.001  # an arrow leaves from inside its slice
             yield {"ph": "s", "tid": DIRECTOR + source.worker, "ts": last_moment, **arrow}

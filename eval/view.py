@@ -88,7 +88,8 @@ class Pieces:
         self._known: dict[int, str] = {}
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        pieces, pending = [], []
+        pieces: list[str] = []
+        pending: list[int] = []
         for token in ids:
             if token not in self._known:
                 self._known[token] = self._decode([token])
@@ -174,7 +175,7 @@ class Page:
     def _details(self, rollout: Rollout, entropies: list[list[float]] | None) -> list[dict]:
         """Per segment: its text, how many tokens were inserted, each token's length in the text, log-probs, entropies."""
         segments = list(rollout.response.segments())
-        texts = cut(rollout.text, rollout.response) if self.pieces is None else None
+        texts = cut(rollout.text, rollout.response) if self.pieces is None else []
         rows = []
         for number, segment in enumerate(segments):
             row: dict[str, Any] = {"inserted": len(segment.inserted), "logprobs": [_centinats(-value) for value in segment.logprobs]}

@@ -121,7 +121,7 @@ class ArithmeticProblem(Problem):
     family: str
     labels: str
     digits: tuple[int, ...]
-    start: int | None = None  # what a chain starts with
+    start: int = 0  # what a chain starts with
 
     def steps(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Labels and digits of each step."""
@@ -163,7 +163,7 @@ def _draw(rng: random.Random, family: str, split: str, id: str) -> ArithmeticPro
     size = of.width * rng.choices(sizes, [1 / size if split == "base" else 1 for size in sizes])[0]
     first = rng.randrange(len(LABELS) - size + 1)  # any letter may come first, so larger problems hold no unseen label
     labels, digits = LABELS[first : first + size], tuple(rng.randint(2, 9) for _ in range(size))
-    start = rng.randint(2, 9) if family == "chain" else None
+    start = rng.randint(2, 9) if family == "chain" else 0
     signs = (of.operators + ",") * size
     items = "".join(f"{label}: {digit}{sign}" for label, digit, sign in zip(labels, digits, signs)).replace(",", ", ")[:-2]
     question = f"{of.opening.format(start)}{labels[0]}{TO}{labels[-1]}{RULE}{items}."
@@ -187,7 +187,7 @@ class Step:
 
     labels: str  # of its digits, or the number of a report
     adds: int
-    working: str | None = None  # how it comes to that; a plain number needs no working
+    working: str = ""  # how it comes to that; a plain number needs no working
     in_one_go: bool = False  # together with the total
 
 
@@ -208,7 +208,7 @@ def _run(steps: Iterable[Step], total: int | None = None) -> tuple[str, int]:
     for step in steps:
         line, total = _line(step, total)
         text += line
-    return text, total
+    return text, total or 0
 
 
 def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0) -> str:

@@ -23,7 +23,8 @@ from rich.table import Table
 from dccot.command import print_table, run_cleanly
 from dccot.eval.results import Evaluation
 from dccot.eval.seeds import rows_of
-from dccot.pipeline import load_recipe, run_recipe
+from dccot.files import BadData
+from dccot.pipeline import prepare, run_recipe
 from dccot.statistics import Estimate
 
 MEASURES = (("accuracy", 100, 1), ("maj3_accuracy", 100, 1), ("longest_path", 1, 1), ("total_tokens", 1, 1), ("well_formed", 100, 1))
@@ -46,7 +47,10 @@ def plain_words(rows: dict[str, Evaluation]) -> list[str]:
     """Three sentences, each computed from the table."""
 
     def of(name: str, measure: str) -> Estimate:
-        return rows[name].results["test"].estimate(measure)
+        estimate = rows[name].results["test"].estimate(measure)
+        if estimate is None:
+            raise BadData(f"{name} has no {measure}: evaluate it with n of at least 3")
+        return estimate
 
     def points(name: str, other: str, measure: str = "accuracy") -> float:
         return 100 * (of(name, measure).value - of(other, measure).value)
@@ -76,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes = arguments.processes or min(2, torch.cuda.device_count() or os.cpu_count() or 1)
     if "RANK" in os.environ or processes < 2:
         return run_cleanly(lambda: _run(arguments.recipe, arguments.overrides))
-    refused = run_cleanly(lambda: load_recipe(arguments.recipe, arguments.overrides))  # once, not once per rank
+    refused = run_cleanly(lambda: prepare(arguments.recipe, arguments.overrides))  # once, not once per rank
     return refused or _launch(processes, ["--recipe", arguments.recipe, *arguments.overrides])
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from dccot.config import require
+from dccot.config import at_least, require
 from dccot.files import write_jsonl_atomic
 from dccot.miniature.arithmetic import make_splits, make_tokenizer, sequential_solution
 
 if TYPE_CHECKING:
-    from dccot.model.transformer import Transformer
+    from dccot.model.transformer import Block, Transformer
 
 
 @dataclass
@@ -28,6 +28,8 @@ class TinyModel:
     max_position_embeddings: int = 1024
 
     def check(self) -> None:
+        for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
+            at_least(1, getattr(self, key), f"model.{key}")
         width, heads = self.hidden_size, self.num_attention_heads
         require(width % heads == 0, f"model.hidden_size {width} is not divisible by model.num_attention_heads {heads}")
 
@@ -42,6 +44,10 @@ class WorldConfig:
     larger: int = 100
     single_token_tags: bool = True
     model: TinyModel = field(default_factory=TinyModel)
+
+    def check(self) -> None:
+        for key in ("base_examples", "train", "validation", "test", "larger"):
+            at_least(1, getattr(self, key), key)
 
 
 def make_world(config: WorldConfig, folder: Path) -> None:
@@ -100,7 +106,8 @@ def look_back(model: Transformer) -> None:
         for name, weight in model.named_parameters():
             if weight.ndim == 2 and not name.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.mul_(5 if "embed" in name else 4)
-        embedding, (first, *others) = model.model.embed_tokens.weight, [layer.self_attn for layer in model.model.layers]
+        embedding = model.model.embed_tokens.weight
+        first, *others = [cast("Block", layer).self_attn for layer in model.model.layers]
         embedding[:, free] = 0
         for projection, angle in ((first.q_proj, -frequency), (first.k_proj, 0 * frequency)):
             projection.weight[: config.head_dim] *= 0.1
