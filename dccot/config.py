@@ -147,7 +147,7 @@ def one_of(value: str, allowed: typing.Iterable[str], key: str, or_else: str = "
 
 
 def named(registry: Mapping[str, E], name: str, key: str) -> E:
-    """What `name` stands for: an entry of the registry, or your own `my_package.my_module:my_function`. `key` is the setting's name."""
+    """What `name` means: an entry of the registry, or your own `my_package.my_module:my_function`. `key` is the setting's name."""
     module, colon, attribute = name.partition(":")
     if not colon:
         one_of(name, registry, key, " or your own, my_package.my_module:my_function")

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 8 -m dccot.pipeline configs/dc_cot.yaml model=MODEL …     # one per GPU
 
 A recipe lists stages; `stage.key=value` on the command line sets a key of one stage, anything else a key of the recipe. In the values of
-a recipe {run} stands for its folder. All stages are configured and checked before the first one starts. They share one process and,
+a recipe {run} is its folder. All stages are configured and checked before the first one starts. They share one process and,
 where the model's shape allows, one engine: a new model is streamed into it. A stage that is finished leaves a mark and is skipped.
 """
 

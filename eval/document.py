@@ -4,7 +4,7 @@
     page.markdown(folder)                              figures become PNG files beside it
     page.html()                                        figures become data URIs; the page may not request anything (its policy forbids it)
 
-Text is text: whatever stands in a name or a note is escaped.
+Text is text: whatever a name or a note contains is escaped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Paragraph:
 @dataclass(frozen=True)
 class Cell:
     text: str = ""
-    error: str = ""  # shown small behind ±
+    error: str = ""  # shown small, after ±
     kind: str = ""  # better, worse, words (not a number) or nothing
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Cell:
 class Row:
     label: str
     cells: Sequence[Cell]
-    tag: str = ""  # a word behind the label, for rows that are not ours
+    tag: str = ""  # a word after the label, for rows that are not ours
     begins_block: bool = False  # a rule above it
 
 
@@ -66,7 +66,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Fold:
-    """Shown when asked for."""
+    """Shown on a click."""
 
     title: str
     content: Sequence[Block]

@@ -51,7 +51,7 @@ class Scorer:
 
 
 def _by_segment(response: Response, values: list[float]) -> list[list[float]]:
-    """Values in the forest's order, where worker 1 comes behind the others of its round, in reading order."""
+    """Values in the forest's order, where worker 1 comes after the others of its round, in reading order."""
     order: list[int] = []
     at = 0
     for round_ in response.rounds:

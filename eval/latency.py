@@ -2,9 +2,9 @@
 
     dccot eval latency runs/hlp --baseline runs/base --problems mine.jsonl --concurrency 1,4,16
 
-At concurrency c the engine is always at work on c responses: each one that finishes makes room for the next. c others go before the
-measured ones and warm the engine up; more come behind them, so that the last measured one still runs under load. A response's seconds
-run from its first call to its last token.
+At concurrency c the engine always works on c responses: each one that finishes makes room for the next. c others come before the
+measured ones to warm the engine up, and more come after them, so that the last measured one still runs under load. A response's
+seconds run from its first call to its last token.
 
     seconds ≈ intercept + seconds per token · longest path      r²: the share of the variance of seconds that this line explains
     ratio   = parallel / sequential, of the means               standard errors over problems, paired
@@ -79,7 +79,7 @@ class StopWatch(Watch):
 
 
 def measure(engine: Engine, asked: Sequence[Asked], config: EvalConfig, concurrency: int, samples: int) -> list[Timing]:
-    """`samples` responses to every problem, timed while `concurrency` responses are always going on."""
+    """`samples` responses to every problem, timed while `concurrency` responses are always in progress."""
     measured = [Request(problem.id, sample, ids) for sample in range(samples) for problem, ids in asked]
     others = (Request(problem.id, samples + number, ids) for number, (problem, ids) in zip(count(), cycle(asked)))
     requests = chain(islice(others, concurrency), measured, others)
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("settings", nargs="*", metavar="key=value", help="e.g. engine.dtype=float32 rollout.workers=3")
     parser.add_argument("--baseline", required=True, help="answers sequentially; a Hugging Face folder or a run")
     parser.add_argument("--problems", required=True, type=Path, metavar="FILE", help="JSONL with id, question, gold")
-    parser.add_argument("--concurrency", type=levels_of, default="1,4,16", help="responses going on at once (default: 1,4,16)")
+    parser.add_argument("--concurrency", type=levels_of, default="1,4,16", help="responses in progress at once (default: 1,4,16)")
     parser.add_argument("--n", type=positive, default=1, help="measured responses per problem and concurrency (default: 1)")
     parser.add_argument("--budget", type=positive, default=12_000, help="tokens on the longest path (default: 12000)")
     parser.add_argument("--baseline-budget", type=positive, help="default: the same")

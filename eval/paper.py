@@ -1,4 +1,4 @@
-"""The paper's own results, to stand beside ours: its tables 1 and 2 with the appendix's ±, and total tokens.
+"""The paper's own results, to be shown beside ours: its tables 1 and 2 with the appendix's ±, and total tokens.
 
 The paper's ± takes every response (for majority voting every subset of three) as independent. Ours take problems as the
 unit, so ours are larger for the same data.

@@ -2,8 +2,8 @@
 
     dccot report runs/eval/dc-cot runs/eval/dsr runs/stage1 runs/stage2 --baseline dsr --out report/
 
-A RUN is an evaluation (summary.json), a training run (metrics.jsonl) or a latency measurement (latency.json). Training runs stand on
-one axis in the order given, as long as each starts from the one before it; one that does not begins a figure of its own.
+A RUN is an evaluation (summary.json), a training run (metrics.jsonl) or a latency measurement (latency.json). Training runs share
+one axis in the order given, as long as each starts from the one before it; one that does not gets a figure of its own.
 
 Writes report.html, one file that opens offline, and report.md with its figures beside it.
 """

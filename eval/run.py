@@ -6,7 +6,7 @@
     dccot eval latency …                                                   wall-clock instead of accuracy: latency.py
 
 generate what is missing → grade what is ungraded → summarise. Every response is appended to its rank's file as it finishes, so
-a run that was stopped anywhere goes on with the missing ones when the same command is given again, on any number of ranks that see
+a run that was stopped anywhere continues with the missing ones when the same command is given again, on any number of ranks that see
 the same folder. A response's seed is a hash of (seed, benchmark, problem, sample): it does not depend on what else runs. On a CPU in
 float32 a resumed table is therefore the uninterrupted one; on a GPU the rounding of a kernel may depend on the batch.
 """
@@ -118,7 +118,7 @@ def evaluate(
 
 
 def _runtime(stack: ExitStack) -> Runtime:
-    """One process needs no process group: nothing is left behind in a program that evaluates on the side."""
+    """One process needs no process group: nothing is left over in a program that evaluates on the side."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Runtime(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     runtime = Runtime.start(PATIENCE)
@@ -166,7 +166,7 @@ def _settings(path: Path, config: EvalConfig) -> dict:
 
 
 def open_folder(out: Path, settings: dict, runtime: Runtime) -> None:
-    """Make the folder or go on in it; one that was made with other settings is refused, because its table would mix the two."""
+    """Make the folder or continue in it; one that was made with other settings is refused, because its table would mix the two."""
     fault = runtime.gather([_open_folder(out, settings) if runtime.is_main else None])[0][0]
     if fault:
         raise ConfigError(fault)
@@ -257,14 +257,14 @@ def grade_file(file: Path, grader: Grader) -> None:
 
 
 def _classes(samples: Sequence[Sample], grader: Grader, runtime: Runtime) -> dict[str, list[int]]:
-    """Per problem, which of its judged answers are equal; the problems are shared out over the ranks."""
+    """Per problem, which of its judged answers are equal; each rank takes its share of the problems."""
     groups = list(by_problem(s for s in samples if s.judged).items())
     mine = [(problem, grader.equivalence_classes([s.text for s in group])) for problem, group in groups[runtime.rank :: runtime.ranks]]
     return dict(entry for part in runtime.gather(mine) for entry in part)
 
 
 def default_name(model: str | Path, config: EvalConfig) -> str:
-    """The run and the step, or the folder, and how it was asked."""
+    """The run and the step, or the folder, and how it was prompted."""
     path = resolve_model(model)
     in_run = path.name == "hf" and path.parent.name.startswith("step_")
     name = f"{path.resolve().parents[2].name}-{int(path.parent.name.removeprefix('step_'))}" if in_run else path.resolve().name
@@ -279,14 +279,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return latency.main(argv[1:])
     parser = argparse.ArgumentParser(
         description="Accuracy, longest path and parallelism of a model on benchmarks. `dccot eval latency` measures wall-clock.",
-        epilog="example: dccot eval runs/hlp --bench aime24,math500 --n 16; the same command again goes on where it was stopped",
+        epilog="example: dccot eval runs/hlp --bench aime24,math500 --n 16; the same command again continues where it was stopped",
     )
     parser.add_argument("model", help="a Hugging Face folder, or a run whose newest checkpoint is meant")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="e.g. rollout.temperature=1 engine.dtype=float32 seed=1")
     parser.add_argument("--bench", default="", help=f"some of {','.join(BENCHMARKS)}")
     parser.add_argument("--problems", action="append", default=[], metavar="FILE", help="JSONL with id, question, gold; may be repeated")
     parser.add_argument("--n", "--samples", type=positive, help="responses per problem; default: the paper's (200 or 16), 16 for a file")
-    parser.add_argument("--method", choices=METHODS, default="parallel", help="how the model is asked")
+    parser.add_argument("--method", choices=METHODS, default="parallel", help="how the model is prompted")
     parser.add_argument("--budget", type=positive, default=12_000, help="tokens on the longest path (default: 12000)")
     parser.add_argument("--out", type=Path, help="default: runs/eval/MODEL-METHOD-BUDGET")
     parser.add_argument("--data", default="runs/data", help="folder of the benchmarks' files (default: runs/data)")

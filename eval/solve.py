@@ -138,7 +138,7 @@ def _ask(model: str | Path, problem: str, budget: int | None, temperature: float
     prompt = replace(prompt, max_prompt_tokens=NO_LIMIT, kind="sequential" if sequential else prompt.kind)
     rollout.check()
     if not problem.strip():
-        raise ConfigError('the problem is empty; write it in quotes behind the model: dccot solve MODEL "What is 2 + 3?"')
+        raise ConfigError('the problem is empty; write it in quotes after the model: dccot solve MODEL "What is 2 + 3?"')
     try:
         limit = read_config(folder).max_position
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -201,7 +201,7 @@ def _warm_up(engine: Engine, asked: _Asked) -> None:
 
 
 def answer_in(text: str) -> str | None:
-    r"""What stands in the last \boxed{…} of a text, braces balanced; else in its answer block."""
+    r"""The content of the last \boxed{…} of a text, braces balanced; else of its answer block."""
     for start in [match.end() for match in re.finditer(r"\\boxed\s*\{", text)][::-1]:
         depth = 1
         for at in range(start, len(text)):
@@ -244,7 +244,7 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> int
         description="Solve one problem, live: director above, workers side by side, then the answer and what parallelism bought.",
         epilog='example: dccot solve runs/demo/stage4 "What is 2 + 3?" --trace solve.json',
     )
-    parser.add_argument("model", help="a Hugging Face folder, or a run (its newest checkpoint, asked as it was trained)")
+    parser.add_argument("model", help="a Hugging Face folder, or a run (its newest checkpoint, prompted as in training)")
     parser.add_argument("problem", help="the problem, in quotes; - reads it from standard input")
     parser.add_argument("--budget", type=positive, metavar="N", help="tokens on the longest path; default: the run's own, or 7500")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token; default: the run's own, or 0.6")

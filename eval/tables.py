@@ -165,7 +165,7 @@ def responses_table(evaluations: Sequence[Evaluation], titles: Titles) -> Table:
             asked = [_words(title), _words(evaluation.method), Cell(f"{evaluation.budget:,}"), Cell(f"{result.problems}×{result.samples}")]
             measured = [_cell(measure, result.by_problem[measure]) for measure in measures]
             rows.append(Row(evaluation.name, [*asked, *measured], begins_block=number == 0 and bool(rows)))
-    columns = ("Benchmark", "asked", "budget", "responses", *(LABELS[measure] for measure in measures))
+    columns = ("Benchmark", "method", "budget", "responses", *(LABELS[measure] for measure in measures))
     caption = "What the responses are made of. Truncated: ended by budget or context rather than by itself."
     return Table(caption, "Method", [("", columns)], rows)
 

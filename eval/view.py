@@ -42,7 +42,7 @@ HARDLY = 9999  # log-probs are kept as hundredths of a nat below zero, up to thi
 
 
 def read_rollouts(paths: Iterable[Path], report=print) -> Iterator[Rollout]:
-    """Every rollout of the files; lines that hold none are reported and passed over."""
+    """Every rollout of the files; lines that hold none are reported and skipped."""
     for path in paths:
         for line, row in read_jsonl(path, report=report):
             try:

@@ -1,9 +1,9 @@
-"""Every command in README.md and docs/ is run as it stands, in a folder like a user's; what cannot be run here has its reason in QUICK.
+"""Every command in README.md and docs/ is run as written, in a folder like a user's; what cannot be run here has its reason in QUICK.
 
     make docs-check       everything: training under torchrun, the engine, TensorBoard, the wheel
     make test             what needs neither an engine nor a compiler
 
-A ```text block behind a command says what it prints: the words of each line must stand in this order in one line of the output.
+A ```text block after a command says what it prints: the words of each line must be in this order in one line of the output.
 """
 
 import contextlib
@@ -168,7 +168,7 @@ SMALL_RL = (
     "batch.token_budget=4000 "
     "validation.samples=1 engine.dtype=float32 engine.context=2048 engine.kv_cache_gb=0.1 engine.max_sequences=8 grading.workers=1"
 )
-# pattern → what docs-check adds to make it small; these are run as they stand, in processes of their own
+# pattern → what docs-check adds to make it small; these are run as written, in processes of their own
 THOROUGH = {
     r"torchrun --standalone .* -m dccot\.train\.sft .*": f"{SMALL_RUN} batch=2",
     r"torchrun --standalone .* -m dccot\.train\.rl .*": f"{SMALL_RUN} {SMALL_RL} name=small_rl",
@@ -282,6 +282,12 @@ def test_links_between_pages_lead_somewhere(page):
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_named_in_the_text_exist(page):
+    named = re.findall(r"`([\w/]+/[\w.]+\.(?:py|yaml|txt|md))`", page.read_text())
+    assert [name for name in named if not name.startswith("runs/") and not (ROOT / name).exists()] == []
+
+
 @pytest.mark.parametrize("name", sorted(set(dccot.__all__) - {"solve"}))
 def test_public_names_have_examples_that_run(name):
     run_examples(name, {})
@@ -308,7 +314,7 @@ def test_the_wheel_runs_outside_the_checkout(folder, tmp_path):
     source, empty = tmp_path / "source", tmp_path / "empty"
     for file in subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
         (source / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / file, source / file)
+        shutil.copy(ROOT / file, source / file, follow_symlinks=False)
     run = lambda *words: subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True).stdout
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path / "dist", source)
     run(sys.executable, "-m", "venv", "--without-pip", empty)

@@ -84,7 +84,7 @@ CAREFULLY, PLAINLY, QUICKLY = "Carefully.\n", "Plainly.\n", "Quickly.\n"
 
 @dataclass(frozen=True)
 class Family:
-    """What is asked, how the digits of a step stand together, and how many steps a problem has: in training, in the larger split."""
+    """What is asked, how the digits of a step are combined, and how many steps a problem has: in training, in the larger split."""
 
     opening: str
     operators: str
@@ -192,7 +192,7 @@ class Step:
 
 
 def _line(step: Step, total: int | None) -> tuple[str, int]:
-    """The line of one step and the running total behind it; the first step of a run has no total to be added to."""
+    """The line of one step and the running total after it; the first step of a run has no total to be added to."""
     if total is None:
         return f"{step.labels[0]}: {step.working or step.adds}\n", step.adds
     now = (total + step.adds) % 10
@@ -203,7 +203,7 @@ def _line(step: Step, total: int | None) -> tuple[str, int]:
 
 
 def _run(steps: Iterable[Step], total: int | None = None) -> tuple[str, int]:
-    """Lines of consecutive steps and the running total behind them; a run that starts from nothing has no total to begin with."""
+    """Lines of consecutive steps and the running total after them; a run that starts from nothing has no total to begin with."""
     text = ""
     for step in steps:
         line, total = _line(step, total)

@@ -93,7 +93,7 @@ def look_back(model: Transformer) -> None:
     they start roughly that way. In the first layer one looks at the token before, by its biases: with query and key constant in a few
     of RoPE's fastest planes, and the query turned by one token, a score is highest one token back. It notes that token in dimensions
     kept free for notes. In the second layer one looks for its own token among the notes, in RoPE's slowest planes, which distance
-    hardly turns, and repeats what stands there: behind the label, its digit.
+    hardly turns, and repeats what it finds there: the digit after the label.
     """
     import torch
 

@@ -10,7 +10,7 @@ const ROW_HEIGHT = 58, KEPT_BLOCKS = 24, FLAWS = {
   worker_order: "a block without exactly workers 1..K in order", text_between_workers: "text between two workers", tag_in_worker: "a tag inside a worker",
   open_worker: "ends inside a worker", open_spawn: "ends inside a block", stray_tag: "a tag in the director's text that means nothing there",
   open_think: "ends before </think>", no_answer: "</think> is not followed by <answer>", tag_in_answer: "a tag inside the answer",
-  open_answer: "ends inside the answer", text_after_answer: "text behind the answer",
+  open_answer: "ends inside the answer", text_after_answer: "text after the answer",
 };
 const FINISHES = { answered: "ended by itself", budget: "cut off: the budget is used up", context: "cut off: the model's context is full", max_rounds: "stopped: spawned too often" };
 const TAG = /<\/?(?:think|answer|spawn_workers|worker_\d+)>|<[｜|][^<>]{1,40}[｜|]>/g;  // those of the protocol, and special tokens
