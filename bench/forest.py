@@ -1,10 +1,11 @@
-"""How long it takes to turn responses into packed forests, and how that grows.
+"""How long it takes to turn responses, and rows that share prefixes, into packed forests, and how that grows.
 
     dccot bench forest
 
 Responses are like those of the paper's trained model (dccot.kernels.trees), about 6,000 tokens with the prompt, seven to a prompt.
 The figures are the processor time of one core for everything between responses and the model: packing is a plan over lengths, building
 copies every token once, and positions and parents are derived from `visible_until`. Larger batches hold the same responses repeatedly.
+Rows are the turns of agents: seven to a prompt, each leaving the first of them at a random place.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from dccot.kernels.trees import paper_shape
 from dccot.rollout.response import Response, Round, Segment
-from dccot.train.forest import forests_of_rank, pack
+from dccot.train.forest import Forest, forests_of_rank, pack
 
 TOKEN_BUDGET = 32_768
 SAMPLES = 7  # responses to one prompt
@@ -61,6 +62,37 @@ def build_all(responses: list[Response]) -> tuple[float, int]:
     return time.process_time() - start, tokens
 
 
+def branching_rows(count: int, tokens: int, seed: int = 0, vocabulary: int = 151_936) -> list[np.ndarray]:
+    """Rows of `tokens` tokens; of every SAMPLES, all but the first leave the first one after a quarter of it or later."""
+    rng = np.random.default_rng(seed)
+    made: list[np.ndarray] = []
+    while len(made) < count:
+        row = rng.integers(0, vocabulary, tokens)
+        first = made[len(made) - len(made) % SAMPLES] if len(made) % SAMPLES else row
+        leaves = rng.integers(tokens // 4, tokens)
+        made.append(np.concatenate([first[:leaves], row[leaves:]]))
+    return made
+
+
+def lay_out(rows: list[np.ndarray]) -> float:
+    """Seconds to make one forest of `rows`, its mask included."""
+    start = time.process_time()
+    forest, _ = Forest.from_rows(rows)
+    _ = forest.mask.position, forest.mask.parent, forest.targets
+    return time.process_time() - start
+
+
+def run_rows(base: int) -> list[dict]:
+    rows, seconds = [], {}
+    for times in (1, 4, 16):
+        batch = branching_rows(base * times, 6000)
+        seconds[times] = min(lay_out(batch) for _ in range(2))
+        name, target = f"Forest.from_rows, {base * times:,} rows of 6,000 tokens", 2.0 if base * times == 1000 else None
+        rows.append({"name": name, "value": seconds[times], "unit": "s", "target": target, "better": "lower"})
+    growth = seconds[16] / seconds[1] / 16
+    return rows + [{"name": "the same per token at 16× against 1×", "value": growth, "unit": "×", "target": 1.5, "better": "lower"}]
+
+
 def run(quick: bool = False) -> list[dict]:
     torch.set_num_threads(1)
     base = 100 if quick else 1000
@@ -74,4 +106,4 @@ def run(quick: bool = False) -> list[dict]:
         rows.append({"name": name, "value": seconds, "unit": "s", "target": 2.0 if base * times == 1000 else None, "better": "lower"})
     growth = per_token[16] / per_token[1]
     rows.append({"name": "time per token at 16× against 1×", "value": growth, "unit": "×", "target": 1.5, "better": "lower"})
-    return rows
+    return rows + run_rows(base)

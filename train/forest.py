@@ -7,6 +7,8 @@ several responses is visible to the end of the last of them. Worker 1 as written
 positions in the same context, so they are one. The as-read copies W2', W3' carry no loss; where the director never goes on
 (the budget ran out among the workers) nobody reads them, and they are left out.
 
+`Forest.from_rows` lays out any other set of rows that share prefixes: agents' turns, groups of samples, search trees.
+
 `pack` fills forests up to a token budget, balances them over ranks by estimated cost, and gives every rank equally many.
 """
 
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from dccot.kernels.mask import TreeMask
 from dccot.rollout.response import Response, Segment
+from dccot.train.prefix_tree import prefix_tree
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,33 @@ class Forest:
 
     def to(self, device: torch.device | str) -> Forest:
         return Forest(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+
+    @classmethod
+    def from_rows(
+        cls, rows: Sequence[Sequence[int] | np.ndarray | Tensor], sampled: Sequence[Sequence[bool] | np.ndarray | Tensor] | None = None
+    ) -> tuple[Forest, list[Tensor]]:
+        """Any rows of tokens as one forest that holds every shared prefix once, and where each row's tokens are in it (int64 per row).
+
+        `sampled` says which tokens of each row carry loss (default: all but the first); a token that several rows share carries it if
+        any of them says so. Its log-prob is computed once: `values[where[i]]` gives each row what is its own.
+
+        >>> forest, where = Forest.from_rows([[1, 2, 3], [1, 2, 4, 5]])
+        >>> forest.tokens.tolist(), forest.visible_until.tolist(), [at.tolist() for at in where]
+        ([1, 2, 3, 4, 5], [5, 5, 3, 5, 5], [[0, 1, 2], [0, 1, 3, 4]])
+        """
+        tree = prefix_tree(rows)
+        if not len(tree.tokens):
+            raise ValueError(f"{len(rows)} rows hold no token: a forest needs at least one")
+        carries = np.zeros(len(tree.tokens), bool)
+        for number, at in enumerate(tree.where):
+            own = np.arange(len(at)) > 0 if sampled is None else np.asarray(sampled[number], bool)
+            if len(own) != len(at):
+                raise ValueError(f"row {number} has {len(at):,} tokens, sampled[{number}] has {len(own):,}")
+            if len(own) and own[0]:
+                raise ValueError(f"the first token of row {number} is marked as sampled, but nothing predicts it: put a prompt before it")
+            carries[at[own]] = True
+        tensors = map(torch.from_numpy, (tree.tokens, tree.visible_until, carries, tree.first_row, np.zeros(len(carries), np.float32)))
+        return cls(*tensors), [torch.from_numpy(at) for at in tree.where]
 
     def without_loss(self) -> Forest:
         """The same tokens carrying no loss: keeps a rank with nothing to do in step with the others."""
