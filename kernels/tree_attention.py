@@ -14,6 +14,8 @@ inputs give the same bits.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,8 +66,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, backen
         _check_triton(q, k, v)
     elif backend == "cpu" and q.device.type != "cpu":
         raise ValueError(f"backend 'cpu' is for tensors on a CPU, got {q.device}: use 'triton'")
-    elif backend not in ("cpu", "dense"):
-        raise ValueError(f"unknown backend {backend!r}: use 'triton', 'cpu' or 'dense'")
+    elif backend not in (*BACKENDS, "dense"):
+        raise ValueError(f"unknown backend {backend!r}: use {', '.join(map(repr, BACKENDS))} or 'dense'")
 
 
 def _check_triton(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -79,18 +81,23 @@ def _check_triton(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError("backend 'triton' on a CPU needs TRITON_INTERPRET=1 in the environment before Python starts: use 'cpu'")
 
 
-def _kernels(backend: str, mask: TreeMask):
-    """The module with the backend's forward and backward, and what it wants to know of the mask."""
-    if backend == "triton":
-        from dccot.kernels import attention_triton  # only where it is used: importing it decides whether kernels are interpreted
+def _triton(mask: TreeMask) -> tuple[Any, Any]:
+    from dccot.kernels import attention_triton  # only where it is used: importing it decides whether kernels are interpreted
 
-        return attention_triton, mask
+    return attention_triton, mask
+
+
+def _cpu(mask: TreeMask) -> tuple[Any, Any]:
     return attention_cpu, mask.derive("cpu", lambda: attention_cpu.cut(mask.visible_until))
+
+
+# mask → (module with forward(q, k, v, layout, scale) and backward(grad, q, k, v, out, lse, layout, scale), that layout)
+BACKENDS: dict[str, Callable[[TreeMask], tuple[Any, Any]]] = {"triton": _triton, "cpu": _cpu}
 
 
 @torch.library.custom_op("dccot::tree_attention", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, visible_until: Tensor, handle: Tensor, scale: float, backend: str) -> tuple[Tensor, Tensor]:
-    module, layout = _kernels(backend, TreeMask.from_handle(handle, visible_until))
+    module, layout = BACKENDS[backend](TreeMask.from_handle(handle, visible_until))
     return module.forward(q, k, v, layout, scale)
 
 
@@ -104,7 +111,7 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible_until: Tensor, handle: Tensor, scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    module, layout = _kernels(backend, TreeMask.from_handle(handle, visible_until))
+    module, layout = BACKENDS[backend](TreeMask.from_handle(handle, visible_until))
     return module.backward(grad, q, k, v, out, lse, layout, scale)
 
 

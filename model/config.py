@@ -19,13 +19,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MODEL_TYPES = ("qwen2", "qwen3", "llama")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 ROPE_KEYS = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
     "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate", "partial_rotary_factor",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """What distinguishes a family of decoders, and its defaults where config.json says nothing."""
+
+    max_position: int = 32_768
+    head_dim: int | None = None  # None: hidden_size / heads
+    qkv_bias: bool = False  # always, and never in the output projection; otherwise attention_bias decides both
+    qk_norm: bool = False
+
+
+FAMILIES = {  # by model_type
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(head_dim=128, qk_norm=True),
+    "llama": Family(max_position=2048),
+}
 
 
 @dataclass(frozen=True)
@@ -78,15 +94,15 @@ def read_config(folder: str | Path) -> ModelConfig:
 def parse_config(raw: Mapping, where: str = "config") -> ModelConfig:
     """The same from the contents of a config.json."""
     _reject_unsupported(raw, where)
-    model_type, heads, hidden = raw["model_type"], raw["num_attention_heads"], raw["hidden_size"]
-    head_dim = raw.get("head_dim") or (128 if model_type == "qwen3" else hidden // heads)  # transformers' own default for qwen3
+    family, heads, hidden = FAMILIES[raw["model_type"]], raw["num_attention_heads"], raw["hidden_size"]
+    head_dim = raw.get("head_dim") or family.head_dim or hidden // heads
     kv_heads = raw.get("num_key_value_heads") or heads
     if heads % kv_heads or head_dim % 2:
         raise ValueError(f"{where}: {heads} heads cannot share {kv_heads} key-value heads evenly, or head_dim {head_dim} is odd")
     attention_bias = bool(raw.get("attention_bias", False))
-    max_position = raw.get("max_position_embeddings") or (2048 if model_type == "llama" else 32768)
+    max_position = raw.get("max_position_embeddings") or family.max_position
     return ModelConfig(
-        model_type=model_type,
+        model_type=raw["model_type"],
         vocab_size=raw["vocab_size"],
         hidden_size=hidden,
         intermediate_size=raw["intermediate_size"],
@@ -97,9 +113,9 @@ def parse_config(raw: Mapping, where: str = "config") -> ModelConfig:
         max_position=max_position,
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         rope=_parse_rope(raw, max_position, where),
-        qkv_bias=model_type == "qwen2" or attention_bias,
-        output_bias=model_type != "qwen2" and attention_bias,
-        qk_norm=model_type == "qwen3",
+        qkv_bias=family.qkv_bias or attention_bias,
+        output_bias=not family.qkv_bias and attention_bias,
+        qk_norm=family.qk_norm,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         initializer_range=raw.get("initializer_range", 0.02),
         raw=dict(raw),
@@ -112,7 +128,7 @@ def _reject_unsupported(raw: Mapping, where: str) -> None:
             raise ValueError(f"{where}: {problem}")
 
     model_type = raw.get("model_type")
-    require(model_type in MODEL_TYPES, f"model_type is {model_type!r}; the decoder computes {', '.join(MODEL_TYPES)}")
+    require(model_type in FAMILIES, f"model_type is {model_type!r}; the decoder computes {', '.join(FAMILIES)}")
     missing = [key for key in REQUIRED if raw.get(key) is None]
     require(not missing, f"{', '.join(missing)} missing")
     activation = raw.get("hidden_act", "silu")
