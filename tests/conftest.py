@@ -15,6 +15,7 @@ SLOW_PATHS = {
     "model/test_sharding.py",
     "model/test_vllm_roundtrip.py",
     "system",
+    "test_packaging.py",
 }
 
 settings.register_profile("ci", derandomize=True)

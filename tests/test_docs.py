@@ -155,7 +155,7 @@ def helped(words: list[str], capsys) -> str:
 
 # pattern → what `make test` does with such a command, and why it does no more
 QUICK = {
-    r"make [\w-]+( SETTINGS=.*)?": (dry, "takes minutes or hours, or is what runs this"),
+    r"make [\w-]+( (SETTINGS|ROOM)=.*)?": (dry, "takes minutes or hours, or is what runs this"),
     r"(srun )?torchrun .* -m dccot\..*": (resolved, "wants 8 GPUs; docs-check trains with two processes"),
     r"dccot (sft|rl|pipeline) .*": (resolved, "the same, or a whole training run"),
     r"dccot data (rewrite|sequential) .*": (resolved, "asks a paid API with a key, or generates for hours"),
