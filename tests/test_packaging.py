@@ -19,6 +19,7 @@ MAX_LINES, MAX_LINES_PER_FILE = 12_800, 400  # of Python, in the wheel
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+RANGES = [text for group in (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()) for text in group]
 
 
 def tracked() -> list[str]:
@@ -100,7 +101,7 @@ def locked() -> dict[str, str]:
     return {name.lower().replace("_", "-"): version for name, version in re.findall(r"\b([\w.-]+)==([\w.]+)", "\n".join(texts))}
 
 
-@pytest.mark.parametrize("text", [text for group in (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()) for text in group])
+@pytest.mark.parametrize("text", RANGES)
 def test_the_lower_bound_is_the_locked_version_and_there_is_an_upper_one(text):
     requirement, version = Requirement(text), locked()[Requirement(text).name.lower().replace("_", "-")]
     bounds = {bound.operator: bound.version for bound in requirement.specifier}
