@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 from dccot.bench import bigram as tiny
 from dccot.model.checkpoint_io import create_checkpoint, full_parameters, load_weights, save_checkpoint
 from dccot.model.config import read_config
 from dccot.model.transformer import Transformer
 from dccot.rollout.director import Call, Completion, Director, RolloutConfig
-from dccot.rollout.engine import Engine
 from dccot.rollout.generate import Request, Watch, generate, seed_of
+from dccot.rollout.interface import Engine, open_engine
 from dccot.rollout.protocol import TagIds
 from dccot.rollout.response import Response
 from dccot.rollout.settings import EngineConfig
@@ -33,25 +36,27 @@ SEED = (0, 0)
 class Meter(Watch):
     """Time inside the engine, and how much of the workers' prompts the prefix cache spared."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self) -> None:
         self.in_step, self.cached, self.full_blocks = 0.0, 0, 0
-        self._step, engine.step = engine.step, self.timed
-        self.engine = engine
 
-    def timed(self):
-        start = time.perf_counter()
-        finished = self._step()
-        self.in_step += time.perf_counter() - start
-        return finished
+    @contextmanager
+    def timing(self, engine: Engine) -> Iterator[None]:
+        step = engine.step
+
+        def timed() -> list[tuple[str, Completion]]:
+            start = time.perf_counter()
+            finished = step()
+            self.in_step += time.perf_counter() - start
+            return finished
+
+        with patch.object(engine, "step", timed):
+            yield
 
     def finished(self, request: Request, call: Call, completion: Completion) -> None:
         if call.path[1]:
             full = (len(call.prompt) - len(call.inserted)) // BLOCK * BLOCK
             self.full_blocks += full
             self.cached += min(completion.cached, full)
-
-    def remove(self) -> None:
-        self.engine.step = self._step
 
 
 def barrier_free(engine: Engine, requests: list[Request], config: RolloutConfig, watch: Watch | None = None) -> dict[int, Response]:
@@ -80,10 +85,12 @@ def round_by_round(engine: Engine, requests: list[Request], config: RolloutConfi
 
 def loop_rows(folder: Path, quick: bool) -> list[dict]:
     scale = 40 if quick else 200  # mean length of a segment
-    chances = tiny.Chances(spawn=0.8 / scale, close=1 / scale, eos=0.2 / scale)
-    config = RolloutConfig(budget=6 * scale, max_rounds=2)
-    context = 16 * scale
-    engine = Engine(tiny.save(folder, "spelled", chances, context=context), EngineConfig(dtype="float32", kv_cache_gb=2, max_sequences=256))
+    model = tiny.save(folder, "spelled", tiny.Chances(spawn=0.8 / scale, close=1 / scale, eos=0.2 / scale), context=16 * scale)
+    with open_engine(model, EngineConfig(dtype="float32", kv_cache_gb=2, max_sequences=256)) as engine:
+        return compare_loops(engine, RolloutConfig(budget=6 * scale, max_rounds=2), quick)
+
+
+def compare_loops(engine: Engine, config: RolloutConfig, quick: bool) -> list[dict]:
     prompt = engine.tokenizer.encode(f"{tiny.BOS}{tiny.USER}{'what is it ' * 8}{tiny.ASSISTANT}")
     requests = [Request("p", sample, prompt) for sample in range(32 if quick else 96)]
     barrier_free(engine, requests[:4], config)  # warms the engine up
@@ -95,11 +102,11 @@ def loop_rows(folder: Path, quick: bool) -> list[dict]:
         expected = round_by_round(engine, requests, config)
         slow.append(time.perf_counter() - start)
         engine.forget_prefixes()
-        meter = Meter(engine)
-        start = time.perf_counter()
-        responses = barrier_free(engine, requests, config, meter)
-        fast.append(time.perf_counter() - start)
-        meter.remove()
+        meter = Meter()
+        with meter.timing(engine):
+            start = time.perf_counter()
+            responses = barrier_free(engine, requests, config, meter)
+            fast.append(time.perf_counter() - start)
         own.append(1 - meter.in_step / fast[-1])
         meters.append(meter)
         if {s: r.as_read for s, r in responses.items()} != {s: r.as_read for s, r in expected.items()}:
@@ -127,19 +134,20 @@ def sync_rows(folder: Path, quick: bool) -> list[dict]:
     model = Transformer(read_config(folder / "first"))
     load_weights(model, folder / "first")
     config = EngineConfig(dtype="float32", kv_cache_gb=0.5)
-    engine = Engine(folder / "first", config)
     sync, disk = [], []
-    for _ in range(1 if quick else 3):
-        start = time.perf_counter()
-        engine.load(full_parameters(model))
-        sync.append(time.perf_counter() - start)
-    for _ in range(1 if quick else 2):
-        start = time.perf_counter()
-        save_checkpoint(model, folder / "second", source=folder / "first")
-        engine.shutdown()
-        engine = Engine(folder / "second", config)
-        disk.append(time.perf_counter() - start)
-    engine.verify(full_parameters(model))
+    with ExitStack() as stack:
+        engine = stack.enter_context(open_engine(folder / "first", config))
+        for _ in range(1 if quick else 3):
+            start = time.perf_counter()
+            engine.load(full_parameters(model))
+            sync.append(time.perf_counter() - start)
+        for _ in range(1 if quick else 2):
+            start = time.perf_counter()
+            save_checkpoint(model, folder / "second", source=folder / "first")
+            stack.close()
+            engine = stack.enter_context(open_engine(folder / "second", config))
+            disk.append(time.perf_counter() - start)
+        engine.verify(full_parameters(model))
     parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     return [
         {"name": f"sync of {parameters:.0f}M parameters", "value": min(sync), "unit": "s", "target": None, "better": "lower"},

@@ -24,8 +24,10 @@ from dccot.data.grading import Grader, GradingConfig, Verdict
 from dccot.data.problems import Problem, load_problems
 from dccot.data.prompting import PromptConfig, prompts_of
 from dccot.files import JsonlWriter, read_jsonl, write_jsonl_atomic
+from dccot.model.folder import resolve_model
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
+from dccot.rollout.interface import Engine, open_engine
 from dccot.rollout.settings import EngineConfig
 
 GRADED_TOGETHER = 64
@@ -136,22 +138,12 @@ def keep(problems: Sequence[Problem], config: SequentialConfig) -> SequentialSum
     return SequentialSummary(len(problems), len(kept), dict(Counter(row["verdict"] for row in rows)), sum(row["tokens"] for row in rows))
 
 
-def run(config: SequentialConfig, engine=None, *, progress: Progress = _silent) -> SequentialSummary | None:
+def run(config: SequentialConfig, engine: Engine | None = None, *, progress: Progress = _silent) -> SequentialSummary | None:
     """The whole command; None on ranks other than the first. An engine that is given is used and left running."""
     problems = load_problems(config.problems)[: config.first]
-    given = engine is not None
-    with Grader(config.grading) as grader:
-        if not given:
-            from dccot.model.folder import resolve_model
-            from dccot.rollout.engine import Engine
-
-            engine = Engine(resolve_model(config.model), config.engine)
-        try:
-            sample(engine, grader, problems, config, progress=progress)
-            _wait_for_all()
-        finally:
-            if not given:
-                engine.shutdown()
+    with Grader(config.grading) as grader, open_engine(resolve_model(config.model), config.engine, engine) as engine:
+        sample(engine, grader, problems, config, progress=progress)
+        _wait_for_all()
     return keep(problems, config) if os.environ.get("RANK", "0") == "0" else None
 
 

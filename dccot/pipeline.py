@@ -17,20 +17,19 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dccot.command import run_cleanly
 from dccot.config import ConfigError, find_config, load_config, one_of, read_yaml, require, to_yaml
 from dccot.files import write_atomic
 from dccot.model.folder import resolve_model
+from dccot.rollout.interface import Engine, open_engine
 from dccot.rollout.settings import EngineConfig
 from dccot.runtime import Runtime
 from dccot.stages import KINDS
-
-if TYPE_CHECKING:
-    from dccot.rollout.engine import Engine
 
 log = logging.getLogger("dccot")
 
@@ -84,22 +83,21 @@ class SharedEngine:
     def __init__(self) -> None:
         self.engine: Engine | None = None
         self._shape: tuple | None = None
+        self._stack = ExitStack()
 
     def on(self, model: Path, config: EngineConfig) -> Engine:
         from dccot.model.checkpoint_io import stored_parameters
-        from dccot.rollout.engine import Engine
 
         shape = (json.loads((model / "config.json").read_text()), (model / "tokenizer.json").read_bytes(), asdict(config))
         if self.engine is not None and self._shape == shape:
             self.engine.load(stored_parameters(model))
             return self.engine
         self.close()
-        self.engine, self._shape = Engine(model, config), shape
+        self.engine, self._shape = self._stack.enter_context(open_engine(model, config)), shape
         return self.engine
 
     def close(self) -> None:
-        if self.engine is not None:
-            self.engine.shutdown()
+        self._stack.close()
         self.engine = self._shape = None
 
 

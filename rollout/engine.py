@@ -1,4 +1,4 @@
-"""The co-located engine: vLLM in the trainer's own process. The only file that imports vLLM.
+"""The co-located engine: vLLM in the trainer's own process, as the `Engine` of interface.py. The only file that imports vLLM.
 
     add(key, call, …) ─► step() ─► [(key, Completion), …]           nothing waits for anything else: the caller drives the steps
     load(named parameters)                                          weights streamed in, prefix cache reset; no disk, no rebuild
@@ -53,7 +53,7 @@ class EngineStalled(RuntimeError):
     pass
 
 
-class Engine:
+class VllmEngine:
     def __init__(self, model: str | Path, config: EngineConfig | None = None):
         self.config = config = config or EngineConfig()
         self.model = str(model)

@@ -12,14 +12,11 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from dccot.rollout.director import Call, Completion, Director, RolloutConfig
+from dccot.rollout.interface import Engine
 from dccot.rollout.protocol import TagIds
 from dccot.rollout.response import Response
-
-if TYPE_CHECKING:
-    from dccot.rollout.engine import Engine
 
 
 @dataclass(frozen=True)

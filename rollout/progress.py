@@ -7,16 +7,13 @@ with RolloutProgress(total=len(requests)) as progress:
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from dccot.progress import Progress
 from dccot.rollout.generate import Request, Watch
+from dccot.rollout.interface import Engine
 from dccot.rollout.response import Response
-
-if TYPE_CHECKING:
-    from dccot.rollout.engine import Engine
 
 REFRESH_SECONDS = 0.2
 
@@ -24,7 +21,8 @@ REFRESH_SECONDS = 0.2
 class RolloutProgress(Progress, Watch):
     def __init__(self, total: int, title: str = "rollout", console: Console | None = None):
         super().__init__(title, total, console=console or Console(stderr=True, highlight=False))
-        self._refreshed, self._tokens = 0.0, None  # when the rate was last worked out, and what the engine had sampled then
+        self._refreshed = 0.0  # when the rate was last worked out
+        self._tokens: int | None = None  # what the engine had sampled then
 
     def stepped(self, engine: Engine) -> None:
         now = time.monotonic()

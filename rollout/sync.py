@@ -9,6 +9,7 @@ The engine fuses some layers (q, k, v → qkv; gate, up → gate_up): their fing
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -46,5 +47,6 @@ def _fingerprint(layer: nn.Module, kind: str, dtype: torch.dtype) -> Tensor:
     kernel = getattr(layer, "quant_method", None)
     if kernel is None or kind == "bias":
         return getattr(layer, kind).float()
-    vector = probe(layer.input_size_per_partition, torch.empty(0, dtype=dtype, device=layer.weight.device))
+    width, device = cast(int, layer.input_size_per_partition), cast(Tensor, layer.weight).device
+    vector = probe(width, torch.empty(0, dtype=dtype, device=device))
     return kernel.apply(layer, vector.unsqueeze(0)).squeeze(0).float()

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from dccot.files import BadData, read_jsonl, write_jsonl_atomic
 from dccot.model.checkpoint_io import full_parameters
 from dccot.model.sharding import DTYPES, build_model
 from dccot.rollout.director import RolloutConfig
+from dccot.rollout.interface import Engine, open_engine
 from dccot.rollout.response import Rollout
 from dccot.runtime import Runtime
 from dccot.train.advantages import group_advantages
@@ -55,9 +55,6 @@ from dccot.train.rewards import reward_of
 from dccot.train.rl_config import RLConfig, check_model
 from dccot.train.run import launch, open_run, step_progress
 from dccot.train.update import StepReport, compute_logprobs, make_optimizer, update
-
-if TYPE_CHECKING:
-    from dccot.rollout.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +94,7 @@ class RL:
         self.engine = self.grader = None
         if config.replay is None:
             self.grader = stack.enter_context(Grader(config.grading))
-            self.engine = engine or self._own_engine(model_path, stack)
+            self.engine = stack.enter_context(open_engine(model_path, config.engine, engine))
         self.checkpointer = Checkpointer(self.run, config.checkpoint, runtime, source=model_path)
         state = self.checkpointer.resume(self.model, self.optimizer) or {}
         self.first_step: int = state.get("step", 0)
@@ -106,13 +103,6 @@ class RL:
         self.bad_in_a_row: int = state.get("bad_in_a_row", 0)
         if self.stream and "stream" in state:
             self.stream.restore(state["stream"])
-
-    def _own_engine(self, path: Path, stack: ExitStack) -> Engine:
-        from dccot.rollout.engine import Engine
-
-        engine = Engine(path, self.config.engine)
-        stack.callback(engine.shutdown)
-        return engine
 
     def _frozen(self, path: Path) -> nn.Module:
         sharding = replace(self.config.sharding, master_dtype=self.config.sharding.compute_dtype, activation_checkpointing=False)

@@ -32,9 +32,9 @@ def speaker(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def speaker_engine(speaker):
-    from dccot.rollout.engine import Engine
+    from dccot.rollout.engine import VllmEngine
 
-    engine = Engine(speaker, ENGINE)
+    engine = VllmEngine(speaker, ENGINE)
     yield engine
     engine.shutdown()
 

@@ -34,9 +34,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(model):
-    from dccot.rollout.engine import Engine
+    from dccot.rollout.engine import VllmEngine
 
-    engine = Engine(model, EngineConfig(context=2048, max_sequences=8))
+    engine = VllmEngine(model, EngineConfig(context=2048, max_sequences=8))
     yield engine
     engine.shutdown()
 

@@ -22,10 +22,10 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def build_engine():
-    from dccot.rollout.engine import Engine
+    from dccot.rollout.engine import VllmEngine
 
-    def build(folder: Path, kv_cache_gb: float = 0.125, **settings) -> Engine:
-        return Engine(folder, EngineConfig(dtype="float32", kv_cache_gb=kv_cache_gb, **settings))
+    def build(folder: Path, kv_cache_gb: float = 0.125, **settings) -> VllmEngine:
+        return VllmEngine(folder, EngineConfig(dtype="float32", kv_cache_gb=kv_cache_gb, **settings))
 
     return build
 

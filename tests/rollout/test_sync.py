@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.engine import Engine
+from dccot.rollout.engine import VllmEngine
 from dccot.rollout.generate import Request, generate
 from dccot.rollout.settings import EngineConfig
 
@@ -88,7 +88,7 @@ def test_verify_finds_the_one_value_that_differs(engine, checkpoints):
 
 
 def test_weights_are_cast_to_the_engines_precision(checkpoints):
-    engine = Engine(checkpoints["single"], EngineConfig(dtype="bfloat16", kv_cache_gb=0.125))
+    engine = VllmEngine(checkpoints["single"], EngineConfig(dtype="bfloat16", kv_cache_gb=0.125))
     model = perturbed(checkpoints["single"], seed=10)
     with pytest.raises(ValueError, match="other weights than the given ones"):
         engine.verify(model.named_parameters())

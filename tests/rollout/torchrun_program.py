@@ -17,7 +17,7 @@ from vllm.distributed.parallel_state import destroy_model_parallel
 from dccot.model.checkpoint_io import full_parameters, save_checkpoint
 from dccot.model.sharding import ShardingConfig, build_model
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.engine import Engine
+from dccot.rollout.engine import VllmEngine
 from dccot.rollout.generate import Request, Watch, generate
 from dccot.rollout.settings import EngineConfig
 
@@ -25,11 +25,11 @@ from dccot.rollout.settings import EngineConfig
 class Steps(Watch):
     count = 0
 
-    def stepped(self, engine: Engine) -> None:
+    def stepped(self, engine: VllmEngine) -> None:
         self.count += 1
 
 
-def rolled_out(engine: Engine, config: RolloutConfig, samples: range, watch: Watch | None = None) -> dict[int, list[int]]:
+def rolled_out(engine: VllmEngine, config: RolloutConfig, samples: range, watch: Watch | None = None) -> dict[int, list[int]]:
     requests = [Request("p", sample, [5, 6, 7]) for sample in samples]
     return {request.sample: response.as_read for request, response in generate(engine, requests, config, seed=(0,), watch=watch)}
 
@@ -38,7 +38,7 @@ def main(folder: Path, out: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = build_model(folder, ShardingConfig(compute_dtype="float32"))
-    engine = Engine(folder, EngineConfig(dtype="float32", kv_cache_gb=0.125))
+    engine = VllmEngine(folder, EngineConfig(dtype="float32", kv_cache_gb=0.125))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".layers." in name:
@@ -57,7 +57,7 @@ def main(folder: Path, out: Path) -> None:
     engine.shutdown()
     destroy_model_parallel()  # a process has one layout of engines in its life; only this test has two
 
-    engine = Engine(folder, EngineConfig(dtype="float32", kv_cache_gb=0.125, tensor_parallel=2))
+    engine = VllmEngine(folder, EngineConfig(dtype="float32", kv_cache_gb=0.125, tensor_parallel=2))
     engine.load(full_parameters(model))
     together = rolled_out(engine, RolloutConfig(budget=60), range(4))
     result["tensor_parallel"] = {"replica": engine.replica, "replicas": engine.replicas, "sampled": together}

