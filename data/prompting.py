@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from dccot.config import one_of, require
+from dccot.config import named, require
 from dccot.data.problems import Problem
 from dccot.files import BadData
 from dccot.rollout.protocol import THINK_OPEN
@@ -26,10 +26,25 @@ PARALLEL_INSTRUCTION = (
     "worker number, i.e. <spawn_workers><worker_1>worker 1's thought</worker_1><worker_2>worker 2's thought</worker_2>..."
     "</spawn_workers>."
 )
-TEMPLATES = {
-    "parallel": (f"{BOS}{USER}", f" {PARALLEL_INSTRUCTION} {INSTRUCTION}{ASSISTANT}"),
-    "sequential": (f"{BOS}{USER}", f" {INSTRUCTION}{ASSISTANT}"),
-    "raw_sequential": ("", f" {INSTRUCTION}"),
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """What is written around a question, and whether the model that reads it may spawn workers."""
+
+    before: str
+    after: str
+    parallel: bool = False
+    raw: bool = False  # begins as the tokenizer begins a plain text, instead of spelling its own BOS
+
+    def __call__(self, question: str) -> str:
+        return self.before + question + self.after
+
+
+PROMPTS = {
+    "parallel": PromptFormat(f"{BOS}{USER}", f" {PARALLEL_INSTRUCTION} {INSTRUCTION}{ASSISTANT}", parallel=True),
+    "sequential": PromptFormat(f"{BOS}{USER}", f" {INSTRUCTION}{ASSISTANT}"),
+    "raw_sequential": PromptFormat("", f" {INSTRUCTION}", raw=True),
 }
 
 
@@ -39,17 +54,21 @@ class UnusablePrompt(BadData):
 
 @dataclass
 class PromptConfig:
-    kind: str = "parallel"  # parallel, sequential or raw_sequential
+    kind: str = "parallel"  # parallel, sequential, raw_sequential, or your own PromptFormat: my_package.my_module:MY_FORMAT
     open_think: bool = True  # end the prompt with "<think>\n"
     max_prompt_tokens: int = 1024
 
     def check(self) -> None:
-        one_of(self.kind, TEMPLATES, "prompt.kind")
+        format_of(self.kind)
         require(self.max_prompt_tokens > 0, f"prompt.max_prompt_tokens is {self.max_prompt_tokens}; it must be at least 1")
 
     def text(self, question: str) -> str:
-        before, after = TEMPLATES[self.kind]
-        return before + question + after + (f"{THINK_OPEN}\n" if self.open_think else "")
+        return format_of(self.kind)(question) + (f"{THINK_OPEN}\n" if self.open_think else "")
+
+    @property
+    def parallel(self) -> bool:
+        """Whether the model is asked to spawn workers, and the engine lets it."""
+        return format_of(self.kind).parallel
 
     def ids(self, tokenizer, question: str) -> list[int]:
         """Token ids of the prompt. Chat prompts spell their own BOS; the raw one gets whatever the tokenizer begins a plain text with."""
@@ -57,7 +76,7 @@ class PromptConfig:
         smuggled = [token for token in CHAT_TOKENS if token in question]
         if smuggled:
             raise UnusablePrompt(f"question holds the chat token {smuggled[0]!r}; remove it")
-        ids = list(tokenizer.encode(self.text(question), add_special_tokens=self.kind == "raw_sequential"))
+        ids = list(tokenizer.encode(self.text(question), add_special_tokens=format_of(self.kind).raw))
         if len(ids) > self.max_prompt_tokens:
             raise UnusablePrompt(f"prompt has {len(ids):,} tokens; prompt.max_prompt_tokens is {self.max_prompt_tokens:,}")
         return ids
@@ -67,9 +86,15 @@ class PromptConfig:
         return f"{THINK_OPEN}\n{response_text}" if self.open_think else response_text
 
 
+def format_of(kind: str) -> PromptFormat:
+    found = named(PROMPTS, kind, "prompt.kind")
+    require(isinstance(found, PromptFormat), f"prompt.kind is {kind!r}, a {type(found).__name__}; it must be a PromptFormat")
+    return found
+
+
 def check_tokenizer(tokenizer, kind: str = "parallel") -> None:
     """Refuse a tokenizer that does not know the chat tokens of this kind of prompt as single tokens."""
-    needed = [token for token in CHAT_TOKENS if token in TEMPLATES[kind][0] + TEMPLATES[kind][1]]
+    needed = [token for token in CHAT_TOKENS if token in format_of(kind)("")]
     missing = [token for token in needed if tokenizer.convert_ids_to_tokens(tokenizer.encode(token, add_special_tokens=False)) != [token]]
     require(
         not missing,

@@ -1,51 +1,69 @@
-"""Problems in, graded rollouts out: what training, validation and evaluation have in common.
+"""Problems in, rollouts out: what training, validation, evaluation, `dccot rollout` and `dccot data sequential` have in common.
 
-    for rollout in graded_rollouts(engine, grader, asked, prompt, config, samples=7, seed=(run_seed, step)): …
+    have = {(row["problem"], row["sample"]) for row in …}                     what a file or folder holds already
+    for rollout in roll_out(engine, asked, missing_pairs(asked, range(7), have), prompt, config, seed=(run_seed,)):
+        writer.write(rollout.to_json())                                       each one as soon as it is finished
 
-Responses are graded in batches while others are still being generated, and come out in the order in which they are graded.
+A response depends on its seed, (seed, problem, sample), and not on what else is generated: whatever was interrupted is completed by
+generating the missing pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import closing
+from itertools import islice
 
 from dccot.data.grading import Grader
 from dccot.data.problems import Problem
 from dccot.data.prompting import PromptConfig
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, Watch, generate
+from dccot.rollout.interface import Engine
 from dccot.rollout.protocol import flaw_of, sequential_flaw_of
-from dccot.rollout.response import Response, Rollout
+from dccot.rollout.response import Rollout
 
 Asked = tuple[Problem, list[int]]  # a problem and the ids of its prompt
+Pair = tuple[str, int]  # problem id, sample
+GRADED_TOGETHER = 64
 
 
-def rollout_of(problem: Problem, sample: int, response: Response, tokenizer, prompt: PromptConfig, workers: int) -> Rollout:
-    """A response as an ungraded rollout, with its form judged by the rules of its kind of prompt."""
-    text = prompt.whole_text(response.text(tokenizer))
-    flaw = flaw_of(text, workers) if prompt.kind == "parallel" else sequential_flaw_of(text)
-    return Rollout(problem.id, sample, problem.question, problem.gold, text, response, flaw)
+def missing_pairs(asked: Iterable[Asked], samples: Iterable[int], have: Collection[Pair] = ()) -> list[Pair]:
+    """Every sample of every problem that is not there yet, in the order of the problems."""
+    samples = list(samples)
+    return [(problem.id, sample) for problem, _ in asked for sample in samples if (problem.id, sample) not in have]
 
 
 def roll_out(
-    engine,
-    asked: Sequence[Asked],
+    engine: Engine,
+    asked: Iterable[Asked],
+    pairs: Iterable[Pair],
     prompt: PromptConfig,
     config: RolloutConfig,
     *,
-    samples: Iterable[int],
     seed: tuple[int | str, ...],
     watch: Watch | None = None,
 ) -> Iterator[Rollout]:
-    """Every sample of every problem, ungraded, each as soon as it is finished."""
-    by_id = {problem.id: problem for problem, _ in asked}
-    samples = list(samples)
-    requests = [Request(problem.id, sample, ids) for problem, ids in asked for sample in samples]
-    for request, response in generate(engine, requests, config, seed=seed, watch=watch):
-        yield rollout_of(by_id[request.problem], request.sample, response, engine.tokenizer, prompt, config.workers)
+    """These samples of these problems, ungraded, each as soon as it is finished, with its form judged by the rules of its prompt."""
+    known = {problem.id: (problem, ids) for problem, ids in asked}
+    requests = [Request(problem, sample, known[problem][1], prompt.parallel) for problem, sample in pairs]
+    with closing(generate(engine, requests, config, seed=seed, watch=watch)) as responses:
+        for request, response in responses:
+            problem, _ = known[request.problem]
+            text = prompt.whole_text(response.text(engine.tokenizer))
+            flaw = flaw_of(text, config.workers) if prompt.parallel else sequential_flaw_of(text)
+            yield Rollout(problem.id, request.sample, problem.question, problem.gold, text, response, flaw)
 
 
 def grade(rollouts: Sequence[Rollout], grader: Grader) -> None:
     """Fill in the verdicts."""
     for rollout, verdict in zip(rollouts, grader.grade([(r.text, r.gold) for r in rollouts])):
         rollout.verdict = verdict.value
+
+
+def graded(rollouts: Iterable[Rollout], grader: Grader) -> Iterator[Rollout]:
+    """Rollouts with their verdicts, graded in batches while others are still being generated."""
+    rollouts = iter(rollouts)
+    while batch := list(islice(rollouts, GRADED_TOGETHER)):
+        grade(batch, grader)
+        yield from batch

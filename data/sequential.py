@@ -11,11 +11,9 @@ An attempt's seed is made of (seed, problem, attempt), so attempts differ and a 
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,14 +21,14 @@ from dccot.config import require
 from dccot.data.grading import Grader, GradingConfig, Verdict
 from dccot.data.problems import Problem, load_problems
 from dccot.data.prompting import PromptConfig, prompts_of
+from dccot.data.rollouts import graded, missing_pairs, roll_out
 from dccot.files import JsonlWriter, read_jsonl, write_jsonl_atomic
 from dccot.model.folder import resolve_model
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.generate import Request, generate
 from dccot.rollout.interface import Engine, open_engine
+from dccot.rollout.response import Rollout
 from dccot.rollout.settings import EngineConfig
 
-GRADED_TOGETHER = 64
 Progress = Callable[[int, int], None]  # (done, total)
 
 
@@ -46,7 +44,7 @@ class SequentialConfig:
     attempts: int = 3
     seed: int = 0
     prompt: PromptConfig = field(default_factory=lambda: PromptConfig("raw_sequential"))
-    rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(budget=24_000, top_p=0.95, parallel=False))
+    rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(budget=24_000, top_p=0.95))
     engine: EngineConfig = field(default_factory=EngineConfig)
     grading: GradingConfig = field(default_factory=GradingConfig)
 
@@ -54,7 +52,7 @@ class SequentialConfig:
         require(bool(self.model), "model is not set; name a Hugging Face folder or a run, e.g. model=runs/base")
         require(bool(self.problems), "problems is not set; name a JSONL or parquet file")
         require(self.attempts > 0, f"attempts is {self.attempts}; it must be at least 1")
-        require(not self.rollout.parallel, "rollout.parallel is true; sequential solutions are wanted: set it to false")
+        require(not self.prompt.parallel, f"prompt.kind is {self.prompt.kind}; sequential solutions are wanted: set it to sequential")
         require(self.engine.tensor_parallel == 1, "engine.tensor_parallel must be 1 here: every rank solves its own share")
 
 
@@ -81,7 +79,7 @@ def logged_attempts(output: str | Path) -> list[dict]:
 
 
 def sample(
-    engine,
+    engine: Engine,
     grader: Grader,
     problems: Sequence[Problem],
     config: SequentialConfig,
@@ -95,25 +93,18 @@ def sample(
         solved = {row["id"] for row in earlier if row["verdict"] == Verdict.CORRECT}
         tried = {(row["id"], row["attempt"]) for row in earlier}
         for attempt in range(config.attempts):
-            due = [Request(problem.id, attempt, ids) for problem, ids in asked if problem.id not in solved]
-            due = [request for request in due if (request.problem, attempt) not in tried]
-            for row in _graded(engine, grader, problems, due, config):
-                log.write(row)
-                if row["verdict"] == Verdict.CORRECT:
-                    solved.add(row["id"])
+            due = missing_pairs((one for one in asked if one[0].id not in solved), [attempt], tried)
+            rollouts = roll_out(engine, asked, due, config.prompt, config.rollout, seed=(config.seed, "sequential"))
+            for rollout in graded(rollouts, grader):
+                log.write(attempt_row(rollout))
+                if rollout.correct:
+                    solved.add(rollout.problem)
                 progress(len(solved), len(asked))
 
 
-def _graded(engine, grader: Grader, problems: Sequence[Problem], due: list[Request], config: SequentialConfig) -> Iterator[dict]:
-    """Finished attempts as rows of the log, graded in small batches while others are still running."""
-    by_id = {problem.id: problem for problem in problems}
-    with closing(generate(engine, due, config.rollout, seed=(config.seed, "sequential"))) as responses:
-        while batch := list(itertools.islice(responses, GRADED_TOGETHER)):
-            texts = [config.prompt.whole_text(response.text(engine.tokenizer)) for _, response in batch]
-            verdicts = grader.grade([(text, by_id[request.problem].gold) for text, (request, _) in zip(texts, batch)])
-            for (request, response), text, verdict in zip(batch, texts, verdicts):
-                outcome = {"verdict": verdict.value, "finish": response.finish.value, "tokens": response.total_tokens}
-                yield {"id": request.problem, "attempt": request.sample, **outcome, "text": text}
+def attempt_row(rollout: Rollout) -> dict:
+    outcome = {"verdict": rollout.verdict, "finish": rollout.response.finish.value, "tokens": rollout.response.total_tokens}
+    return {"id": rollout.problem, "attempt": rollout.sample, **outcome, "text": rollout.text}
 
 
 def keep(problems: Sequence[Problem], config: SequentialConfig) -> SequentialSummary:

@@ -23,7 +23,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 C = TypeVar("C")
 E = TypeVar("E")
-RENAMED = {"batch.samples": "batch.group_size", "optimizer.clip": "optimizer.max_grad_norm"}  # old key → new one
+RENAMED = {
+    "batch.samples": "batch.group_size",
+    "optimizer.clip": "optimizer.max_grad_norm",
+    "rollout.parallel": "prompt.kind (parallel or sequential)",
+}  # old key → new one
 
 
 class ConfigError(ValueError):

@@ -2,7 +2,7 @@
 
     dccot rollout MODEL PROBLEMS.jsonl --n 4 --budget 7500 --out rollouts.jsonl [--resume] [--method sequential] [key=value …]
 
-Every response is one line, written whole when it is finished. A run that was stopped goes on with --resume: what is there stays,
+Every response is one line, written whole when it is finished. A run that was stopped continues with --resume: what is there stays,
 and the rest comes with the seeds that it would have had.
 """
 
@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import AutoTokenizer
 
 from dccot.command import positive, run_cleanly
-from dccot.config import ConfigError, load_config, require
+from dccot.config import ConfigError, load_config
 from dccot.data.problems import load_problems
 from dccot.data.prompting import PromptConfig, prompts_of
-from dccot.data.rollouts import Asked, rollout_of
+from dccot.data.rollouts import Asked, Pair, missing_pairs, roll_out
 from dccot.files import JsonlWriter
 from dccot.model.folder import resolve_model
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.generate import Request, generate
 from dccot.rollout.interface import open_engine
 from dccot.rollout.progress import RolloutProgress
 from dccot.rollout.response import Rollout
@@ -40,36 +38,33 @@ class Settings:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 
-def roll_out(model: str, problems: Path, samples: int, out: Path, resume: bool, settings: Settings) -> int:
+def run(model: str, problems: Path, samples: int, out: Path, resume: bool, settings: Settings) -> int:
     """Bring `out` to `samples` responses per problem; how many were added."""
     if out.exists() and out.stat().st_size and not resume:
         raise ConfigError(f"{out} exists already; add --resume to finish it, or choose another --out")
     folder = resolve_model(model)
     asked = prompts_of(load_problems(problems), AutoTokenizer.from_pretrained(folder), settings.prompt)
-    by_id = {problem.id: problem for problem, _ in asked}
-    with JsonlWriter(out) as writer, ExitStack() as stack:
-        requests = missing(asked, samples, map(Rollout.from_json, writer.rows()), out)
-        if not requests:
-            return 0
-        engine = stack.enter_context(open_engine(folder, settings.engine))
-        progress = stack.enter_context(RolloutProgress(len(requests)))
-        for request, response in generate(engine, requests, settings.rollout, seed=(settings.seed,), watch=progress):
-            problem, workers = by_id[request.problem], settings.rollout.workers
-            writer.write(rollout_of(problem, request.sample, response, engine.tokenizer, settings.prompt, workers).to_json())
-    return len(requests)
+    with JsonlWriter(out) as writer:
+        pairs = missing_pairs(asked, range(samples), pairs_in(writer, asked))
+        if pairs:
+            with open_engine(folder, settings.engine) as engine, RolloutProgress(len(pairs)) as progress:
+                for rollout in roll_out(engine, asked, pairs, settings.prompt, settings.rollout, seed=(settings.seed,), watch=progress):
+                    writer.write(rollout.to_json())
+    return len(pairs)
 
 
-def missing(asked: Sequence[Asked], samples: int, there: Iterable[Rollout], out: Path) -> list[Request]:
-    """What has no row yet. Rows that were asked otherwise are an error: they would not belong with the rest."""
+def pairs_in(writer: JsonlWriter, asked: Sequence[Asked]) -> set[Pair]:
+    """What has a row already. Rows with another prompt are an error: they would not belong with the rest."""
     prompts = {problem.id: ids for problem, ids in asked}
     have = set()
-    for rollout in there:
+    for rollout in map(Rollout.from_json, writer.rows()):
         if prompts.get(rollout.problem, rollout.response.prompt) != rollout.response.prompt:
             raise ConfigError(
-                f"{out} was made with another prompt or tokenizer (problem {rollout.problem!r}); go on with those, or choose another --out"
+                f"{writer.path} was made with another prompt or tokenizer (problem {rollout.problem!r}); "
+                "continue with those, or choose another --out"
             )
         have.add((rollout.problem, rollout.sample))
-    return [Request(problem, sample, ids) for problem, ids in prompts.items() for sample in range(samples) if (problem, sample) not in have]
+    return have
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,11 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
 
     def work() -> None:
-        method = [f"prompt.kind={arguments.method}", f"rollout.parallel={arguments.method == 'parallel'}"]
-        settings = load_config(Settings, None, [*method, f"rollout.budget={arguments.budget}", *arguments.settings])
-        agree = (settings.prompt.kind == "parallel") == settings.rollout.parallel
-        require(agree, f"prompt.kind={settings.prompt.kind} does not go with rollout.parallel={settings.rollout.parallel}; use --method")
-        added = roll_out(arguments.model, arguments.problems, arguments.n, arguments.out, arguments.resume, settings)
+        own = [f"prompt.kind={arguments.method}", f"rollout.budget={arguments.budget}"]
+        settings = load_config(Settings, None, [*own, *arguments.settings])
+        added = run(arguments.model, arguments.problems, arguments.n, arguments.out, arguments.resume, settings)
         print(f"{added:,} responses added to {arguments.out}; `dccot view {arguments.out}` shows them")
 
     return run_cleanly(work)

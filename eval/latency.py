@@ -77,8 +77,8 @@ class StopWatch(Watch):
 
 def measure(engine: Engine, asked: Sequence[Asked], config: EvalConfig, concurrency: int, samples: int) -> list[Timing]:
     """`samples` responses to every problem, timed while `concurrency` responses are always in progress."""
-    measured = [Request(problem.id, sample, ids) for sample in range(samples) for problem, ids in asked]
-    others = (Request(problem.id, samples + number, ids) for number, (problem, ids) in zip(count(), cycle(asked)))
+    measured = [Request(problem.id, sample, ids, config.prompt.parallel) for sample in range(samples) for problem, ids in asked]
+    others = (Request(problem.id, samples + number, ids, config.prompt.parallel) for number, (problem, ids) in zip(count(), cycle(asked)))
     requests = chain(islice(others, concurrency), measured, others)
     wanted = {(request.problem, request.sample) for request in measured}
     watch = StopWatch()

@@ -19,7 +19,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from dccot.command import positive, print_table, run_cleanly
 from dccot.config import ConfigError, load_config, require
 from dccot.data.grading import Grader, GradingConfig
 from dccot.data.prompting import PromptConfig, prompts_of
-from dccot.data.rollouts import Asked, rollout_of
+from dccot.data.rollouts import Asked, Pair, missing_pairs, roll_out
 from dccot.eval.benchmarks import BENCHMARKS, Benchmark, named_benchmark, own_benchmark
 from dccot.eval.results import Evaluation, Sample, by_problem, summarise
 from dccot.eval.terminal import LengthProgress, table_of
@@ -38,14 +38,12 @@ from dccot.files import BadData, JsonlWriter, read_jsonl, write_jsonl_atomic
 from dccot.model.config import read_config
 from dccot.model.folder import resolve_model
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.generate import Request, generate
 from dccot.rollout.interface import Engine, open_engine
 from dccot.rollout.response import Rollout
 from dccot.rollout.settings import EngineConfig
 from dccot.runtime import Runtime
 
 log = logging.getLogger(__name__)
-Pair = tuple[str, int]  # problem id, sample
 METHODS = ("parallel", "sequential")
 PATIENCE = 7 * 24 * 3600.0  # seconds that a rank waits for the slowest one; torchrun notices one that died
 
@@ -60,17 +58,13 @@ class EvalConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     grading: GradingConfig = field(default_factory=GradingConfig)
 
-    def check(self) -> None:
-        agree = (self.prompt.kind == "parallel") == self.rollout.parallel
-        require(agree, f"prompt.kind={self.prompt.kind} does not go with rollout.parallel={self.rollout.parallel}; use --method")
-
     @property
     def method(self) -> str:
-        return METHODS[0] if self.rollout.parallel else METHODS[1]
+        return METHODS[0] if self.prompt.parallel else METHODS[1]
 
 
 def eval_config(method: str = "parallel", budget: int | None = None, overrides: Sequence[str] = ()) -> EvalConfig:
-    chosen = [f"prompt.kind={method}", f"rollout.parallel={method == 'parallel'}"] + ([f"rollout.budget={budget}"] if budget else [])
+    chosen = [f"prompt.kind={method}"] + ([f"rollout.budget={budget}"] if budget else [])
     return load_config(EvalConfig, None, [*chosen, *overrides])
 
 
@@ -96,7 +90,7 @@ def evaluate(
         care: dict[str, Any] = {"strict": strict, "report": log.warning if runtime.is_main else lambda message: None}
         asked = {b.name: prompts_of(b.problems(**care), tokenizer, config.prompt, **care) for b in benchmarks}
         _check_context(path, config, asked)
-        missing = {b.name: missing_pairs(out, b, asked[b.name]) for b in benchmarks}
+        missing = {b.name: missing_pairs(asked[b.name], range(b.samples), _pairs_in(out, b, asked[b.name])) for b in benchmarks}
         if any(missing.values()):
             engine = stack.enter_context(open_engine(path, config.engine, engine))
             for benchmark in benchmarks:
@@ -165,9 +159,9 @@ def open_folder(out: Path, settings: dict, runtime: Runtime) -> None:
 def _open_folder(out: Path, settings: dict) -> str | None:
     file = out / "settings.json"
     before = json.loads(file.read_text()) if file.exists() else settings
-    changed = [name for name in settings | before if before.get(name) != settings.get(name)]
+    changed = [name for name in settings if before.get(name) != settings[name]]
     if changed:
-        was, now = before.get(changed[0]), settings.get(changed[0])
+        was, now = before.get(changed[0]), settings[changed[0]]
         return f"{out} was begun with {changed[0]}={was}, now it is {now}; give another folder with --out"
     (out / "rollouts").mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(settings, indent=1, ensure_ascii=False))
@@ -195,10 +189,8 @@ def _rows(out: Path, benchmark: Benchmark, asked: Sequence[Asked]) -> Iterator[d
             yield row
 
 
-def missing_pairs(out: Path, benchmark: Benchmark, asked: Sequence[Asked]) -> list[Pair]:
-    there = {(row["problem"], row["sample"]) for row in _rows(out, benchmark, asked)}
-    wanted = [(problem.id, sample) for problem, _ in asked for sample in range(benchmark.samples)]
-    return [pair for pair in wanted if pair not in there]
+def _pairs_in(out: Path, benchmark: Benchmark, asked: Sequence[Asked]) -> set[Pair]:
+    return {(row["problem"], row["sample"]) for row in _rows(out, benchmark, asked)}
 
 
 def read_samples(out: Path, benchmark: Benchmark, asked: Sequence[Asked]) -> Iterator[Sample]:
@@ -212,21 +204,17 @@ def _generate(
     engine: Engine, benchmark: Benchmark, asked: Sequence[Asked], missing: Sequence[Pair], config: EvalConfig, out: Path, runtime: Runtime
 ) -> None:
     """This replica's share of the missing responses, each on disk as soon as it is finished."""
-    known = {problem.id: (problem, ids) for problem, ids in asked}
     share = missing[engine.replica :: engine.replicas]
-    requests = [Request(problem, sample, known[problem][1]) for problem, sample in share]
     engine.forget_prefixes()  # what is cached must not depend on what ran before
     with ExitStack() as stack:
-        progress = stack.enter_context(LengthProgress(benchmark.title, len(requests), runtime.is_main))
+        progress = stack.enter_context(LengthProgress(benchmark.title, len(share), runtime.is_main))
         writes = runtime.rank % config.engine.tensor_parallel == 0  # the ranks of one replica hold the same responses
         file = stack.enter_context(JsonlWriter(out / "rollouts" / f"{benchmark.name}.rank{runtime.rank}.jsonl")) if writes else None
         seed = (config.seed, "eval", benchmark.name)
-        for request, response in stack.enter_context(closing(generate(engine, requests, config.rollout, seed=seed))):
-            problem, _ = known[request.problem]
-            rollout = rollout_of(problem, request.sample, response, engine.tokenizer, config.prompt, config.rollout.workers)
+        for rollout in roll_out(engine, asked, share, config.prompt, config.rollout, seed=seed):
             if file:
                 file.write(saved(rollout))
-            progress.advance(response.longest_path)
+            progress.advance(rollout.response.longest_path)
 
 
 def saved(rollout: Rollout) -> dict:

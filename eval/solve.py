@@ -130,7 +130,7 @@ def _ask(model: str | Path, problem: str, budget: int | None, temperature: float
 
     folder = resolve_model(model)
     prompt, rollout = settings_of(model)
-    given: dict[str, Any] = {"budget": budget, "temperature": temperature, "parallel": False if sequential else None}
+    given: dict[str, Any] = {"budget": budget, "temperature": temperature}
     rollout = replace(rollout, **{name: value for name, value in given.items() if value is not None})
     prompt = replace(prompt, max_prompt_tokens=NO_LIMIT, kind="sequential" if sequential else prompt.kind)
     rollout.check()
@@ -146,7 +146,7 @@ def _ask(model: str | Path, problem: str, budget: int | None, temperature: float
         raise ConfigError(f"{folder} holds no weights (*.safetensors); fetch or save the whole model")
     if len(ids) >= limit:
         raise ConfigError(f"the problem makes a prompt of {len(ids):,} tokens; {folder} takes {limit:,}: shorten it")
-    workers = rollout.workers if rollout.parallel else 1  # a director reads at most so many times its longest path
+    workers = rollout.workers if prompt.parallel else 1  # a director reads at most so many times its longest path
     return _Asked(problem, folder, ids, prompt, rollout, min(limit, len(ids) + workers * rollout.budget), tokenizer)
 
 
@@ -159,20 +159,18 @@ def settings_of(model: str | Path) -> tuple[PromptConfig, RolloutConfig]:
         names = {f.name for f in dataclasses.fields(kind)}
         return kind(**{name: value for name, value in (tree.get(key) or {}).items() if name in names})
 
-    prompt, rollout = own(PromptConfig, "prompt"), own(RolloutConfig, "rollout")
-    if prompt.kind != "parallel":
-        rollout = replace(rollout, parallel=False)
-    return prompt, replace(rollout, workers=tree.get("workers", rollout.workers))  # an SFT run has workers and no rollouts
+    rollout = own(RolloutConfig, "rollout")
+    return own(PromptConfig, "prompt"), replace(rollout, workers=tree.get("workers", rollout.workers))  # an SFT run has no rollouts
 
 
 def _answer(asked: _Asked, seed: int, engine: Engine | None, timeline: Timeline) -> Solution:
     config = EngineConfig(context=asked.context, max_sequences=max(8, asked.rollout.workers))
     with open_engine(asked.model, config, engine) as engine:
         _warm_up(engine, asked)
-        request = Request("problem", 0, asked.ids)
+        request = Request("problem", 0, asked.ids, asked.prompt.parallel)
         [(_, response)] = generate(engine, [request], asked.rollout, seed=(seed,), watch=timeline)
     text = asked.prompt.whole_text(response.text(asked.tokenizer))
-    flaw = flaw_of(text, asked.rollout.workers) if asked.rollout.parallel else sequential_flaw_of(text)
+    flaw = flaw_of(text, asked.rollout.workers) if asked.prompt.parallel else sequential_flaw_of(text)
     return Solution(asked.problem, answer_in(text), text, flaw, response, timeline)
 
 

@@ -38,7 +38,6 @@ class RolloutConfig:
     max_rounds: int | None = None  # how often the director may spawn; None: as often as the budget allows
     temperature: float = 0.6
     top_p: float = 1.0
-    parallel: bool = True  # False: one sequential call, for baselines
 
     def check(self) -> None:
         require(self.workers > 0, f"rollout.workers is {self.workers}; it must be at least 1")
@@ -84,6 +83,7 @@ class Director:
     config: RolloutConfig
     tags: TagIds
     context: int  # tokens that the model can hold
+    parallel: bool = True  # False: one sequential call, for baselines
     response: Response = field(init=False)
     done: bool = field(init=False, default=False)
 
@@ -96,7 +96,7 @@ class Director:
         self._closing = list(self.tags.spawn_close)
 
     def start(self) -> list[Call]:
-        return [self._call(0, [], SPAWN_OPEN if self.config.parallel else None)]
+        return [self._call(0, [], SPAWN_OPEN if self.parallel else None)]
 
     def finished(self, call: Call, completion: Completion) -> list[Call]:
         """Take in a finished call; the calls that may run now. Empty: others are still running, or the response is done."""

@@ -9,7 +9,7 @@ own, a hash of (seed, problem, sample, round, worker).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -26,6 +26,7 @@ class Request:
     problem: str  # id
     sample: int
     prompt: list[int] = field(repr=False)
+    parallel: bool = True  # may spawn workers; False: one sequential call
 
 
 class Watch:
@@ -53,7 +54,7 @@ def generate(
     seed: tuple[int | str, ...],
     watch: Watch | None = None,
     concurrency: int | None = None,
-) -> Iterator[tuple[Request, Response]]:
+) -> Generator[tuple[Request, Response]]:
     """Yield each response as soon as it is finished. A caller that stops early leaves the engine empty behind it.
 
     All responses are begun at once, or with `concurrency` only so many: then each one that finishes makes room for the next.
@@ -75,7 +76,7 @@ def generate(
 
     def begin(count: int | None) -> None:
         for order, request in islice(waiting, count):
-            director = Director(request.prompt, config, tags, engine.context)
+            director = Director(request.prompt, config, tags, engine.context, request.parallel)
             run(order, request, director, director.start())
 
     try:

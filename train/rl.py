@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from dccot.data.grading import Grader
 from dccot.data.problems import load_problems
 from dccot.data.prompting import prompts_of
-from dccot.data.rollouts import Asked, grade, roll_out
+from dccot.data.rollouts import Asked, grade, missing_pairs, roll_out
 from dccot.data.stream import ProblemStream
 from dccot.files import BadData, read_jsonl, write_jsonl_atomic
 from dccot.model.checkpoint_io import full_parameters
@@ -155,7 +155,8 @@ class RL:
         """This replica's share of the rollouts."""
         asked = asked[self.engine.replica :: self.engine.replicas]
         self.engine.forget_prefixes()  # what is cached must not depend on what ran before
-        return list(roll_out(self.engine, asked, self.config.prompt, config, samples=samples, seed=seed))
+        pairs = missing_pairs(asked, samples)
+        return list(roll_out(self.engine, asked, pairs, self.config.prompt, config, seed=seed))
 
     def _graded(self, mine: list[Rollout]) -> list[Rollout]:
         """Everybody's rollouts, graded where they were made, in an order that does not depend on which finished first."""

@@ -106,9 +106,6 @@ class RLConfig:
         require(temperature > 0, f"rollout.temperature is {temperature}; training divides logits by it: it must be positive")
         cutoff, budget = self.reward.cutoff, self.rollout.budget
         require(cutoff < budget, f"reward.cutoff is {cutoff}, which is not below rollout.budget {budget}; lower the cutoff")
-        parallel = self.prompt.kind == "parallel"
-        mode = self.rollout.parallel
-        require(parallel == mode, f"prompt.kind={self.prompt.kind} does not go with rollout.parallel={mode}; change one of them")
 
 
 def check_model(config: RLConfig) -> tuple[Path, PreTrainedTokenizerBase]:

@@ -125,9 +125,7 @@ def load_examples(
             raise BadData(f"{path}:{line}: no text field {missing[0]!r}; an SFT row has id, question and completion")
         try:
             asked = prompt.ids(tokenizer, row["question"])
-            response = demonstration(
-                row["completion"], asked, tokenizer, tags, parallel=prompt.kind == "parallel", open_think=prompt.open_think
-            )
+            response = demonstration(row["completion"], asked, tokenizer, tags, parallel=prompt.parallel, open_think=prompt.open_think)
         except (IllFormed, UnusablePrompt) as error:
             left_out[type(error)] += 1
             report("%s:%d left out: %s", path, line, error)

@@ -1,11 +1,14 @@
 """Prompts are the paper's, letter by letter, and are never tokenised into something else."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from dccot.data.problems import Problem
-from dccot.data.prompting import PromptConfig, UnusablePrompt, prompts_of
+from dccot.data.prompting import PROMPTS, PromptConfig, PromptFormat, UnusablePrompt, prompts_of
 
 CHAT = ["<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
 
@@ -95,3 +98,19 @@ def test_question_cannot_smuggle_chat_tokens_into_the_prompt():
 def test_unknown_kind_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="parallel, sequential, raw_sequential"):
         PromptConfig("paralel").check()
+
+
+MY_FORMAT = PromptFormat("Q: ", "\nA: ", parallel=True)
+
+
+def test_a_format_of_the_users_own_is_asked_by_its_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "my_formats", SimpleNamespace(MINE=MY_FORMAT, upper=str.upper))
+    config = PromptConfig("my_formats:MINE", open_think=False)
+    config.check()
+    assert config.text("2+2?") == "Q: 2+2?\nA: " and config.parallel
+    with pytest.raises(ValueError, match="'my_formats:upper', a method_descriptor; it must be a PromptFormat"):
+        PromptConfig("my_formats:upper").check()
+
+
+def test_only_the_parallel_kind_lets_the_model_spawn():
+    assert [kind for kind in PROMPTS if PromptConfig(kind).parallel] == ["parallel"]

@@ -136,6 +136,11 @@ def torchrun(speaker, sums, out) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def test_a_folder_made_with_another_method_is_refused(uninterrupted, speaker, sums):
+    with pytest.raises(ConfigError, match=r"begun with prompt\.kind=parallel, now it is sequential; give another folder"):
+        evaluate(speaker, [own_benchmark(sums, SAMPLES)], eval_config("sequential", BUDGET, SETTINGS), uninterrupted)
+
+
 def test_a_folder_made_with_other_settings_is_refused(uninterrupted, speaker, sums, config):
     warmer = replace(config, rollout=replace(config.rollout, temperature=1.0))
     with pytest.raises(ConfigError, match=r"begun with rollout\.temperature=0\.6, now it is 1\.0; give another folder"):

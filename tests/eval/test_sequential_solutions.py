@@ -20,7 +20,7 @@ def config(speaker, tmp_path_factory):
     problems = folder / "problems.jsonl"
     rows = [{"id": f"p{i}", "question": f"What is {i}?", "gold": "1" if i % 2 else ["2", "12", "1"]} for i in range(24)]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {"rollout": RolloutConfig(budget=16, top_p=0.95, parallel=False), "grading": GradingConfig(workers=1)}
+    settings = {"rollout": RolloutConfig(budget=16, top_p=0.95), "grading": GradingConfig(workers=1)}
     return SequentialConfig(str(speaker), str(problems), str(folder / "kept.jsonl"), prompt=PromptConfig("raw_sequential"), **settings)
 
 
@@ -78,7 +78,9 @@ def test_finished_set_asks_the_engine_nothing(uninterrupted, config, speaker_eng
     assert os.stat(attempts_path(config.output, 0)).st_size == before
 
 
-@pytest.mark.parametrize("wrong, words", [({"rollout": RolloutConfig()}, "rollout.parallel"), ({"problems": ""}, "problems is not set")])
+@pytest.mark.parametrize(
+    "wrong, words", [({"prompt": PromptConfig()}, "prompt.kind is parallel"), ({"problems": ""}, "problems is not set")]
+)
 def test_impossible_settings_are_refused(config, wrong, words):
     with pytest.raises(ConfigError, match=words):
         SequentialConfig(**{**config.__dict__, **wrong}).check()

@@ -208,12 +208,12 @@ def test_the_answer_is_the_last_whole_box_or_else_the_answer_block(text, answer)
 def test_a_run_is_asked_as_it_was_trained(tmp_path):
     (tmp_path / "config.yaml").write_text("prompt: {kind: parallel, open_think: false}\nrollout: {budget: 321, workers: 2}\nseed: 4\n")
     prompt, rollout = settings_of(tmp_path)
-    assert (prompt.open_think, rollout.budget, rollout.workers, rollout.parallel) == (False, 321, 2, True)
+    assert (prompt.open_think, rollout.budget, rollout.workers, prompt.parallel) == (False, 321, 2, True)
 
 
 def test_a_sequential_run_is_asked_without_workers(tmp_path):
     (tmp_path / "config.yaml").write_text("prompt: {kind: sequential}\n")
-    assert not settings_of(tmp_path)[1].parallel
+    assert not settings_of(tmp_path)[0].parallel
 
 
 def test_a_plain_model_is_asked_as_in_the_paper(model):

@@ -145,7 +145,7 @@ RUNNABLE = ["model.path=m", "data.train=d"]
         ("batch.prompts=5762", "batch.prompts is 5762; 20 batches of 288 can never give as many"),
         ("batch.group_size=1", "batch.group_size is 1; an advantage within a group needs at least 2"),
         ("batch.token_budget=0", "batch.token_budget is 0"),
-        ("prompt.kind=sequential", "prompt.kind=sequential does not go with rollout.parallel=True"),
+        ("rollout.parallel=false", "rollout.parallel is now called prompt.kind (parallel or sequential)"),
         ("rollout.workers=0", "rollout.workers is 0"),
         ("rollout.temperature=0", "rollout.temperature is 0"),
         ("filter=hard", "filter is 'hard'; it must be one of include_easy, remove_easy, none"),

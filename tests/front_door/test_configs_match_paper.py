@@ -24,7 +24,6 @@ TABLE = {
     "reward.kind": ("correctness_format",) * 5 + ("high_length_penalty",) * 3,
     "filter": ("include_easy",) * 3 + ("remove_easy",) * 5,
     "prompt.kind": ("parallel",) * 6 + ("sequential",) * 2,
-    "rollout.parallel": (True,) * 6 + (False,) * 2,
 }
 MINI_BATCH = (48, 48, 96, 48, 48, 48, 48, 48)
 

@@ -23,8 +23,8 @@ def tags(workers: int, length: int = 3) -> TagIds:
     return TagIds(workers, CLOSE, tuple(tuple(1000 + 10 * i + j for j in range(length)) for i in range(1, workers + 1)), EOS)
 
 
-def director(prompt=(7, 8, 9), context=NO_LIMIT, workers=3, tag_length=3, **settings) -> Director:
-    return Director(list(prompt), RolloutConfig(workers=workers, **settings), tags(workers, tag_length), context)
+def director(prompt=(7, 8, 9), context=NO_LIMIT, workers=3, tag_length=3, parallel=True, **settings) -> Director:
+    return Director(list(prompt), RolloutConfig(workers=workers, **settings), tags(workers, tag_length), context, parallel)
 
 
 def written(count: int, stop: Stop) -> Completion:

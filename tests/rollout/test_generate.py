@@ -18,9 +18,9 @@ from dccot.rollout.response import Finish, Response
 CONFIG = RolloutConfig(budget=160)
 
 
-def requests(engine, count: int, problems: int = 2, words: int = 3) -> list[Request]:
+def requests(engine, count: int, problems: int = 2, words: int = 3, parallel: bool = True) -> list[Request]:
     prompts = [engine.tokenizer.encode(f"{tiny.BOS}{tiny.USER}{'abc ' * words}{p}{tiny.ASSISTANT}<think>\n") for p in range(problems)]
-    return [Request(f"p{i % problems}", i // problems, prompts[i % problems]) for i in range(count)]
+    return [Request(f"p{i % problems}", i // problems, prompts[i % problems], parallel) for i in range(count)]
 
 
 def run(engine, count: int = 24, config: RolloutConfig = CONFIG, seed: tuple = (0, 0), **more) -> dict[tuple[str, int], Response]:
@@ -195,8 +195,8 @@ def test_calls_that_had_to_make_room_go_on_with_the_same_ids(checkpoints, build_
 
 
 def test_greedy_sequential_decoding_is_what_transformers_decodes(engine, kind, judges):
-    config = RolloutConfig(budget=40, temperature=0.0, parallel=False)
-    for request, response in generate(engine, requests(engine, 2), config, seed=(0,)):
+    config = RolloutConfig(budget=40, temperature=0.0)
+    for request, response in generate(engine, requests(engine, 2, parallel=False), config, seed=(0,)):
         expected = judges[kind].generate(torch.tensor([request.prompt]), max_new_tokens=40, do_sample=False)[0, len(request.prompt) :]
         assert response.final.sampled == expected.tolist()
         assert response.rounds == []
@@ -204,7 +204,8 @@ def test_greedy_sequential_decoding_is_what_transformers_decodes(engine, kind, j
 
 def test_sequential_mode_runs_past_the_tags(engines):
     engine = engines["single"]
-    responses = run(engine, config=RolloutConfig(budget=160, parallel=False))
+    wanted = requests(engine, 24, parallel=False)
+    responses = {(r.problem, r.sample): response for r, response in generate(engine, wanted, RolloutConfig(budget=160), seed=(0, 0))}
     spawn = engine.tokenizer.convert_tokens_to_ids("<spawn_workers>")
     assert any(spawn in response.final.sampled[:-1] for response in responses.values())
     assert {response.finish for response in responses.values()} == {Finish.ANSWERED, Finish.BUDGET}

@@ -98,7 +98,7 @@ def test_rows_of_another_prompt_are_not_mixed_in(command, uninterrupted, tmp_pat
     [
         (["--budget", "0"], "'0' is not a whole number of at least 1"),
         (["rollout.temprature=1"], "unknown key rollout.temprature; did you mean 'temperature'?"),
-        (["prompt.kind=sequential"], "does not go with rollout.parallel=True; use --method"),
+        (["rollout.parallel=false"], "rollout.parallel is now called prompt.kind"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(command, changed, message, capsys, tmp_path):

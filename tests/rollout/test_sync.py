@@ -135,7 +135,7 @@ def test_an_error_while_gathering_comes_out_and_the_engine_can_load_again(engine
 
 def test_weights_do_not_change_under_running_calls(engine, checkpoints):
     model = perturbed(checkpoints["single"], seed=9)
-    loop = generate(engine, [Request("p", i, [5] * 9) for i in range(3)], RolloutConfig(budget=300, parallel=False), seed=(0,))
+    loop = generate(engine, [Request("p", i, [5] * 9, parallel=False) for i in range(3)], RolloutConfig(budget=300), seed=(0,))
     next(loop)
     with pytest.raises(RuntimeError, match=r"weights cannot change under \d running calls; finish or abort p/"):
         engine.load(model.named_parameters())
