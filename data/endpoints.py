@@ -1,25 +1,25 @@
-"""Language models behind an HTTP endpoint, through their makers' SDKs: one coroutine from messages to text.
+"""Language models at an HTTP endpoint, through their makers' SDKs: one coroutine from messages to text.
 
-Rate limits, overload, server errors, time-outs and dropped connections are waited out (exponential backoff with jitter, or as long as
-the server's retry-after says) and are nobody's fault: they end only when `patience_seconds` have passed without an answer. What
-cannot get better by waiting is told apart: `Refused` concerns this request alone, `Unusable` every request. The key comes from the
-environment and is cut out of every message that leaves this file.
+The SDKs retry rate limits, overload, server errors, time-outs and dropped connections (exponential backoff with jitter, or as long as the
+server's retry-after says), here until `patience_seconds` have passed without an answer. What cannot get better by waiting is told
+apart: `Refused` concerns this request alone, `Unusable` every request. The key comes from the environment and is cut out of every
+message that leaves this file.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
-import random
-import time
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
+from typing import Any
 
 from dccot.config import ConfigError, one_of, require
 
-PROTOCOLS = ("anthropic", "openai")
-WAIT_AND_SEE = {408, 409, 425, 429}  # and every 5xx
+CLIENTS = {"anthropic": "AsyncAnthropic", "openai": "AsyncOpenAI"}  # protocol, which is the name of its SDK → the client in it
 ALL_REQUESTS_FAIL = {401, 403, 404}
+RETRIES = 1_000_000  # patience_seconds ends them
+GARBLED_SECONDS = 1.0  # pause after a reply that is none, which the SDKs do not retry
 
 
 @dataclass
@@ -32,15 +32,13 @@ class EndpointConfig:
     max_tokens: int = 12_000
     max_tokens_field: str = "max_tokens"  # some OpenAI models want max_completion_tokens
     timeout_seconds: float = 600.0
-    first_backoff_seconds: float = 1.0
-    longest_backoff_seconds: float = 60.0
-    patience_seconds: float = 3600.0
+    patience_seconds: float = 3600.0  # for one reply, the SDK's retries included
 
     def check(self) -> None:
-        one_of(self.protocol, PROTOCOLS, "endpoint.protocol")
+        one_of(self.protocol, CLIENTS, "endpoint.protocol")
         one_of(self.max_tokens_field, ("max_tokens", "max_completion_tokens"), "endpoint.max_tokens_field")
         require(bool(self.model), "endpoint.model is not set; name the model that the endpoint serves")
-        for name in ("max_tokens", "timeout_seconds", "first_backoff_seconds", "longest_backoff_seconds", "patience_seconds"):
+        for name in ("max_tokens", "timeout_seconds", "patience_seconds"):
             require(getattr(self, name) > 0, f"endpoint.{name} is {getattr(self, name)}; it must be positive")
 
     def key(self) -> str:
@@ -71,17 +69,10 @@ class Endpoint:
 
     def __init__(self, config: EndpointConfig):
         self.config, self._key = config, config.key()
-        self.waits = 0  # times a request had to wait, for the summary
-        options = {"api_key": self._key, "base_url": config.base_url, "timeout": config.timeout_seconds, "max_retries": 0}
-        if config.protocol == "anthropic":
-            import anthropic as sdk
-
-            self._client, self._call = sdk.AsyncAnthropic(**options), self._ask_anthropic
-        else:
-            import openai as sdk
-
-            self._client, self._call = sdk.AsyncOpenAI(**options), self._ask_openai
-        self._sdk = sdk
+        options = {"api_key": self._key, "base_url": config.base_url, "timeout": config.timeout_seconds, "max_retries": RETRIES}
+        self._sdk: Any = importlib.import_module(config.protocol)
+        self._client = getattr(self._sdk, CLIENTS[config.protocol])(**options)
+        self._call = self._ask_anthropic if config.protocol == "anthropic" else self._ask_openai
 
     async def __aenter__(self) -> Endpoint:
         return self
@@ -90,29 +81,23 @@ class Endpoint:
         await self._client.close()
 
     async def ask(self, system: str, user: str) -> Reply:
-        """The model's reply, however long the way to it."""
-        deadline = time.monotonic() + self.config.patience_seconds
-        backoff = self.config.first_backoff_seconds
-        while True:
-            try:
-                return await self._call(system, user)
-            except self._sdk.APIStatusError as error:
-                status = error.status_code
-                said = self._clean(f"HTTP {status}: {error.message}")
-                if status in ALL_REQUESTS_FAIL:
-                    raise Unusable(f"{self._where()} turns us away ({said}); check the key, endpoint.model and endpoint.base_url") from None
-                if status < 500 and status not in WAIT_AND_SEE:
-                    raise Refused(said) from None
-                wait = retry_after(error.response.headers)
-            except (self._sdk.APIError, _Garbled) as error:
-                said, wait = self._clean(f"{type(error).__name__}: {error}"), None
-            if wait is None:
-                wait = backoff * random.uniform(0.75, 1.0)
-                backoff = min(2 * backoff, self.config.longest_backoff_seconds)
-            if time.monotonic() + wait > deadline:
-                raise Refused(f"no answer within {self.config.patience_seconds:.0f} s; last: {said}")
-            self.waits += 1
-            await asyncio.sleep(wait)
+        """The model's reply, however often the SDK has to ask for it."""
+        try:
+            async with asyncio.timeout(self.config.patience_seconds):
+                while True:
+                    try:
+                        return await self._call(system, user)
+                    except _Garbled:
+                        await asyncio.sleep(GARBLED_SECONDS)
+        except TimeoutError:
+            raise Refused(f"no answer within {self.config.patience_seconds:.0f} s (endpoint.patience_seconds)") from None
+        except self._sdk.APIStatusError as error:
+            said = self._clean(f"HTTP {error.status_code}: {error.message}")
+            if error.status_code in ALL_REQUESTS_FAIL:
+                raise Unusable(f"{self._where()} turns us away ({said}); check the key, endpoint.model and endpoint.base_url") from None
+            raise Refused(said) from None
+        except self._sdk.APIError as error:
+            raise Refused(self._clean(f"{type(error).__name__}: {error}")) from None
 
     async def _ask_anthropic(self, system: str, user: str) -> Reply:
         # The SDK's method has no temperature any more, models that take one are still served.
@@ -167,20 +152,4 @@ class _readable:
 
     def __exit__(self, kind, error, _) -> None:
         if kind is not None and issubclass(kind, AttributeError | TypeError | IndexError | KeyError | ValueError):
-            raise _Garbled(f"the reply has not the form of one ({kind.__name__})") from None
-
-
-def retry_after(headers) -> float | None:
-    """Seconds that the server asks us to wait; None if it does not say."""
-    for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
-        value = headers.get(name)
-        if value is None:
-            continue
-        try:
-            return max(0.0, float(value) * unit)
-        except ValueError:
-            try:
-                return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-            except ValueError:
-                return None
-    return None
+            raise _Garbled from None

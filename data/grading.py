@@ -1,8 +1,8 @@
-"""Grading: math-verify's verdict on every answer, whatever the answer does to math-verify.
+"""Judges: whether an answer is right. Ours is math-verify, whatever the answer does to math-verify.
 
-    with Grader(GradingConfig(workers=2)) as grader:
-        verdicts = grader.grade([(response_text, gold), ...])      # same order; identical pairs are graded once
-        classes = grader.equivalence_classes(texts)                # for majority voting
+    with open_judge(GradingConfig(workers=2)) as judge:            # the judge that grading.kind names
+        verdicts = judge.grade([(response_text, gold), ...])       # same order; identical pairs are graded once
+        classes = judge.equivalence_classes(texts)                 # for majority voting
 
 math-verify's own time limits use SIGALRM, which only works on a main thread, and sympy can hang or eat memory where no exception
 reaches it. So it runs in processes of its own (`grading_process.py`), under a time and a memory limit per answer, and the verdict
@@ -22,13 +22,14 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Protocol, Self
 
-from dccot.config import require
+from dccot.config import named, require
 from dccot.rollout.protocol import answer_block
 
 logger = logging.getLogger("dccot.grading")
@@ -44,14 +45,41 @@ class Verdict(StrEnum):
     CRASHED = "crashed"  # the process died or went past its memory limit
 
 
+class Judge(Protocol):
+    """What a judge of your own inherits from. `grade` is all that it must have; it is built from a GradingConfig."""
+
+    def grade(self, pairs: Sequence[tuple[str, Gold]]) -> list[Verdict]:
+        """The verdict on each (response text, gold or golds) of a batch, in order."""
+
+    def judge(self, text: str, gold: Gold) -> Verdict:
+        """The verdict on one answer that is no batch."""
+        return self.grade([(text, gold)])[0]
+
+    def equivalence_classes(self, texts: Sequence[str]) -> list[int]:
+        """A class number per response, equal for equal answers: by the spelling of the answer block, unless a judge knows better."""
+        numbers: dict[str, int] = {}
+        return [numbers.setdefault((answer_block(text) or text).strip(), len(numbers)) for text in texts]
+
+    def close(self) -> None:
+        """End whatever the judge runs."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 @dataclass
 class GradingConfig:
+    kind: str = "math_verify"  # the judge, or your own: my_package.my_module:MyJudge
     workers: int = 2  # processes
     seconds: float = 5.0  # processor time per answer
     memory_mb: int = 1024  # per answer, above what the process needs for itself
     answer_block_only: bool = False  # look only inside <answer>…</answer>
 
     def check(self) -> None:
+        named(JUDGES, self.kind, "grading.kind")
         for name, least in (("workers", 1), ("seconds", 0.1), ("memory_mb", 64)):
             require(getattr(self, name) >= least, f"grading.{name} is {getattr(self, name)}; it must be at least {least}")
 
@@ -64,8 +92,8 @@ class BatchReport:
     alarm: str | None = None
 
 
-class Grader:
-    """A pool of grading processes. Any thread may call it; batches are served one after another."""
+class Grader(Judge):
+    """math-verify in a pool of grading processes. Any thread may call it; batches are served one after another."""
 
     def __init__(self, config: GradingConfig | None = None):
         self.config = config or GradingConfig()
@@ -122,12 +150,6 @@ class Grader:
     def close(self) -> None:
         for process in self._processes:
             process.stop()
-
-    def __enter__(self) -> Grader:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
 
     def _scope(self, text: str) -> str:
         return (answer_block(text) or "") if self.config.answer_block_only else text
@@ -187,6 +209,13 @@ class Grader:
         self.bad_golds |= golds
 
 
+JUDGES: dict[str, Callable[[GradingConfig], Judge]] = {"math_verify": Grader}
+
+
+def open_judge(config: GradingConfig) -> Judge:
+    return named(JUDGES, config.kind, "grading.kind")(config)
+
+
 def boxed(gold: str) -> str:
     """A gold answer as math-verify should read it: on one line, in a box."""
     gold = " ".join(gold.split())
@@ -205,7 +234,7 @@ def _children(pid: int) -> list[int]:
 
 
 class _Process:
-    """One grading process, started anew when it is gone."""
+    """One grading process; when it dies, a new one is started."""
 
     def __init__(self, config: GradingConfig):
         self._command = [sys.executable, "-P", "-m", "dccot.data.grading_process", str(config.seconds), str(config.memory_mb)]
@@ -228,15 +257,17 @@ class _Process:
             env={**kept, "PYTHONHASHSEED": "0"},
             start_new_session=True,  # Ctrl-C in a terminal goes to the trainer alone
         )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._tasks, self._answers = self._process.stdin, self._process.stdout
 
     def ask(self, task: list):
         """The answer to a task. A process that dies takes no verdict with it: a new one is asked once more."""
         line = json.dumps(task).encode() + b"\n"
         for _ in range(2):
             try:
-                self._process.stdin.write(line)
-                self._process.stdin.flush()
-                answer = self._process.stdout.readline()
+                self._tasks.write(line)
+                self._tasks.flush()
+                answer = self._answers.readline()
             except BrokenPipeError:
                 answer = b""
             if answer:
@@ -258,11 +289,11 @@ class _Process:
     def stop(self) -> None:
         """Close its stdin, which ends it and its worker; kill it if it does not end."""
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._tasks.close()
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._process.stdout.close()
+        self._answers.close()
         self._errors.close()

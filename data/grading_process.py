@@ -22,6 +22,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 from functools import lru_cache
 
 POLL_SECONDS = 0.02
@@ -78,7 +79,7 @@ def either_way(a: str, b: str) -> bool:
     return same(parsed(a), parsed(b)) or same(parsed(b), parsed(a))
 
 
-JOBS = {"grade": grade, "form": form, "same": either_way}
+JOBS: dict[str, Callable[..., bool | str | None]] = {"grade": grade, "form": form, "same": either_way}
 
 
 def work(tasks, answers) -> None:
@@ -158,34 +159,35 @@ class Keeper:
                 break
             sys.stdout.buffer.write(self.answer(task))
             sys.stdout.buffer.flush()
-        if self.worker:
-            self._dismiss()
+        self._dismiss()
 
     def answer(self, task: bytes) -> bytes:
         """The worker's answer to one task, or why there is none."""
-        fate = self._watch(self.worker) if self._hand_over(task) else CRASHED
-        self.worker.tasks += 1
-        if isinstance(fate, str) or self.worker.tasks >= TASKS_PER_WORKER or self._grown(self.worker) > self.memory_mb / 4:
+        worker, taken = self._hand_over(task)
+        fate = self._watch(worker) if taken else CRASHED
+        worker.tasks += 1
+        if isinstance(fate, str) or worker.tasks >= TASKS_PER_WORKER or self._grown(worker) > self.memory_mb / 4:
             self._dismiss()
         return json.dumps(fate).encode() + b"\n" if isinstance(fate, str) else fate
 
-    def _hand_over(self, task: bytes) -> bool:
-        """Give the task to the worker; to a new one if the kernel has killed it since its last answer."""
+    def _hand_over(self, task: bytes) -> tuple[Worker, bool]:
+        """Give the task to the worker; to a new one if the kernel has killed it since its last answer. Whether it was taken."""
         for fresh in (False, True):
-            if fresh and self.worker:
+            if fresh:
                 self._dismiss()
-            self.worker = self.worker or Worker(self.memory_mb)
+            worker = self.worker = self.worker or Worker(self.memory_mb)
             rest = task
             try:
                 while rest:
-                    rest = rest[os.write(self.worker.task_write, rest) :]
-                return True
+                    rest = rest[os.write(worker.task_write, rest) :]
+                return worker, True
             except BrokenPipeError:
                 pass
-        return False
+        return worker, False
 
     def _dismiss(self) -> None:
-        self.worker.kill()
+        if self.worker:
+            self.worker.kill()
         self.worker = None
 
     def _grown(self, worker: Worker) -> float:

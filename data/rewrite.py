@@ -21,7 +21,7 @@ from pathlib import Path
 
 from dccot.config import require
 from dccot.data.endpoints import Endpoint, EndpointConfig, Refused, Reply
-from dccot.data.grading import Grader, GradingConfig, Verdict
+from dccot.data.grading import GradingConfig, Judge, Verdict, open_judge
 from dccot.data.problems import Problem
 from dccot.files import BadData, JsonlWriter, read_jsonl, write_jsonl_atomic
 from dccot.rollout.protocol import flaw_of
@@ -78,12 +78,12 @@ class Summary:
         return "\n".join(lines + [f"  {count:>6,} attempts {reason}" for reason, count in refused.most_common()])
 
 
-def accept(problem: Problem, text: str, grader: Grader, workers: int = 3) -> str | None:
+def accept(problem: Problem, text: str, judge: Judge, workers: int = 3) -> str | None:
     """Why a parallel solution must not be trained on; None if it is well-formed and correct."""
     flaw = flaw_of(text, workers)
     if flaw is not None:
         return f"ill-formed: {flaw.value}"
-    verdict = grader.judge(text, problem.gold)
+    verdict = judge.judge(text, problem.gold)
     return None if verdict is Verdict.CORRECT else verdict.value
 
 
@@ -136,7 +136,7 @@ def attempts_path(output: str | Path) -> Path:
 async def rewrite_all(
     solutions: Sequence[Solution],
     rewriter: Rewriter,
-    grader: Grader,
+    judge: Judge,
     config: RewriteConfig,
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -154,7 +154,7 @@ async def rewrite_all(
             nonlocal done
             for solution in queue:
                 for attempt in range(tried[solution.problem.id], config.attempts):
-                    row = await _attempt(solution, attempt, rewriter, grader, config.workers)
+                    row = await _attempt(solution, attempt, rewriter, judge, config.workers)
                     rows.append(row)
                     log.write(row)
                     if row["outcome"] in (ACCEPTED, FAILED):
@@ -172,13 +172,13 @@ async def rewrite_all(
     return summarize(solutions, rows, config.attempts)
 
 
-async def _attempt(solution: Solution, attempt: int, rewriter: Rewriter, grader: Grader, workers: int) -> dict:
+async def _attempt(solution: Solution, attempt: int, rewriter: Rewriter, judge: Judge, workers: int) -> dict:
     """One attempt as a row of the log."""
     try:
         reply = await rewriter(solution, attempt)
     except Refused as error:
         return {"id": solution.problem.id, "attempt": attempt, "outcome": FAILED, "reason": str(error)}
-    reason = await asyncio.to_thread(accept, solution.problem, reply.text.strip(), grader, workers)
+    reason = await asyncio.to_thread(accept, solution.problem, reply.text.strip(), judge, workers)
     if reason is not None and reply.cut:
         reason = "cut by max_tokens"
     return {"id": solution.problem.id, "attempt": attempt, "outcome": reason or ACCEPTED, **asdict(reply)}
@@ -205,9 +205,9 @@ def summarize(solutions: Sequence[Solution], rows: Sequence[dict], attempts: int
     return Summary(len(ids), len(accepted), dict(Counter(row["outcome"] for row in rows)), len(failed), len(exhausted), **spent)
 
 
-def rewrite_by_rule(solutions: Sequence[Solution], rewrite: Callable[..., str], grader: Grader, config: RewriteConfig) -> Summary:
+def rewrite_by_rule(solutions: Sequence[Solution], rewrite: Callable[..., str], judge: Judge, config: RewriteConfig) -> Summary:
     """`rewrite_all` with a rule instead of a model: for the miniature world."""
-    return asyncio.run(rewrite_all(solutions, rule(rewrite), grader, config))
+    return asyncio.run(rewrite_all(solutions, rule(rewrite), judge, config))
 
 
 async def run(config: RewriteConfig, progress: Callable[[int, int], None]) -> Summary:
@@ -215,7 +215,7 @@ async def run(config: RewriteConfig, progress: Callable[[int, int], None]) -> Su
     solutions = load_solutions(config.source, config.first)
     instruction = Path(config.instruction).read_text(encoding="utf-8") if config.instruction else prompt_text("rewrite.txt")
     async with Endpoint(config.endpoint) as endpoint:
-        with Grader(config.grading) as grader:
-            summary = await rewrite_all(solutions, by_endpoint(endpoint, instruction), grader, config, progress=progress)
+        with open_judge(config.grading) as judge:
+            summary = await rewrite_all(solutions, by_endpoint(endpoint, instruction), judge, config, progress=progress)
     Path(config.output).with_suffix(".summary.json").write_text(json.dumps(asdict(summary), indent=1) + "\n")
     return summary

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 
-from dccot.data.grading import Grader
+from dccot.data.grading import Judge
 from dccot.data.problems import Problem
 from dccot.data.prompting import PromptConfig
 from dccot.rollout.director import RolloutConfig
@@ -55,15 +55,15 @@ def roll_out(
             yield Rollout(problem.id, request.sample, problem.question, problem.gold, text, response, flaw)
 
 
-def grade(rollouts: Sequence[Rollout], grader: Grader) -> None:
+def grade(rollouts: Sequence[Rollout], judge: Judge) -> None:
     """Fill in the verdicts."""
-    for rollout, verdict in zip(rollouts, grader.grade([(r.text, r.gold) for r in rollouts])):
+    for rollout, verdict in zip(rollouts, judge.grade([(r.text, r.gold) for r in rollouts])):
         rollout.verdict = verdict.value
 
 
-def graded(rollouts: Iterable[Rollout], grader: Grader) -> Iterator[Rollout]:
+def graded(rollouts: Iterable[Rollout], judge: Judge) -> Iterator[Rollout]:
     """Rollouts with their verdicts, graded in batches while others are still being generated."""
     rollouts = iter(rollouts)
     while batch := list(islice(rollouts, GRADED_TOGETHER)):
-        grade(batch, grader)
+        grade(batch, judge)
         yield from batch

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dccot.config import require
-from dccot.data.grading import Grader, GradingConfig, Verdict
+from dccot.data.grading import GradingConfig, Judge, Verdict, open_judge
 from dccot.data.problems import Problem, load_problems
 from dccot.data.prompting import PromptConfig, prompts_of
 from dccot.data.rollouts import graded, missing_pairs, roll_out
@@ -80,7 +80,7 @@ def logged_attempts(output: str | Path) -> list[dict]:
 
 def sample(
     engine: Engine,
-    grader: Grader,
+    judge: Judge,
     problems: Sequence[Problem],
     config: SequentialConfig,
     *,
@@ -95,7 +95,7 @@ def sample(
         for attempt in range(config.attempts):
             due = missing_pairs((one for one in asked if one[0].id not in solved), [attempt], tried)
             rollouts = roll_out(engine, asked, due, config.prompt, config.rollout, seed=(config.seed, "sequential"))
-            for rollout in graded(rollouts, grader):
+            for rollout in graded(rollouts, judge):
                 log.write(attempt_row(rollout))
                 if rollout.correct:
                     solved.add(rollout.problem)
@@ -132,8 +132,8 @@ def keep(problems: Sequence[Problem], config: SequentialConfig) -> SequentialSum
 def run(config: SequentialConfig, engine: Engine | None = None, *, progress: Progress = _silent) -> SequentialSummary | None:
     """The whole command; None on ranks other than the first. An engine that is given is used and left running."""
     problems = load_problems(config.problems)[: config.first]
-    with Grader(config.grading) as grader, open_engine(resolve_model(config.model), config.engine, engine) as engine:
-        sample(engine, grader, problems, config, progress=progress)
+    with open_judge(config.grading) as judge, open_engine(resolve_model(config.model), config.engine, engine) as engine:
+        sample(engine, judge, problems, config, progress=progress)
         _wait_for_all()
     return keep(problems, config) if os.environ.get("RANK", "0") == "0" else None
 

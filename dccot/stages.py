@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dccot.config import at_least, one_of, require
-from dccot.data.grading import Grader
+from dccot.data.grading import open_judge
 from dccot.data.problems import load_problems
 from dccot.data.prompting import prompts_of
 from dccot.data.rewrite import RewriteConfig, load_solutions, rewrite_by_rule
@@ -74,8 +74,8 @@ def run_rewrite(session: Session, context: Context, config: RewriteStage) -> Non
         return
     context.folder.mkdir(parents=True, exist_ok=True)
     if config.by == "rule":
-        with Grader(config.grading) as grader:
-            session.say(rewrite_by_rule(load_solutions(config.source, config.first), rewrite_parallel, grader, config))
+        with open_judge(config.grading) as judge:
+            session.say(rewrite_by_rule(load_solutions(config.source, config.first), rewrite_parallel, judge, config))
     else:
         session.say(asyncio.run(rewrite_by_endpoint(config, lambda done, total: None)))
 

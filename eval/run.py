@@ -28,7 +28,7 @@ import torch
 
 from dccot.command import positive, print_table, run_cleanly
 from dccot.config import ConfigError, load_config, require
-from dccot.data.grading import Grader, GradingConfig
+from dccot.data.grading import GradingConfig, Judge, open_judge
 from dccot.data.prompting import PromptConfig, prompts_of
 from dccot.data.rollouts import Asked, Pair, missing_pairs, roll_out
 from dccot.eval.benchmarks import BENCHMARKS, Benchmark, named_benchmark, own_benchmark
@@ -96,14 +96,14 @@ def evaluate(
             for benchmark in benchmarks:
                 _generate(engine, benchmark, asked[benchmark.name], missing[benchmark.name], config, out, runtime)
         runtime.gather([])  # everything is on disk
-        grader = stack.enter_context(Grader(config.grading))
+        judge = stack.enter_context(open_judge(config.grading))
         for file in sorted((out / "rollouts").glob("*.jsonl"))[runtime.rank :: runtime.ranks]:
-            grade_file(file, grader)
+            grade_file(file, judge)
         runtime.gather([])  # and graded
         evaluation = Evaluation(out.name, str(path), config.method, config.rollout.budget)
         for benchmark in benchmarks:
             samples = list(read_samples(out, benchmark, asked[benchmark.name]))
-            evaluation.results[benchmark.name] = summarise(benchmark, samples, _classes(samples, grader, runtime))
+            evaluation.results[benchmark.name] = summarise(benchmark, samples, _classes(samples, judge, runtime))
         if runtime.is_main:
             evaluation.save(out)
     return evaluation
@@ -143,6 +143,7 @@ def _settings(path: Path, config: EvalConfig) -> dict:
         "model": str(path.resolve()),
         "seed": config.seed,
         "engine.dtype": config.engine.dtype,
+        "grading.kind": config.grading.kind,
         "grading.answer_block_only": config.grading.answer_block_only,
         **{f"prompt.{name}": value for name, value in asdict(config.prompt).items()},
         **{f"rollout.{name}": value for name, value in asdict(config.rollout).items()},
@@ -158,7 +159,7 @@ def open_folder(out: Path, settings: dict, runtime: Runtime) -> None:
 
 def _open_folder(out: Path, settings: dict) -> str | None:
     file = out / "settings.json"
-    before = json.loads(file.read_text()) if file.exists() else settings
+    before = {"grading.kind": "math_verify"} | json.loads(file.read_text()) if file.exists() else settings  # older folders had no other
     changed = [name for name in settings if before.get(name) != settings[name]]
     if changed:
         was, now = before.get(changed[0]), settings[changed[0]]
@@ -224,20 +225,20 @@ def saved(rollout: Rollout) -> dict:
     return rollout.to_json()
 
 
-def grade_file(file: Path, grader: Grader) -> None:
+def grade_file(file: Path, judge: Judge) -> None:
     """Give every line of a rollout JSONL its verdict. Two passes: the texts fit into memory, the tokens may not."""
     ungraded = [(row["text"], row["gold"]) for _, row in (read_jsonl(file) if file.stat().st_size else ()) if row["verdict"] is None]
     if not ungraded:
         return
-    verdicts = iter(grader.grade(ungraded))
+    verdicts = iter(judge.grade(ungraded))
     rows = (row for _, row in read_jsonl(file))
     write_jsonl_atomic(file, (row if row["verdict"] is not None else {**row, "verdict": next(verdicts).value} for row in rows))
 
 
-def _classes(samples: Sequence[Sample], grader: Grader, runtime: Runtime) -> dict[str, list[int]]:
+def _classes(samples: Sequence[Sample], judge: Judge, runtime: Runtime) -> dict[str, list[int]]:
     """Per problem, which of its judged answers are equal; each rank takes its share of the problems."""
     groups = list(by_problem(s for s in samples if s.judged).items())
-    mine = [(problem, grader.equivalence_classes([s.text for s in group])) for problem, group in groups[runtime.rank :: runtime.ranks]]
+    mine = [(problem, judge.equivalence_classes([s.text for s in group])) for problem, group in groups[runtime.rank :: runtime.ranks]]
     return dict(entry for part in runtime.gather(mine) for entry in part)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dccot.data.grading import Grader
+from dccot.data.grading import open_judge
 from dccot.data.problems import load_problems
 from dccot.data.prompting import prompts_of
 from dccot.data.rollouts import Asked, grade, missing_pairs, roll_out
@@ -91,9 +91,9 @@ class RL:
         self.model = build_model(model_path, config.sharding, device=runtime.device)
         self.reference = self._frozen(model_path) if config.objective.kl_coefficient else None
         self.optimizer = make_optimizer(self.model, config.optimizer)
-        self.engine = self.grader = None
+        self.engine = self.judge = None
         if config.replay is None:
-            self.grader = stack.enter_context(Grader(config.grading))
+            self.judge = stack.enter_context(open_judge(config.grading))
             self.engine = stack.enter_context(open_engine(model_path, config.engine, engine))
         self.checkpointer = Checkpointer(self.run, config.checkpoint, runtime, source=model_path)
         state = self.checkpointer.resume(self.model, self.optimizer) or {}
@@ -162,7 +162,7 @@ class RL:
         """Everybody's rollouts, graded where they were made, in an order that does not depend on which finished first."""
         if self.runtime.rank % self.config.engine.tensor_parallel:
             mine = []  # the ranks of one replica hold the same responses
-        grade(mine, self.grader)
+        grade(mine, self.judge)
         together = [rollout for part in self.runtime.gather(mine) for rollout in part]
         return sorted(together, key=lambda rollout: (rollout.problem, rollout.sample))
 

@@ -277,7 +277,6 @@ def rewriting_with_a_key(out: Path, under: Sequence[str]) -> list[Trial]:
             settings = [
                 f"source={out / 'source.jsonl'}", f"output={out / f'{protocol}_{name}.jsonl'}", f"endpoint.protocol={protocol}",
                 f"endpoint.base_url={url}", f"endpoint.key_variable={variable}", "endpoint.model=m", "endpoint.patience_seconds=2",
-                "endpoint.first_backoff_seconds=0.05",
             ]  # fmt: skip
             command = ["-m", "dccot.data.cli", "rewrite", str(out / "rewrite.yaml"), *settings]
             debug = {"OPENAI_LOG": "debug", "ANTHROPIC_LOG": "debug", "PYTHONASYNCIODEBUG": "1", **PLANTED}
