@@ -16,6 +16,7 @@ may run on into the next line (`>` and `>\\n` are both tokens), as in the tokeni
 from __future__ import annotations
 
 import string
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,6 +84,22 @@ def bigrams(tokens: dict[str, int], tags: str, chances: Chances, workers: int) -
     return table
 
 
+def hold_bigrams(weights: Mapping[str, Tensor], logits: Tensor, common: Tensor | None = None) -> None:
+    """Write a table of logits(next | last), [V, V], into a model's weights: embeddings become one-hot, the LM head gets the table added.
+
+    A row that most tokens have in `common` is carried by a dimension that is always on, so that the rest of the table is sparse.
+    """
+    embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
+    vocab, width = embedding.shape
+    scale = (width / (1 if common is None else 2)) ** 0.5  # what the last norm makes of each dimension that is on
+    embedding.zero_().fill_diagonal_(LOUDNESS)
+    if common is not None:
+        embedding[:, -1] = LOUDNESS
+        head[:, -1] += common / scale
+        logits = logits - common
+    head[:, :vocab] += logits.T / scale
+
+
 def save(
     folder: str | Path,
     tags: str = "single",
@@ -99,35 +116,27 @@ def save(
         raise ValueError(f"tags is {tags!r}; use 'single' or 'spelled'")
     torch_state = torch.get_rng_state()
     torch.manual_seed(seed)
-    words = tokenizer(tags, workers)
-    vocabulary = words.get_vocab()
-    width = -(-(len(vocabulary) + 1) // 64) * 64  # one dimension per token, and one that is always on
+    spelling = tokenizer(tags, workers)
+    vocab = spelling.get_vocab()
+    width = -(-(len(vocab) + 1) // 64) * 64  # one dimension per token, and one that is always on
     config = Qwen2Config(
-        vocab_size=len(vocabulary), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
+        vocab_size=len(vocab), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
         num_attention_heads=width // 32, num_key_value_heads=width // 64, max_position_embeddings=context,
-        tie_word_embeddings=False, bos_token_id=vocabulary[BOS], eos_token_id=vocabulary[EOS], initializer_range=0.08,
+        tie_word_embeddings=False, bos_token_id=vocab[BOS], eos_token_id=vocab[EOS], initializer_range=0.08,
     )  # fmt: skip
     model = Qwen2ForCausalLM(config).float()
     torch.set_rng_state(torch_state)
-    table = bigrams(vocabulary, tags, chances or Chances(), workers)
+    table = bigrams(vocab, tags, chances or Chances(), workers)
     logits = temperature * (table + 1e-9).log().clamp(min=NEVER / temperature)
-    common = logits[vocabulary[EOS]]  # plain text: carried by the dimension that is always on, so that the rest of the table is sparse
-    always_on = width - 1
     with torch.no_grad():
         for name, parameter in model.model.layers.named_parameters():
             if parameter.ndim == 1:  # norms and biases, which would start as ones and zeros
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
-        model.model.embed_tokens.weight.zero_()
-        model.model.embed_tokens.weight.fill_diagonal_(LOUDNESS)
-        model.model.embed_tokens.weight[:, always_on] = LOUDNESS
-        scale = (width / 2) ** 0.5  # what the last norm makes of each of the two
-        head = 0.3 * model.lm_head.weight
-        head[:, : len(vocabulary)] += (logits - common).T / scale
-        head[:, always_on] += common / scale
-        model.lm_head.weight.copy_(head)
+        model.lm_head.weight.mul_(0.3)
+    hold_bigrams(model.state_dict(), logits, common=logits[vocab[EOS]])  # after EOS, and most other tokens, plain text follows
     folder = Path(folder)
     config.architectures = ["Qwen2ForCausalLM"]
     config.save_pretrained(folder)
     save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
-    words.save_pretrained(folder)
+    spelling.save_pretrained(folder)
     return folder

@@ -16,7 +16,7 @@ from dccot.eval.majority import MajorityVote, majority_of_three
 
 def enumerated(classes: list[int], correct: list[bool], longest_paths: list[int]) -> MajorityVote:
     """maj@3 as a user would write it: vote in every subset."""
-    accuracy = length = subsets = 0
+    accuracy, length, subsets = 0.0, 0, 0
     for trio in combinations(range(len(classes)), 3):
         a, b, c = (classes[i] for i in trio)
         i, j, k = trio

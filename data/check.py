@@ -32,8 +32,8 @@ class Spread:
     values: list[float] = field(default_factory=list)
 
     def to_json(self) -> dict[str, float]:
-        measures = {"min": min, "median": statistics.median, "mean": statistics.fmean, "max": max}
-        return {name: measure(self.values) for name, measure in measures.items()} if self.values else {}
+        v = self.values
+        return {"min": min(v), "median": statistics.median(v), "mean": statistics.fmean(v), "max": max(v)} if v else {}
 
     def __str__(self) -> str:
         return "   ".join(f"{name} {value:,.4g}" for name, value in self.to_json().items()) or "none"

@@ -15,7 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 from rich.console import Console
 
@@ -23,6 +23,8 @@ from dccot.command import run_cleanly
 from dccot.config import load_config, to_yaml
 from dccot.data.problems import PRESETS, Fields, fetch, load_problems
 from dccot.progress import Progress
+
+C = TypeVar("C")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -107,7 +109,7 @@ def _check(arguments: argparse.Namespace) -> None:
     print(json.dumps(report.to_json()) if arguments.json else report)
 
 
-def _config(kind: type, arguments: argparse.Namespace) -> Any:
+def _config(kind: type[C], arguments: argparse.Namespace) -> C | None:
     """The resolved configuration; None when it was only to be shown."""
     config = load_config(kind, arguments.config, arguments.overrides)
     if arguments.print_config:

@@ -74,16 +74,15 @@ def load_problems(
     fields = fields or (hub_set(preset).fields if preset else Fields())
     problems: dict[str, Problem] = {}
     skipped = 0
-    rows = _rows(path, strict, report)
-    for place, index, row in rows:
-        problem, fault = _problem(row, fields, index)
-        if problem is not None and problem.id in problems:
-            problem, fault = None, f"id {problem.id!r} occurs twice"
-        if problem is not None:
+    for place, index, row in _rows(path, strict, report):
+        try:
+            problem = _problem(row, fields, index)
+            if problem.id in problems:
+                raise BadData(f"id {problem.id!r} occurs twice")
             problems[problem.id] = problem
-        elif strict:
-            raise BadData(f"{place}: {fault}")
-        else:
+        except BadData as fault:
+            if strict:
+                raise BadData(f"{place}: {fault}") from None
             skipped += 1
             if skipped <= 20:
                 report(f"{place}: {fault}; row skipped")
@@ -116,20 +115,21 @@ def _rows(path: Path, strict: bool, report: Report) -> Iterator[tuple[str, int, 
         raise BadData(f"{path}: not a parquet file that can be read ({str(error).splitlines()[0]})") from None
 
 
-def _problem(row: dict, fields: Fields, index: int) -> tuple[Problem | None, str | None]:
-    """The problem in a row, or what is wrong with the row."""
+def _problem(row: dict, fields: Fields, index: int) -> Problem:
+    """The problem in a row; raises what is wrong with the row."""
     for name in (fields.question, fields.gold):
         if row.get(name) is None:
-            return None, f"no field {name!r} (the row has {', '.join(map(repr, row)) or 'none'})"
+            raise BadData(f"no field {name!r} (the row has {', '.join(map(repr, row)) or 'none'})")
     question, gold, id_ = row[fields.question], row[fields.gold], row.get(fields.id)
     if not isinstance(question, str) or not question.strip():
-        return None, f"field {fields.question!r} must be a text that is not empty, found {_short(question)}"
-    golds = [_gold(one) for one in (gold if isinstance(gold, list) else [gold])]
-    if not golds or None in golds:
-        return None, f"field {fields.gold!r} must be a number, a text or a list of them, found {_short(gold)}"
+        raise BadData(f"field {fields.question!r} must be a text that is not empty, found {_short(question)}")
+    candidates = gold if isinstance(gold, list) else [gold]
+    golds = [text for text in map(_gold, candidates) if text is not None]
+    if not golds or len(golds) < len(candidates):
+        raise BadData(f"field {fields.gold!r} must be a number, a text or a list of them, found {_short(gold)}")
     if id_ is not None and not isinstance(id_, str | int):
-        return None, f"field {fields.id!r} must be a text or an integer, found {_short(id_)}"
-    return Problem(str(index if id_ is None else id_), question, golds if isinstance(gold, list) else golds[0]), None
+        raise BadData(f"field {fields.id!r} must be a text or an integer, found {_short(id_)}")
+    return Problem(str(index if id_ is None else id_), question, golds if isinstance(gold, list) else golds[0])
 
 
 def _gold(value) -> str | None:
@@ -173,9 +173,9 @@ def _download(wanted: HubSet, target: Path) -> Path:
             get_session().head(constants.ENDPOINT, timeout=10)
         except Exception:  # whatever HTTP client the hub library uses
             online = False
-    place = {"repo_type": "dataset", "revision": "refs/convert/parquet", "local_files_only": not online}
     try:
-        return Path(hf_hub_download(wanted.repo, wanted.file, **place))
+        revision = "refs/convert/parquet"
+        return Path(hf_hub_download(wanted.repo, wanted.file, repo_type="dataset", revision=revision, local_files_only=not online))
     except Exception as error:
         if not online:
             raise BadData(

@@ -1,4 +1,4 @@
-"""A task for reinforcement learning whose start is known exactly, for tests and torture.
+"""A task for reinforcement learning whose start is known exactly, for tests and fault injection.
 
 A model whose next token depends on the last one alone, with chances written into its LM head, answers every question with one of four
 digits, each as likely, and spawns workers half of the time. The right answer is always 3. So the mean reward of the start is
@@ -11,13 +11,14 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
+from dccot.bench.bigram import hold_bigrams
 from dccot.files import write_jsonl_atomic
 from dccot.miniature.arithmetic import EOS, make_tokenizer
 from dccot.model.checkpoint_io import create_checkpoint
+from dccot.model.transformer import Transformer
 
-TEMPERATURE, LOUDNESS, HARDLY_EVER = 0.6, 10.0, 1e-5
+TEMPERATURE, HARDLY_EVER = 0.6, 1e-5
 CHANCES = {
     "Ċ": {"a": 1.0},  # the newline of `<think>\n`, as byte-level tokenizers spell it
     "a": {"<spawn_workers>": 0.5, "</think>": 0.5},
@@ -35,24 +36,26 @@ CHANCES = {
 
 
 def make_model(folder: Path) -> None:
-    """Embeddings are one-hot, so that the LM head can hold the table; one random layer makes log-probs depend on the context."""
+    """A model that holds the table above; one random layer makes log-probs depend on the context."""
     tokenizer = make_tokenizer()
-    words = tokenizer.get_vocab()
-    width = -(-len(words) // 32) * 32
+    vocab = tokenizer.get_vocab()
+    width = -(-len(vocab) // 32) * 32
     raw = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": len(words), "hidden_size": width,
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": len(vocab), "hidden_size": width,
         "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
         "max_position_embeddings": 512, "tie_word_embeddings": False, "eos_token_id": tokenizer.eos_token_id,
     }  # fmt: skip
-    create_checkpoint(raw, folder, tokenizer=tokenizer, seed=0)
-    table = torch.full((len(words), len(words)), HARDLY_EVER)
+    table = torch.full((len(vocab), len(vocab)), HARDLY_EVER)
     for last, following in CHANCES.items():
         for token, chance in following.items():
-            table[words[last], words[token]] = chance
-    weights = load_file(folder / "model.safetensors")
-    weights["model.embed_tokens.weight"].zero_().fill_diagonal_(LOUDNESS)
-    weights["lm_head.weight"].zero_()[:, : len(words)] = TEMPERATURE * table.log().T / width**0.5
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+            table[vocab[last], vocab[token]] = chance
+
+    def prepare(model: Transformer) -> None:
+        weights = model.state_dict()
+        weights["lm_head.weight"].zero_()
+        hold_bigrams(weights, TEMPERATURE * table.log())
+
+    create_checkpoint(raw, folder, tokenizer=tokenizer, seed=0, prepare=prepare)
 
 
 RL = {
