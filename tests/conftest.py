@@ -1,22 +1,32 @@
 """For all rooms: which tests `make quick` leaves out, and in CI examples from hypothesis that are the same in every run."""
 
 import os
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-HERE = Path(__file__).parent
-# A test is slow when it uses one of these fixtures, directly or through another, or is in one of these files and folders.
+# A test is slow when it uses one of these fixtures, directly or through another, or when its name begins with one of these.
 SLOW_FIXTURES = {"engine", "engines", "build_engine", "speaker_engine", "torchrun", "driver", "browser", "session"}
-SLOW_PATHS = {
-    "kernels/test_inspect.py",
-    "kernels/test_interpreter.py",
-    "model/test_sharding.py",
-    "model/test_vllm_roundtrip.py",
-    "system",
-    "test_packaging.py",
-}
+SLOW_TESTS = (
+    "tests/data/test_grading.py::test_five_hundred_verdicts",
+    "tests/data/test_grading.py::test_worker_dies",
+    "tests/data/test_grading_hostile.py",
+    "tests/data/test_rewrite.py::test_killed",
+    "tests/data/test_rewrite.py::test_rerun",
+    "tests/eval/test_latency.py",
+    "tests/eval/test_run.py",
+    "tests/eval/test_sequential_solutions.py",
+    "tests/kernels/test_inspect.py",
+    "tests/kernels/test_interpreter.py",
+    "tests/model/test_sharding.py",
+    "tests/model/test_vllm_roundtrip.py",
+    "tests/rollout/test_rollout_command.py",
+    "tests/rollout/test_tag_soup.py",
+    "tests/system/",
+    "tests/test_packaging.py",
+    "tests/train/test_run_folder.py",
+    "tests/train/test_timeline.py",
+)
 
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
@@ -25,7 +35,5 @@ if os.environ.get("CI"):
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        path = item.path.relative_to(HERE)
-        in_slow_path = any(str(place) in SLOW_PATHS for place in (path, *path.parents))
-        if in_slow_path or SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
+        if item.nodeid.startswith(SLOW_TESTS) or SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
