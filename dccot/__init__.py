@@ -27,7 +27,7 @@ _HOMES = {
     "TreeMask": "dccot.kernels.mask",
     "build_forest": "dccot.train.forest",
     "linear_logprob": "dccot.kernels.linear_logprob",
-    "objectives": "dccot.train",
+    "objectives": "dccot.train.objectives",
     "solve": "dccot.eval.solve",
     "tree_attention": "dccot.kernels.tree_attention",
 }
@@ -37,6 +37,5 @@ __all__ = ["Forest", "Response", "TreeMask", "build_forest", "linear_logprob", "
 def __getattr__(name: str):
     if name not in _HOMES:
         raise AttributeError(f"dccot has no {name!r}; it offers {', '.join(__all__)}")
-    if name == "objectives":
-        return importlib.import_module("dccot.train.objectives")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    module = importlib.import_module(_HOMES[name])
+    return getattr(module, name, module)

@@ -6,9 +6,10 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -55,6 +56,12 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def print_table(table: Table) -> None:
+def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    """The first column holds names, the others numbers."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
     console = Console()
     (console if console.is_terminal else Console(width=160)).print(table)

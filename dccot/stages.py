@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from dccot.config import at_least, one_of, require
 from dccot.data.grading import open_judge
-from dccot.data.problems import load_problems
-from dccot.data.prompting import prompts_of
 from dccot.data.rewrite import RewriteConfig, load_solutions, rewrite_by_rule
 from dccot.data.rewrite import run as rewrite_by_endpoint
 from dccot.data.sequential import SequentialConfig
@@ -81,52 +79,50 @@ def run_rewrite(session: Session, context: Context, config: RewriteStage) -> Non
 
 
 @dataclass
-class EvalStage:
-    model: str = ""  # stage or folder; empty: the model that the last training stage left
-    method: str = "parallel"  # or sequential
-    budget: int = 12_000
+class Sampling:
+    budget: int = 12_000  # tokens on the longest path
     n: int = 16  # responses per problem
-    problems: list[str] = field(default_factory=list)
     seed: int = 0
     max_prompt_tokens: int = 4096
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def by(self, method: str) -> EvalConfig:
+        at_least(1, self.n, "n")
+        at_least(1, self.budget, "budget")
+        config = eval_config(method, self.budget, [f"prompt.max_prompt_tokens={self.max_prompt_tokens}", f"seed={self.seed}"])
+        config.engine = self.engine
+        return config
+
+
+@dataclass
+class EvalStage(Sampling):
+    model: str = ""  # stage or folder; empty: the model that the last training stage left
+    method: str = "parallel"  # or sequential
+    problems: list[str] = field(default_factory=list)  # JSONL files
 
     def check(self) -> None:
         require(bool(self.model), "model is not set, and no stage before it trains one; name a stage or a folder")
         require(bool(self.problems), "problems is not set; list JSONL files to evaluate on")
         names = [Path(file).stem for file in self.problems]
         require(len(set(names)) == len(names), f"two files of problems are called {max(names, key=names.count)!r}; rename one of them")
-        at_least(1, self.n, "n")
-        _sampling(self, self.method)
+        self.by(self.method)
 
 
 @dataclass
-class LatencyStage:
+class LatencyStage(Sampling):
+    n: int = 1
     parallel: str = ""  # stage or folder of the model that answers in parallel
     sequential: str = ""  # of the one that it is compared with
-    problems: str = ""
-    budget: int = 12_000
+    problems: str = ""  # a JSONL file
     concurrency: list[int] = field(default_factory=lambda: [1, 4, 16])  # responses in progress at once
-    n: int = 1  # responses per problem
-    seed: int = 0
-    max_prompt_tokens: int = 4096
-    engine: EngineConfig = field(default_factory=EngineConfig)
 
     def check(self) -> None:
         for key in ("parallel", "sequential"):
             require(bool(getattr(self, key)), f"{key} is not set; name the stage or the folder of the model that answers this way")
-            _sampling(self, key)
+            self.by(key)
         require(bool(self.problems), "problems is not set; name a JSONL file")
         require(bool(self.concurrency), "concurrency is empty; list how many responses are in progress at once, e.g. [1, 4, 16]")
         at_least(1, min(self.concurrency), "concurrency")
-        at_least(1, self.n, "n")
-
-
-def _sampling(stage: EvalStage | LatencyStage, method: str) -> EvalConfig:
-    at_least(1, stage.budget, "budget")
-    config = eval_config(method, stage.budget, [f"prompt.max_prompt_tokens={stage.max_prompt_tokens}", f"seed={stage.seed}"])
-    config.engine = stage.engine
-    return config
 
 
 def check_eval(context: Context, config: EvalStage) -> None:
@@ -137,7 +133,7 @@ def run_eval(session: Session, context: Context, config: EvalStage) -> None:
     model = resolve_model(config.model)
     benchmarks = [own_benchmark(Path(file), config.n) for file in config.problems]
     engine = session.engines.on(model, config.engine)
-    evaluate(model, benchmarks, _sampling(config, config.method), context.folder, engine=engine)
+    evaluate(model, benchmarks, config.by(config.method), context.folder, engine=engine)
 
 
 def check_latency(context: Context, config: LatencyStage) -> None:
@@ -146,17 +142,13 @@ def check_latency(context: Context, config: LatencyStage) -> None:
 
 
 def run_latency(session: Session, context: Context, config: LatencyStage) -> None:
-    from dccot.eval.latency import device, measure, save
+    from dccot.eval.latency import device, measure_all, save
 
     timings = []
     for method, name in (("parallel", config.parallel), ("sequential", config.sequential)):
         engine = session.engines.on(resolve_model(context.model(name, method)), config.engine)
-        sampling = _sampling(config, method)
-        asked = prompts_of(load_problems(config.problems), engine.tokenizer, sampling.prompt)
-        for concurrency in config.concurrency:
-            timings += measure(engine, asked, sampling, concurrency, config.n)
+        timings += measure_all(engine, config.by(method), config.problems, config.concurrency, config.n)
     if session.runtime.is_main:
-        context.folder.mkdir(parents=True, exist_ok=True)
         save(context.folder, timings, model=config.parallel, baseline=config.sequential, budget=config.budget, device=device())
 
 

@@ -29,9 +29,6 @@ from itertools import chain, count, cycle, islice
 from multiprocessing import get_context
 from pathlib import Path
 
-from rich import box
-from rich.table import Table
-
 from dccot.command import positive, print_table, run_cleanly
 from dccot.data.problems import load_problems
 from dccot.data.prompting import prompts_of
@@ -96,15 +93,16 @@ def measure(engine: Engine, asked: Sequence[Asked], config: EvalConfig, concurre
     return timings
 
 
+def measure_all(engine: Engine, config: EvalConfig, problems: str | Path, concurrencies: Sequence[int], samples: int) -> list[Timing]:
+    """The same at each concurrency, on a file of problems."""
+    asked = prompts_of(load_problems(problems), engine.tokenizer, config.prompt)
+    return [timing for concurrency in concurrencies for timing in measure(engine, asked, config, concurrency, samples)]
+
+
 def measure_model(path: Path, configs: Sequence[EvalConfig], problems: Path, concurrencies: Sequence[int], samples: int) -> list[Timing]:
     """One engine, one or both methods."""
-    timings: list[Timing] = []
     with open_engine(path, configs[0].engine) as engine:
-        for config in configs:
-            asked = prompts_of(load_problems(problems), engine.tokenizer, config.prompt)
-            for concurrency in concurrencies:
-                timings += measure(engine, asked, config, concurrency, samples)
-    return timings
+        return [timing for config in configs for timing in measure_all(engine, config, problems, concurrencies, samples)]
 
 
 def by_problem(timings: Sequence[Timing], quantity: str) -> ByProblem:
@@ -166,16 +164,6 @@ def plus_minus(estimate: dict) -> str:
     return number(estimate["value"]) + ("" if estimate["stderr"] is None else f" ± {estimate['stderr']:.2g}")
 
 
-def table_of(levels: Sequence[dict]) -> Table:
-    table = Table(title="Wall-clock per response", title_justify="left", box=box.SIMPLE_HEAD)
-    rows = [cells(level) for level in levels]
-    for heading in rows[0]:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(*row.values())
-    return table
-
-
 def device() -> str:
     import torch
 
@@ -219,7 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = [processes.submit(measure_model, path, asked, *load) for path, asked in jobs]
             timings = [timing for job in found for timing in job.result()]
         save(out, timings, model=str(paths[0]), baseline=str(paths[1]), budget=arguments.budget, device=device())
-        print_table(table_of(compare(timings)))
+        rows = [cells(level) for level in compare(timings)]
+        print_table("Wall-clock per response", rows[0], [row.values() for row in rows])
         print(f"{out / REPORT}; every measured response in {out / 'timings.jsonl'}")
 
     return run_cleanly(work)

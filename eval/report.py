@@ -128,10 +128,9 @@ def _tradeoff(name: str, title: str, methods: Sequence[Method]) -> Figure:
         return over_problems({problem: 100 * value for problem, value in means.items()})
 
     points = [
-        plots.Point(method.label, percent(accuracy), over_problems(longest), method.series, method.vote)
+        plots.Point(method.label, percent(found[0]), over_problems(found[1]), method.series, method.vote)
         for method in methods
-        for accuracy, longest in [(method.accuracy(name), method.longest_path(name))]
-        if accuracy and longest
+        if (found := method.point(name))
     ]
     theirs = [plots.Point(label, *rows[name], vote="Maj" in label) for label, rows in paper.RESULTS.items() if name in rows]
     return Figure(f"tradeoff_{name}", f"{title}: accuracy against longest path", *plots.tradeoff(title, [*points, *theirs]))

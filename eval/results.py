@@ -68,7 +68,6 @@ MEASURES = {
     "well_formed": lambda s: float(s.well_formed),
     "truncated": lambda s: float(not s.answered),
 }
-MAJORITY_MEASURES = ("maj3_accuracy", "maj3_longest_path", "maj3_total_tokens")
 LABELS = {
     "accuracy": "pass@1 (%)",
     "longest_path": "longest path",

@@ -26,14 +26,14 @@ from typing import Any
 
 import torch
 
-from dccot.command import positive, print_table, run_cleanly
+from dccot.command import positive, run_cleanly
 from dccot.config import ConfigError, load_config, require
 from dccot.data.grading import GradingConfig, Judge, open_judge
 from dccot.data.prompting import PromptConfig, prompts_of
 from dccot.data.rollouts import Asked, Pair, missing_pairs, roll_out
 from dccot.eval.benchmarks import BENCHMARKS, Benchmark, named_benchmark, own_benchmark
 from dccot.eval.results import Evaluation, Sample, by_problem, summarise
-from dccot.eval.terminal import LengthProgress, table_of
+from dccot.eval.terminal import LengthProgress, show
 from dccot.files import BadData, JsonlWriter, read_jsonl, write_jsonl_atomic
 from dccot.model.config import read_config
 from dccot.model.folder import resolve_model
@@ -282,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         out = arguments.out or Path("runs/eval") / default_name(arguments.model, config)
         evaluation = evaluate(arguments.model, benchmarks, config, out, strict=arguments.strict)
         if os.environ.get("RANK", "0") == "0":
-            print_table(table_of(evaluation))
+            show(evaluation)
             print(f"{out}/summary.json; `dccot report {out}` makes a page of it")
 
     return run_cleanly(work)

@@ -17,6 +17,8 @@ from dccot.eval.seeds import MEASURES, by_seed
 from dccot.statistics import ByProblem, Estimate, difference, over_problems, relative_change
 
 PAPER = "paper"
+PAIR = ("accuracy", "longest_path")
+NOT_MEASURED = (Cell("–"), Cell("–"))
 Titles = Mapping[str, str]  # benchmark → heading, in the order of the columns
 
 
@@ -32,11 +34,13 @@ class Method:
     def label(self) -> str:
         return self.evaluation.name + (", maj@3" if self.vote else "")
 
-    def accuracy(self, benchmark: str) -> ByProblem | None:
-        return self.evaluation.measured(benchmark, "maj3_accuracy" if self.vote else "accuracy")
+    def means(self, benchmark: str, measure: str) -> ByProblem | None:
+        return self.evaluation.measured(benchmark, ("maj3_" if self.vote else "") + measure)
 
-    def longest_path(self, benchmark: str) -> ByProblem | None:
-        return self.evaluation.measured(benchmark, "maj3_longest_path" if self.vote else "longest_path")
+    def point(self, benchmark: str) -> tuple[ByProblem, ByProblem] | None:
+        """Accuracy and longest path, where both were measured."""
+        accuracy, longest = (self.means(benchmark, measure) for measure in PAIR)
+        return (accuracy, longest) if accuracy and longest else None
 
 
 def methods_of(evaluations: Sequence[Evaluation]) -> list[Method]:
@@ -67,11 +71,7 @@ def compared_pairs(methods: Sequence[Method], baseline: str | Mapping[str, str] 
 def table_1(methods: Sequence[Method], titles: Titles) -> Table:
     rows = []
     for method in methods:
-        cells = []
-        for name in titles:
-            accuracy, longest = method.accuracy(name), method.longest_path(name)
-            cells += [_cell("accuracy", accuracy), _cell("longest_path", longest)]
-        rows.append(Row(method.label, cells))
+        rows.append(Row(method.label, [_cell(measure, method.means(name, measure)) for name in titles for measure in PAIR]))
     return Table("Table 1. Accuracy (pass@1 or maj@3, %) and longest path length (LPL, tokens).", "Method", _columns(titles),
                  rows + papers_rows(titles))  # fmt: skip
 
@@ -94,7 +94,7 @@ def papers_rows(titles: Titles) -> list[Row]:
         return []
     rows = []
     for number, (method, points) in enumerate(paper.RESULTS.items()):
-        cells = [cell for name in titles for cell in (_papers_cells(*points[name]) if name in points else (Cell("–"), Cell("–")))]
+        cells = [cell for name in titles for cell in (_papers_cells(*points[name]) if name in points else NOT_MEASURED)]
         rows.append(Row(method, cells, tag=PAPER, begins_block=number == 0))
     return rows
 
@@ -108,12 +108,10 @@ def table_2(pairs: Sequence[tuple[Method, Method]], titles: Titles) -> Table:
     for ours, theirs in pairs:
         cells = [_words(theirs.label)]
         for name in titles:
-            accuracy, base_accuracy = ours.accuracy(name), theirs.accuracy(name)
-            longest, base_longest = ours.longest_path(name), theirs.longest_path(name)
-            if accuracy and base_accuracy and longest and base_longest:
-                cells += [_points(difference(accuracy, base_accuracy)), _percent(relative_change(longest, base_longest))]
+            if (found := ours.point(name)) and (base := theirs.point(name)):
+                cells += [_points(difference(found[0], base[0])), _percent(relative_change(found[1], base[1]))]
             else:
-                cells += [Cell("–"), Cell("–")]
+                cells += NOT_MEASURED
         rows.append(Row(ours.label, cells))
     return Table("Table 2. Change in accuracy (points) and longest path length (%) against the baseline.", "Method",
                  [("", ("Baseline",)), *_columns(titles)], rows + papers_changes(titles))  # fmt: skip
@@ -128,7 +126,7 @@ def papers_changes(titles: Titles) -> list[Row]:
         cells = [_words(compared)]
         for name in titles:
             if name not in paper.COLUMNS:
-                cells += [Cell("–"), Cell("–")]
+                cells += NOT_MEASURED
                 continue
             (accuracy, longest), (base_accuracy, base_longest) = paper.RESULTS[method][name], paper.RESULTS[compared][name]
             cells.append(Cell(_signed(accuracy.value - base_accuracy.value, 2)))

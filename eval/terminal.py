@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from rich import box
-from rich.table import Table
-
+from dccot.command import print_table
 from dccot.eval.results import LABELS, Evaluation, shown
 from dccot.progress import Progress
 
@@ -21,17 +19,17 @@ class LengthProgress(Progress):
         self.show(self.done + 1, f"longest path {self.tokens / (self.done + 1):,.0f}")
 
 
-def table_of(evaluation: Evaluation) -> Table:
+def show(evaluation: Evaluation) -> None:
     """Measures down, benchmarks across."""
-    table = Table(title=f"{evaluation.name}: {evaluation.method}, budget {evaluation.budget:,}", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("mean ± standard error over problems")
-    for result in evaluation.results.values():
-        table.add_column(f"{result.title}\n{result.problems} × {result.samples}", justify="right")
+    results = list(evaluation.results.values())
+    rows = []
     for measure, label in LABELS.items():
-        estimates = [result.estimate(measure) for result in evaluation.results.values()]
+        estimates = [result.estimate(measure) for result in results]
         if any(estimates):
             cells = [shown(measure, estimate) if estimate else ("", "") for estimate in estimates]
-            table.add_row(label, *(f"{value} ± {error}" if error else value for value, error in cells))
-    if any(result.unjudged for result in evaluation.results.values()):
-        table.add_row("answers that could not be judged", *(str(result.unjudged) for result in evaluation.results.values()))
-    return table
+            rows.append([label, *(f"{value} ± {error}" if error else value for value, error in cells)])
+    if any(result.unjudged for result in results):
+        rows.append(["answers that could not be judged", *(str(result.unjudged) for result in results)])
+    columns = [f"{result.title}\n{result.problems} × {result.samples}" for result in results]
+    title = f"{evaluation.name}: {evaluation.method}, budget {evaluation.budget:,}"
+    print_table(title, ["mean ± standard error over problems", *columns], rows)

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich import box
-from rich.table import Table
 
 from dccot.command import print_table, run_cleanly
 from dccot.eval.results import Evaluation
@@ -27,20 +25,18 @@ from dccot.files import BadData
 from dccot.pipeline import prepare, run_recipe
 from dccot.statistics import Estimate
 
-MEASURES = (("accuracy", 100, 1), ("maj3_accuracy", 100, 1), ("longest_path", 1, 1), ("total_tokens", 1, 1), ("well_formed", 100, 1))
+COLUMNS = {
+    "pass@1 %": ("accuracy", 100),
+    "maj@3 %": ("maj3_accuracy", 100),
+    "longest path": ("longest_path", 1),
+    "total tokens": ("total_tokens", 1),
+    "well-formed %": ("well_formed", 100),
+}
 
 
-def table_of(rows: dict[str, Evaluation], benchmark: str = "test") -> Table:
-    table = Table(title=f"{benchmark} split, mean ± standard error over problems", title_justify="left", box=box.SIMPLE_HEAD)
-    for title in ("model", "pass@1 %", "maj@3 %", "longest path", "total tokens", "well-formed %"):
-        table.add_column(title, justify="left" if title == "model" else "right")
-    for name, evaluation in rows.items():
-        cells = []
-        for measure, factor, digits in MEASURES:
-            estimate = evaluation.results[benchmark].estimate(measure)
-            cells.append(f"{estimate.value * factor:.{digits}f} ± {estimate.stderr * factor:.{digits}f}" if estimate else "")
-        table.add_row(name, *cells)
-    return table
+def cell(evaluation: Evaluation, measure: str, scale: int) -> str:
+    estimate = evaluation.results["test"].estimate(measure)
+    return f"{estimate.value * scale:.1f} ± {estimate.stderr * scale:.1f}" if estimate else ""
 
 
 def plain_words(rows: dict[str, Evaluation]) -> list[str]:
@@ -107,7 +103,8 @@ def _run(file: str, overrides: Sequence[str]) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     rows = rows_of(recipe.folder)
-    print_table(table_of(rows))
+    cells = [[name, *(cell(evaluation, *how) for how in COLUMNS.values())] for name, evaluation in rows.items()]
+    print_table("test split, mean ± standard error over problems", ["model", *COLUMNS], cells)
     print("\n".join(plain_words(rows)))
     print(f"\nreport:      {recipe.folder}/report/report.html\nTensorBoard: tensorboard --logdir {recipe.folder}")
     print(f'try it:      dccot solve {recipe.folder}/stage4 "{_example(recipe.folder)}"')
