@@ -3,7 +3,7 @@
 dccot data check runs/data/sft.jsonl [--tokenizer MODEL] [--json]
 
 balance     mean over blocks of shortest / longest worker, 1 = all equal
-verbatim    share of a worker's words that stand in a run of five words which the source has too
+verbatim    share of a worker's words inside a run of five words that the source has too
 leak        a worker that names another worker, or states a result (`x = 5`) that in this block another worker reached first
             and that neither the question nor the director's text before the block contains
 """

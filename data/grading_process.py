@@ -3,7 +3,7 @@
     grader (any process, any thread)  ──pipe──  keeper  ──fork, pipe──  worker
 
 The keeper reads one task per line and answers one line. It never touches a model's text itself: its worker, a fork of the clean
-keeper, does, and is killed and forked anew when it uses too much time or memory, when it dies, or when it has grown. A fork costs
+keeper, does, and is killed and replaced when it uses too much time or memory, when it dies, or when it has grown. A fork costs
 a few milliseconds, importing sympy costs a second, so hostile answers cost little more than their time limit. Time is counted as
 the worker's own processor time, so that a busy machine does not turn right answers into time-outs; wall time is a wide backstop.
 
@@ -83,7 +83,7 @@ JOBS: dict[str, Callable[..., bool | str | None]] = {"grade": grade, "form": for
 
 
 def work(tasks, answers) -> None:
-    """The worker's life: one line in, one line out."""
+    """What a worker does until it is killed: one line in, one line out."""
     for line in tasks:
         job, *arguments = json.loads(line)
         answers.write(json.dumps(JOBS[job](*arguments)).encode() + b"\n")

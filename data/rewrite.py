@@ -3,7 +3,7 @@
     dccot data rewrite configs/data/rewrite.yaml source=runs/data/sequential.jsonl output=runs/data/sft.jsonl
 
     source     id, question, gold, solution                             as `dccot data sequential` writes it
-    attempts   <output>.attempts.jsonl: every attempt as it comes, one line each; a rerun reads it and goes on
+    attempts   <output>.attempts.jsonl: every attempt as it comes, one line each; a rerun reads it and continues
     output     id, question, gold, completion, source                   accepted ones in source order: what `dccot sft` trains on
 
 An attempt is a rewriting that arrived: accepted, or refused with the reason. Requests that fail on the way are no attempts.

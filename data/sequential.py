@@ -3,7 +3,7 @@
     dccot data sequential configs/data/sequential.yaml model=MODEL problems=runs/data/deepscaler.jsonl
     torchrun --nproc_per_node 8 -m dccot.data.cli sequential configs/data/sequential.yaml …          # every rank takes its share
 
-    attempts   <output>.attempts.<rank>.jsonl: every graded attempt as it comes; a rerun reads them and goes on
+    attempts   <output>.attempts.<rank>.jsonl: every graded attempt as it comes; a rerun reads them and continues
     output     id, question, gold, solution, attempt, tokens            correct ones in the order of the problems
 
 An attempt's seed is made of (seed, problem, attempt), so attempts differ and a rerun gives what an uninterrupted run would have.

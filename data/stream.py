@@ -1,4 +1,4 @@
-"""An endless shuffled stream of problems that stops and goes on anywhere.
+"""An endless shuffled stream of problems that can be stopped and continued anywhere.
 
 Epoch e is a permutation drawn from (seed, e) alone, so the state is two integers and the order does not depend on how many ranks
 read it: every rank draws the same batch and takes its own part, e.g. `batch[rank::ranks]`. Batches run across epoch borders.
@@ -9,12 +9,21 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
-from dccot.data.problems import Problem
+
+class HasId(Protocol):
+    @property
+    def id(self) -> str: ...
 
 
-class ProblemStream:
-    def __init__(self, problems: Sequence[Problem], seed: int, batch: int):
+P = TypeVar("P", bound=HasId)
+
+
+class ProblemStream(Generic[P]):
+    """Problems, or anything else with an id."""
+
+    def __init__(self, problems: Sequence[P], seed: int, batch: int):
         if not problems:
             raise ValueError("the stream has no problems")
         if batch < 1:
@@ -30,11 +39,11 @@ class ProblemStream:
         random.Random(f"{self.seed}/{self.epoch}").shuffle(order)
         return order
 
-    def next_batch(self) -> list[Problem]:
+    def next_batch(self) -> list[P]:
         """The next `batch` problems. A problem can occur twice in a batch only across an epoch border."""
         return [self._next() for _ in range(self.batch)]
 
-    def _next(self) -> Problem:
+    def _next(self) -> P:
         if self.position == len(self._order):
             self.epoch, self.position = self.epoch + 1, 0
             self._order = self._shuffled()
@@ -45,7 +54,7 @@ class ProblemStream:
         return {"seed": self.seed, "problems": self._fingerprint, "epoch": self.epoch, "position": self.position}
 
     def restore(self, state: dict) -> None:
-        """Go on exactly behind the last problem drawn when `state` was taken."""
+        """Continue right after the last problem drawn when `state` was taken."""
         for name, ours in (("seed", self.seed), ("problems", self._fingerprint)):
             if state[name] != ours:
                 raise ValueError(

@@ -9,7 +9,7 @@ The budget L_max bounds the longest path, and inserted tags are charged to it:
     director may sample   left − |</spawn_workers>|                (nothing is inserted before its first segment)
     worker i may sample   left − |<worker_i>| − reserve            reserve = |</spawn_workers>| + 1
 
-The reserve is what the director needs to go on with a single token. So a worker that closes its tag in time is always read,
+The reserve is what the director needs to continue with a single token. So a worker that closes its tag in time is always read,
 and the longest path never exceeds L_max: nothing is ever cut afterwards. How a response ends:
 
     the director writes EOS                                       answered

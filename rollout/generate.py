@@ -1,4 +1,4 @@
-"""Many responses on one engine, each moving on as soon as its own part is finished: no barrier over the batch.
+"""Many responses on one engine, each continuing as soon as its own part is finished: no barrier over the batch.
 
     for request, response in generate(engine, requests, config, seed=(run_seed, step)): …
 
@@ -55,7 +55,7 @@ def generate(
     watch: Watch | None = None,
     concurrency: int | None = None,
 ) -> Generator[tuple[Request, Response]]:
-    """Yield each response as soon as it is finished. A caller that stops early leaves the engine empty behind it.
+    """Yield each response as soon as it is finished. A caller that stops early leaves the engine empty.
 
     All responses are begun at once, or with `concurrency` only so many: then each one that finishes makes room for the next.
     """

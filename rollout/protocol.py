@@ -4,8 +4,8 @@
             director text … </think> <answer> … </answer>
 
 A response is well-formed when `<think>…</think><answer>…</answer>` is the whole text but for white space, at least one
-`<spawn_workers>` block stands inside think, every block holds exactly workers 1..K in order with only white space between
-them, non-empty director text stands before every block, and no tag stands anywhere else. `flaw_of` says which rule is broken.
+`<spawn_workers>` block is inside think, every block holds exactly workers 1..K in order with only white space between
+them, non-empty director text comes before every block, and there is no other tag. `flaw_of` says which rule is broken.
 """
 
 from __future__ import annotations
@@ -133,13 +133,13 @@ def sequential_flaw_of(text: str) -> Flaw | None:
 
 
 def answer_block(text: str) -> str | None:
-    """What stands inside the last `<answer>` block, closed or not; None if there is none."""
+    """What is inside the last `<answer>` block, closed or not; None if there is none."""
     _, found, rest = text.rpartition(ANSWER_OPEN)
     return rest.split(ANSWER_CLOSE)[0] if found else None
 
 
 def _parse_workers(cursor: _Cursor, workers: int) -> list[str]:
-    """The texts of one block; the cursor stands behind <spawn_workers> and is left behind </spawn_workers>."""
+    """The texts of one block; the cursor is after <spawn_workers> and is left after </spawn_workers>."""
     texts = []
     for index in range(1, workers + 1):
         between, tag = cursor.text_until_tag(), cursor.tag()
@@ -172,7 +172,7 @@ class _Cursor:
         return self.text[start : self.at]
 
     def tag(self) -> str | None:
-        """The tag at the cursor, which moves behind it; None at the end of the text."""
+        """The tag at the cursor, which moves past it; None at the end of the text."""
         if self._next is None:
             return None
         found, self.at, self._next = self._next.group(), self._next.end(), next(self._tags, None)

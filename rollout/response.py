@@ -3,7 +3,7 @@
     S1 (W1 … WK) S2 (W1 … WK) … S_final
 
 A segment is one call to the engine: `inserted` ids that we put in front (the worker's opening tag, or `</spawn_workers>` when the
-director goes on), then the `sampled` ids, exactly as the policy wrote them. Sampled ids are never re-tokenised.
+director continues), then the `sampled` ids, exactly as the policy wrote them. Sampled ids are never re-tokenised.
 
     longest path = Σ |director segments| + Σ over rounds of the longest worker        (prompt excluded, inserted tags included)
 """
@@ -130,7 +130,7 @@ class Rollout:
     text: str  # includes <think> when the prompt opened it
     response: Response
     flaw: str | None = None  # None: well-formed
-    verdict: str | None = None  # eval.grading.Verdict; None: not graded
+    verdict: str | None = None  # data.grading.Verdict; None: not graded
     reward: float | None = None
     advantage: float | None = None
     step: int | None = None

@@ -11,10 +11,12 @@ import threading
 import time
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from dccot.data.grading import Grader, GradingConfig, Verdict
+from dccot.config import ConfigError
+from dccot.data.grading import Grader, GradingConfig, Judge, Verdict, open_judge
 
 C, W, U = Verdict.CORRECT, Verdict.WRONG, Verdict.UNPARSABLE
 
@@ -299,3 +301,29 @@ def test_equivalence_classes_of_many_integers_are_their_values(grader):
     texts = [rf"word {rng.random()} \boxed{{{value}}}" for value in values]
     first_seen = list(dict.fromkeys(values))
     assert grader.equivalence_classes(texts) == [first_seen.index(value) for value in values]
+
+
+class SaysYes(Judge):
+    """A judge of somebody else's: right is what spells the gold."""
+
+    def __init__(self, config: GradingConfig):
+        self.config = config
+
+    def grade(self, pairs):
+        return [Verdict.CORRECT if gold in text else Verdict.WRONG for text, gold in pairs]
+
+
+def test_a_judge_of_the_users_own_is_built_from_its_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "my_judges", SimpleNamespace(SaysYes=SaysYes))
+    config = GradingConfig("my_judges:SaysYes", seconds=7.0)
+    config.check()
+    with open_judge(config) as judge:
+        assert isinstance(judge, SaysYes) and judge.config is config
+        assert judge.grade([("it is 7", "7"), ("it is 8", "7")]) == [Verdict.CORRECT, Verdict.WRONG]
+        assert judge.judge("it is 7", "7") is Verdict.CORRECT
+        assert judge.equivalence_classes(["a<answer>1</answer>", "b<answer>2</answer>", "c<answer> 1 </answer>"]) == [0, 1, 0]
+
+
+def test_a_judge_that_nobody_knows_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"grading\.kind is 'math_verfy'; it must be one of math_verify or your own"):
+        GradingConfig("math_verfy").check()

@@ -1,4 +1,4 @@
-"""A hundred answers made to hang, starve, crash or deceive the grader: each gets its verdict, and nothing stays behind."""
+"""A hundred answers made to hang, starve, crash or deceive the grader: each gets its verdict, and nothing is left running."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ RIGHT_AFTER_ALL = {rf"\boxed{{{text}}}" for text in (TOWERS[18], CALCULUS[10], E
 
 
 @pytest.fixture(scope="module")
-def ordeal():
+def hostile():
     """All hundred, and as many good answers among them."""
     return endure(200, hostile_share=0.5, config=LIMITS)
 
@@ -22,23 +22,23 @@ def test_there_are_a_hundred_of_them():
     assert len(set(HOSTILE)) == 100
 
 
-def test_every_hostile_answer_gets_a_verdict_and_none_is_taken_for_correct(ordeal):
-    assert set(ordeal.hostile) == set(HOSTILE) and set(ordeal.hostile.values()) <= set(Verdict)
-    assert {text for text, verdict in ordeal.hostile.items() if verdict == Verdict.CORRECT} <= RIGHT_AFTER_ALL
+def test_every_hostile_answer_gets_a_verdict_and_none_is_taken_for_correct(hostile):
+    assert set(hostile.hostile) == set(HOSTILE) and set(hostile.hostile.values()) <= set(Verdict)
+    assert {text for text, verdict in hostile.hostile.items() if verdict == Verdict.CORRECT} <= RIGHT_AFTER_ALL
 
 
-def test_time_limit_is_what_ends_the_endless_ones(ordeal):
+def test_time_limit_is_what_ends_the_endless_ones(hostile):
     endless = [rf"\boxed{{{text}}}" for text in (TOWERS[0], TOWERS[1], CALCULUS[0], CALCULUS[1], HUGE[2])]
-    assert [ordeal.hostile[text] for text in endless] == [Verdict.TIMED_OUT] * 5
+    assert [hostile.hostile[text] for text in endless] == [Verdict.TIMED_OUT] * 5
 
 
-def test_good_answers_are_right_the_pool_is_whole_and_its_memory_is_back(ordeal):
-    assert ordeal.good == {Verdict.CORRECT: 100}
-    assert ordeal.processes == (4, 4)
-    assert ordeal.faults(LIMITS) == []
+def test_good_answers_are_right_the_pool_is_whole_and_its_memory_is_back(hostile):
+    assert hostile.good == {Verdict.CORRECT: 100}
+    assert hostile.processes == (4, 4)
+    assert hostile.faults(LIMITS) == []
 
 
-def test_nothing_was_executed(ordeal):
+def test_nothing_was_executed(hostile):
     assert not Path("OWNED").exists()
 
 

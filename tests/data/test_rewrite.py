@@ -161,7 +161,7 @@ def log_of(config: RewriteConfig) -> list[dict]:
 
 
 @pytest.fixture(scope="module", params=["openai", "anthropic"])
-def ordeal(request, tmp_path_factory):
+def troubled(request, tmp_path_factory):
     """Everything that can go wrong, once for each protocol."""
     folder = tmp_path_factory.mktemp(request.param)
     server = Server(request.param, SCRIPT)
@@ -175,16 +175,16 @@ def ordeal(request, tmp_path_factory):
         server.server_close()
 
 
-def test_every_attempt_is_logged_with_its_outcome_and_transport_errors_are_none(ordeal):
-    _, config, _ = ordeal
+def test_every_attempt_is_logged_with_its_outcome_and_transport_errors_are_none(troubled):
+    _, config, _ = troubled
     seen = {name: [] for name in SCRIPT}
     for row in sorted(log_of(config), key=lambda row: row["attempt"]):
         seen[list(SCRIPT)[int(row["id"][1:])]].append(row["outcome"])
     assert seen == OUTCOMES
 
 
-def test_output_holds_the_accepted_ones_in_source_order(ordeal):
-    _, config, _ = ordeal
+def test_output_holds_the_accepted_ones_in_source_order(troubled):
+    _, config, _ = troubled
     rows = [row for _, row in read_jsonl(config.output)]
     good = [n for n, name in enumerate(SCRIPT) if OUTCOMES[name][-1] == "accepted"]
     assert [row["id"] for row in rows] == [f"p{n}" for n in good]
@@ -193,8 +193,8 @@ def test_output_holds_the_accepted_ones_in_source_order(ordeal):
     }  # fmt: skip
 
 
-def test_summary_counts_outcomes_and_tokens(ordeal):
-    _, config, summary = ordeal
+def test_summary_counts_outcomes_and_tokens(troubled):
+    _, config, summary = troubled
     outcomes = Counter(outcome for outcomes in OUTCOMES.values() for outcome in outcomes)
     assert (summary.solutions, summary.accepted, summary.exhausted, summary.failed) == (11, 9, 1, 1)
     assert summary.outcomes == outcomes
@@ -204,8 +204,8 @@ def test_summary_counts_outcomes_and_tokens(ordeal):
     assert json.loads(Path(config.output).with_suffix(".summary.json").read_text())["accepted"] == 9
 
 
-def test_requests_are_as_configured_and_the_key_goes_to_the_server_alone(ordeal):
-    server, config, _ = ordeal
+def test_requests_are_as_configured_and_the_key_goes_to_the_server_alone(troubled):
+    server, config, _ = troubled
     for _, _, body, headers in server.requests:
         assert (body["model"], body["temperature"], body["max_tokens"]) == ("the-model", 0.7, 12_000)
         sent = {name.lower(): value for name, value in headers.items()}
@@ -216,15 +216,15 @@ def test_requests_are_as_configured_and_the_key_goes_to_the_server_alone(ordeal)
         assert KEY not in path.read_text()
 
 
-def test_retry_after_is_waited_for(ordeal):
+def test_retry_after_is_waited_for(troubled):
     """Twice as long as the SDKs' own first backoffs, which are 0.5 and 1 s."""
-    server, _, _ = ordeal
+    server, _, _ = troubled
     times = [at for question, at, *_ in server.requests if question == "rate limited"]
     assert len(times) == 3 and all(later - earlier >= RETRY_AFTER for earlier, later in pairwise(times))
 
 
-def test_rerun_asks_again_only_for_what_failed(ordeal):
-    server, config, first = ordeal
+def test_rerun_asks_again_only_for_what_failed(troubled):
+    server, config, first = troubled
     before, log = len(server.requests), log_of(config)
     for _ in range(3):  # as often as there are attempts: a failure is none
         again = rewrite(config)

@@ -1,6 +1,6 @@
-"""The state machine alone: a scripted sampler stands for the engine, so that every way a call can end is met.
+"""The state machine alone: a scripted sampler takes the place of the engine, so that every way a call can end is met.
 
-Tags here are made of ids above 900; a sampler writes ids below 100. Context of a call and longest path are worked out anew from
+Tags here are made of ids above 900; a sampler writes ids below 100. Context of a call and longest path are worked out again from
 what the sampler was asked and what it wrote, not from the response's own arithmetic.
 """
 
@@ -46,7 +46,7 @@ def spawn(machine: Director, count: int = 5) -> list[Call]:
 # ---- the paper's algorithm, step by step ----
 
 
-def test_the_director_goes_on_with_all_workers_read_between_its_tags():
+def test_the_director_continues_with_all_workers_read_between_its_tags():
     machine = director(prompt=[1, 2], budget=100)
     first = only(machine.start())
     assert (first.path, first.prompt, first.inserted, first.stop) == ((0, 0), [1, 2], [], "<spawn_workers>")
@@ -137,7 +137,7 @@ def test_a_worker_that_uses_up_the_budget_ends_the_response_after_its_round():
 
 @pytest.mark.parametrize(("left", "spawns"), [(7, True), (6, False), (1, False), (0, False)])
 def test_a_director_that_spawns_with_too_little_left_ends_with_its_own_text(left, spawns):
-    """A worker needs its opening tag (3) and a token, and behind it </spawn_workers> (2) and a token must fit."""
+    """A worker needs its opening tag (3) and a token, and after it </spawn_workers> (2) and a token must fit."""
     machine = director(budget=20 + left)
     calls = spawn(machine, 20)
     assert len(calls) == (3 if spawns else 0)

@@ -221,7 +221,7 @@ def test_the_context_of_the_model_is_never_exceeded(engines):
 
 
 def test_top_p_shows_in_the_log_probs(engines, checkpoints, judges):
-    """What is sampled from is the distribution cut to top_p and normalised anew, and its log-probs are reported."""
+    """What is sampled from is the distribution cut to top_p and normalised again, and its log-probs are reported."""
     engine = engines["single"]
     heard = Listener()
     run(engine, config=RolloutConfig(budget=60, temperature=1.0, top_p=0.5), watch=heard)

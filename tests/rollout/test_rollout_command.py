@@ -1,4 +1,4 @@
-"""`dccot rollout`: whole lines whatever happens, and a run that was killed goes on as if it had not been."""
+"""`dccot rollout`: whole lines whatever happens, and a run that was killed continues as if it had not been."""
 
 import io
 import json

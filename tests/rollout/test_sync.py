@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import VllmEngine
 from dccot.rollout.generate import Request, generate
+from dccot.rollout.interface import open_engine
 from dccot.rollout.settings import EngineConfig
 
 GREEDY = RolloutConfig(budget=80, temperature=0.0)
@@ -160,3 +161,10 @@ def test_a_tied_head_follows_the_embedding(checkpoints, build_engine, tmp_path, 
     engine.verify(weights)
     for ids in greedy(engine):
         assert ids  # nothing was left on the meta device
+
+
+def test_an_engine_that_is_given_is_used_and_left_running(engines, checkpoints):
+    with open_engine(checkpoints["single"], EngineConfig(), engines["single"]) as engine:
+        assert engine is engines["single"]
+    [(_, response)] = generate(engine, [Request("p", 0, [5] * 9)], RolloutConfig(budget=20), seed=(0,))
+    assert response.sampled_tokens > 0

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 tests/system/rl_program.py OUT STEPS
 
-The task is that of train/torture/task.py: a reward of mean 0.1875 at the start, and variance 1/4 · (1/2 · 1 + 1/2 · 1/4) − 0.1875².
+The task is that of fault_injection/task.py: a reward of mean 0.1875 at the start, and variance 1/4 · (1/2 · 1 + 1/2 · 1/4) − 0.1875².
 """
 
 import sys

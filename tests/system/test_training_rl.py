@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 from dccot.data.prompting import PromptConfig
 from dccot.miniature.arithmetic import make_tokenizer
 from tests.support.fault_injection.rank import Kill
-from tests.support.fault_injection.run import Ordeal
+from tests.support.fault_injection.run import FaultInjection
 
 PROGRAM = Path(__file__).with_name("rl_program.py")
 STEPS = {1: 3, 2: 8}  # by ranks: the longer one is there to see it learn
@@ -146,12 +146,12 @@ def test_reward_rises_by_more_than_noise_can_explain(runs):
 def test_a_run_killed_three_times_and_restarted_by_torchrun_is_one_that_nobody_touched(runs):
     """A small part of `make torture`: weights and optimizer to the bit, rollouts, metrics and TensorBoard series."""
     _, out = runs
-    ordeal = Ordeal(out, STEPS[2], settings=())
-    ordeal.suffer([Kill("rollout", "rank 1", 0.5), Kill("writing shards", "rank 0", 0.5), Kill("moving latest", "rank 0")], restarts=3)
-    assert (ordeal.problems, ordeal.lost(), ordeal.differences()) == ([], [], [])
-    assert len(ordeal.kills()) == 3
-    spoil(out / "tortured", STEPS[2])
-    assert [text.split(" ")[0] for text in ordeal.differences()] == ["hf/", "rollouts/step_000001.jsonl", "metrics.jsonl", "TensorBoard"]
+    injection = FaultInjection(out, STEPS[2], settings=())
+    injection.inject([Kill("rollout", "rank 1", 0.5), Kill("writing shards", "rank 0", 0.5), Kill("moving latest", "rank 0")], restarts=3)
+    assert (injection.problems, injection.lost(), injection.differences()) == ([], [], [])
+    assert len(injection.kills()) == 3
+    spoil(out / "faulted", STEPS[2])
+    assert [text.split(" ")[0] for text in injection.differences()] == ["hf/", "rollouts/step_000001.jsonl", "metrics.jsonl", "TensorBoard"]
 
 
 def spoil(run: Path, steps: int) -> None:

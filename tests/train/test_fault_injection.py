@@ -1,4 +1,4 @@
-"""The torture's own arithmetic: which kills there are and in what order they come."""
+"""Fault injection's own arithmetic: which kills there are and in what order they come."""
 
 from tests.support.fault_injection.rank import FILES, PHASES
 from tests.support.fault_injection.run import DAMAGES, ROSTER, Trial, draw_kills, in_launches, table

@@ -291,10 +291,10 @@ def rewriting_with_a_key(out: Path, under: Sequence[str]) -> list[Trial]:
 
 
 def planted_keys_in(out: Path) -> Trial:
-    """Search every byte that the torture has left for the keys that all its processes had in their environment."""
+    """Search every byte that the trials have left for the keys that all its processes had in their environment."""
     files = [path for path in out.rglob("*") if path.is_file()]
     holding = [str(path) for path in files if KEY.encode() in path.read_bytes()]
-    seen = "no file, log, checkpoint or trace of this torture holds the key"
+    seen = "no file, log, checkpoint or trace of these trials holds the key"
     return Trial("planted key in any file", len(files), len(files) - len(holding), seen, holding)
 
 

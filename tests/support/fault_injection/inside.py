@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 -m tests.support.fault_injection.inside FOLDER        writes trials.jsonl
 
-Each trial spoils one thing by replacing one method of the loop, and judges by what the run left behind or said when it ended.
+Each trial spoils one thing by replacing one method of the loop, and judges by what the run left on disk or said when it ended.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Settings = Callable[..., RLConfig]
 
 
 def _nan_gradient(settings: Settings, engine: VllmEngine) -> Trial:
-    """One shard's gradient is NaN on rank 1 in the second step of four: all ranks skip it, count it, keep the batch, and go on."""
+    """One shard's gradient is NaN on rank 1 in the second step of four: all ranks skip it, count it, keep the batch, and continue."""
 
     class Spoiled(rl.RL):
         def train_on(self, batch):

@@ -1,9 +1,9 @@
-"""`dccot rl` with a killer inside: what every rank runs under torture.
+"""`dccot rl` with a killer inside: what every rank of a faulted run executes.
 
     DCCOT_KILLS='[{"moment": "update", "victim": "rank 1", "fraction": 0.4}]' torchrun … -m tests.support.fault_injection.rank KILL_LOG
 
-One kill per life: torchrun's n-th restart suffers the n-th of the list, and what comes after the list lives to its end. The training code
-is not touched. Phases are watched as they begin; what happens to files is seen by an audit hook. Both only ever add a SIGKILL. A kill
+One kill per restart: torchrun's n-th restart gets the n-th kill of the list, and a restart after the last one runs to the end. The training
+code is not touched. Phases are watched as they begin; what happens to files is seen by an audit hook. Both only ever add a SIGKILL. A kill
 whose moment is "full disk" is none: for two steps no file of that rank may grow as large as a checkpoint's.
 """
 
@@ -42,7 +42,7 @@ FULL_DISK = "full disk"
 class Kill:
     moment: str
     victim: str  # rank 0, rank 1, job (all ranks and torchrun)
-    fraction: float = 0.0  # how far into the phase, or into the few milliseconds behind a file event
+    fraction: float = 0.0  # how far into the phase, or into the few milliseconds after a file event
 
 
 def descendants(pid: int) -> list[int]:
@@ -58,7 +58,7 @@ def descendants(pid: int) -> list[int]:
 
 
 class Killer(Phases):
-    """The phases of a run, one of which does not end: after one whole step of this life, at its moment, the victim is killed."""
+    """The phases of a run, one of which does not end: after one whole step since the restart, at its moment, the victim is killed."""
 
     FILE_SECONDS = 0.02
     FULL_DISK_BYTES = 300_000  # rollouts and metrics of the task are smaller, weights and shards larger
@@ -106,9 +106,9 @@ class Killer(Phases):
     def end(self) -> None:
         agent = os.getppid()
         below = [pid for pid in descendants(agent) if pid != os.getpid()]
-        latest = self.log.parent / "tortured" / "latest"
-        stands = int(latest.read_text().removeprefix("step_")) if latest.exists() else 0
-        row = {**asdict(self.kill), "first": self.first, "step": self.step, "stands": stands, "time": time.time(), "pids": below}
+        latest = self.log.parent / "faulted" / "latest"
+        newest = int(latest.read_text().removeprefix("step_")) if latest.exists() else 0
+        row = {**asdict(self.kill), "first": self.first, "step": self.step, "newest": newest, "time": time.time(), "pids": below}
         out = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.write(out, json.dumps(row).encode() + b"\n")
         if self.kill.victim == "job":
@@ -122,9 +122,9 @@ def _parent(pid: int) -> int:
 
 
 def main(argv: list[str]) -> int:
-    kills, life = json.loads(os.environ.get("DCCOT_KILLS", "[]")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    kills, restart = json.loads(os.environ.get("DCCOT_KILLS", "[]")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     Killer.log = Path(argv[0])
-    Killer.kill = Kill(**kills[life]) if life < len(kills) else None
+    Killer.kill = Kill(**kills[restart]) if restart < len(kills) else None
     rl.Phases = Killer
     return rl.main(argv[1:])
 

@@ -4,10 +4,10 @@
 
 The heart of it: one RL run on two ranks, with a real engine in each, is killed again and again with SIGKILL, one rank or the whole job,
 at random moments of every phase and of writing a checkpoint; now and then its newest checkpoint is damaged, and once the disk is full.
-The same command goes on each time, or torchrun restarts it. In the end it must be what a run is that nobody touched: weights and
+The same command continues each time, or torchrun restarts it. In the end it must equal a run that nobody touched: weights and
 optimizer to the bit, every step once in metrics.jsonl and in TensorBoard, the same rollouts. The other faults are in faults.py.
 
-    report.json   one row per fault: how often it was tried, how often survived, what was seen       lives/   what every life printed
+    report.json   one row per fault: how often it was tried, how often survived, what was seen       logs/   what every launch printed
 """
 
 from __future__ import annotations
@@ -80,35 +80,35 @@ def in_launches(kills: Sequence[Kill], seed: int) -> list[list[Kill]]:
 # --- running ----------------------------------------------------------------------------------------------------------------------
 
 
-class Ordeal:
-    """The tortured run and the whole one, below one folder that holds the task (task.py)."""
+class FaultInjection:
+    """The faulted run and the whole one, below one folder that holds the task (task.py)."""
 
     def __init__(self, out: Path, steps: int, settings: Sequence[str] = SETTINGS, under: Sequence[str] = ()):
         self.out, self.steps, self.settings, self.under = out, steps, settings, under
-        self.run, self.whole, self.log = out / "tortured", out / "whole", out / "kills.jsonl"
+        self.run, self.whole, self.log = out / "faulted", out / "whole", out / "kills.jsonl"
         self.problems: list[str] = []
         self.damaged: list[tuple[int, str, int]] = []  # number of kills before it, how, step it must go back to
         self.launches = 0
-        (out / "lives").mkdir(parents=True)
+        (out / "logs").mkdir(parents=True)
 
     def launch(self, name: str, kills: Sequence[Kill] = (), restarts: int = 0) -> int:
-        """`dccot rl` on two ranks until it ends; returns its exit code. What it prints goes to lives/."""
+        """`dccot rl` on two ranks until it ends; returns its exit code. What it prints goes to logs/."""
         module = ["dccot.train.rl"] if name == "whole" else ["tests.support.fault_injection.rank", str(self.log)]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}", f"--max-restarts={restarts}"]
         command += ["-m", *module, str(self.out / "rl.yaml"), f"name={name}", f"steps={self.steps}", *self.settings]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         environment["DCCOT_KILLS"] = json.dumps([asdict(kill) for kill in kills])
         self.launches += 1
-        with open(self.out / "lives" / f"{self.launches:02d}_{name}.log", "w") as said:
+        with open(self.out / "logs" / f"{self.launches:02d}_{name}.log", "w") as said:
             return subprocess.run([*self.under, *command], env=environment, stdout=said, stderr=said).returncode
 
     def kills(self) -> list[dict]:
         return [row for _, row in read_jsonl(self.log)] if self.log.exists() else []
 
-    def suffer(self, kills: Sequence[Kill], restarts: int) -> None:
+    def inject(self, kills: Sequence[Kill], restarts: int) -> None:
         """One launch with these kills, of which the last ends it if torchrun may restart no more."""
         before, start = len(self.kills()), time.monotonic()
-        code = self.launch("tortured", kills, restarts)
+        code = self.launch("faulted", kills, restarts)
         rows = self.kills()[before:]
         meant = [kill for kill in kills if kill.moment != FULL_DISK]
         happened = [Kill(row["moment"], row["victim"], row["fraction"]) for row in rows]
@@ -116,7 +116,7 @@ class Ordeal:
             self.problems.append(f"launch {self.launches}: {len(happened)} of {len(meant)} kills came")
         finishes = restarts >= len(kills)
         if finishes != (code == 0):
-            self.problems.append(f"launch {self.launches} ended with exit code {code}; see lives/")
+            self.problems.append(f"launch {self.launches} ended with exit code {code}; see logs/")
         self._no_orphans(rows)
         newest = self.newest()
         if newest is not None and (damage := verify_manifest(newest)):
@@ -151,17 +151,17 @@ class Ordeal:
     # what must be true in the end
 
     def lost(self) -> list[str]:
-        """Lives that went on from further back than the newest checkpoint that stood when the life before was killed."""
+        """Restarts that continued from further back than the newest checkpoint that was there when the one before was killed."""
         rows, found = self.kills(), []
         for number in range(1, len(rows)):
             back_to = [step for kills, _, step in self.damaged if kills == number]
-            stood = back_to[-1] if back_to else rows[number - 1]["stands"]
-            if rows[number]["first"] < stood:
-                found.append(f"kill {number}: step {stood} stood, the next life began at {rows[number]['first']}")
+            newest = back_to[-1] if back_to else rows[number - 1]["newest"]
+            if rows[number]["first"] < newest:
+                found.append(f"kill {number}: step {newest} was saved, the next restart began at {rows[number]['first']}")
         return found
 
     def differences(self) -> list[str]:
-        """In what the tortured run differs from the whole one."""
+        """In what the faulted run differs from the whole one."""
         last = f"step_{self.steps:06d}"
         found = []
         for folder in ("hf", "dcp"):
@@ -232,26 +232,26 @@ def damage(folder: Path, how: str) -> None:
 
 
 def kill_again_and_again(out: Path, kills: Sequence[Kill], seed: int, under: Sequence[str] = ()) -> list[Trial]:
-    """Torture one run through all `kills`, damage its newest checkpoint now and then, let the disk be full, compare with a whole run."""
+    """Put one run through all `kills`, damage its newest checkpoint now and then, let the disk be full, compare with a whole run."""
     start = time.monotonic()
     make_task(out)
-    ordeal = Ordeal(out, steps=2 * len(kills) + 6, under=under)
-    if ordeal.launch("whole"):
-        raise RuntimeError(f"the run that nobody touches failed; see {out / 'lives'}")
+    injection = FaultInjection(out, steps=2 * len(kills) + 6, under=under)
+    if injection.launch("whole"):
+        raise RuntimeError(f"the run that nobody touches failed; see {out / 'logs'}")
     launches, ways = in_launches(kills, seed), list(DAMAGES)
     for launch in launches:
-        ordeal.suffer(launch, restarts=len(launch) - 1)
-        if ways and ordeal.damage_newest(ways[0]):
+        injection.inject(launch, restarts=len(launch) - 1)
+        if ways and injection.damage_newest(ways[0]):
             del ways[0]
     if ways and len(launches) > len(DAMAGES):
-        ordeal.problems.append(f"never tried on a checkpoint: {', '.join(ways)}")
-    ordeal.suffer([Kill(FULL_DISK, "rank 0")], restarts=1)
-    return judge(ordeal, time.monotonic() - start)
+        injection.problems.append(f"never tried on a checkpoint: {', '.join(ways)}")
+    injection.inject([Kill(FULL_DISK, "rank 0")], restarts=1)
+    return judge(injection, time.monotonic() - start)
 
 
-def judge(ordeal: Ordeal, seconds: float) -> list[Trial]:
-    rows, said = ordeal.kills(), "".join(path.read_text() for path in sorted((ordeal.out / "lives").glob("*_tortured.log")))
-    wrong = ordeal.problems + ordeal.lost() + ordeal.differences()
+def judge(injection: FaultInjection, seconds: float) -> list[Trial]:
+    rows, said = injection.kills(), "".join(path.read_text() for path in sorted((injection.out / "logs").glob("*_faulted.log")))
+    wrong = injection.problems + injection.lost() + injection.differences()
     end = "final weights, optimizer, rollouts, metrics and TensorBoard series are those of the whole run"
     trials = []
     for moment in (*PHASES, *FILES):
@@ -260,12 +260,12 @@ def judge(ordeal: Ordeal, seconds: float) -> list[Trial]:
             victims = ", ".join(sorted(row["victim"] for row in hit))
             trials.append(Trial(f"SIGKILL: {moment}", len(hit), 0 if wrong else len(hit), victims))
     trials.append(Trial("all kills together", len(rows), 0 if wrong else len(rows), end, wrong, seconds))
-    if ordeal.damaged:
-        tried, ways = len(ordeal.damaged), ", ".join(how for _, how, _ in ordeal.damaged)
+    if injection.damaged:
+        tried, ways = len(injection.damaged), ", ".join(how for _, how, _ in injection.damaged)
         noticed = min(said.count("is damaged"), tried)
         trials.append(Trial("newest checkpoint damaged", tried, noticed, f"{ways}: reported, the one before used"))
     if failed := said.count("was not written"):
-        seen = "a message each time; training went on, the next one was written"
+        seen = "a message each time; training continued, the next one was written"
         trials.append(Trial("disk full while a checkpoint is written", failed, 0 if wrong else failed, seen))
     return trials
 
@@ -291,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out, under, start = arguments.output.resolve(), shlex.split(arguments.under), time.monotonic()
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    os.environ.update(PLANTED)  # every process of the torture sees the keys; no file may
+    os.environ.update(PLANTED)  # every process of the trials sees the keys; no file may
     trials: list[Trial] = []
     for name in arguments.only or ["kills", *FAULTS]:
         print(f"[{time.monotonic() - start:4.0f} s] {name}", flush=True)
