@@ -123,7 +123,7 @@ class JsonlWriter:
                 raise
 
     def rows(self) -> Iterator[dict]:
-        """Rows already in the file, so that a rerun can go on from there."""
+        """Rows already in the file, so that a rerun can continue from there."""
         if self.path.stat().st_size:
             for _, row in read_jsonl(self.path):
                 yield row

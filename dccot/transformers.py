@@ -46,8 +46,8 @@ def attend(
             raise ValueError(f"{type(module).__name__} does not hand on the keyword tree_mask: this model cannot run on a forest")
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
     _refuse(module, query, key, tree_mask, dropout, options)
-    rows = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    return tree_attention(*rows, tree_mask, scale=scaling)[None], None
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    return tree_attention(q, k, v, tree_mask, scale=scaling)[None], None
 
 
 def _refuse(module: nn.Module, query: Tensor, key: Tensor, mask: TreeMask, dropout: float, options: dict[str, Any]) -> None:

@@ -114,6 +114,8 @@ def folder(tmp_path_factory) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_jsonl_atomic(folder / f"{name}.jsonl", problems)
     write_jsonl_atomic(folder / "sft.jsonl", [{"id": str(i), "question": "Count.", "completion": demonstration(i)} for i in range(4)])
+    (folder / "my_package").mkdir()
+    (folder / "my_package/my_module.py").write_text("def my_reward(rollout, config, budget):\n    return 1.0\n")
     demo = ROOT / "runs/demo"
     if (demo / "stage4/latest").is_file() and (demo / "stage4/rollouts/step_000000.jsonl").is_file():
         shutil.copytree(demo, folder / "runs/demo", symlinks=True)

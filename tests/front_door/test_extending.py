@@ -1,0 +1,244 @@
+"""docs/extending.md, done: one of each thing is added from a package outside the repository, and used."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dccot.bench import __main__ as bench
+from dccot.config import ConfigError
+from dccot.data.grading import GradingConfig, Verdict, open_judge
+from dccot.data.prompting import PromptConfig
+from dccot.eval import benchmarks
+from dccot.files import write_jsonl_atomic
+from dccot.kernels import tree_attention as attention
+from dccot.model import config as model_config
+from dccot.model.checkpoint_io import load_weights
+from dccot.model.transformer import Transformer
+from dccot.pipeline import prepare, run_recipe
+from dccot.rollout.director import RolloutConfig
+from dccot.rollout.generate import Request, generate
+from dccot.stages import KINDS, Kind
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+
+MODULE = """
+from dataclasses import dataclass
+
+from dccot.data.grading import Judge, Verdict
+from dccot.data.prompting import PromptFormat
+
+
+class MyJudge(Judge):
+    def __init__(self, config):
+        self.config = config
+
+    def grade(self, pairs):
+        return [Verdict.CORRECT if gold in text else Verdict.WRONG for text, gold in pairs]
+
+
+MY_FORMAT = PromptFormat("Q: ", " A:")
+
+
+@dataclass
+class MyStage:
+    text: str = "nothing"
+
+
+def my_stage(session, context, config):
+    context.folder.mkdir(parents=True)
+    (context.folder / "said.txt").write_text(config.text)
+
+
+def run(quick):
+    return [{"name": "speed of mine", "value": 3.0, "unit": "x", "target": 2.0, "better": "higher"}]
+"""
+KERNEL = """
+import torch
+
+
+def scores(q, k, visible_until, scale):
+    at = torch.arange(len(q))
+    seen = (at[None] <= at[:, None]) & (at[:, None] < visible_until[None])
+    return torch.einsum("qhd,khd->hqk", q, k).mul(scale).masked_fill(~seen, -torch.inf)
+
+
+def forward(q, k, v, layout, scale):
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    found = scores(q, k, layout, scale)
+    return torch.einsum("hqk,khd->qhd", found.softmax(-1), v), found.logsumexp(-1)
+
+
+def backward(grad, q, k, v, out, lse, layout, scale):
+    heads = k.shape[1]
+    k, v = (x.repeat_interleave(q.shape[1] // heads, 1) for x in (k, v))
+    weights = scores(q, k, layout, scale).sub(lse[..., None]).exp()
+    change = torch.einsum("qhd,khd->hqk", grad, v)
+    change = weights * (change - (weights * change).sum(-1, keepdim=True)) * scale
+    grads = torch.einsum("hqk,qhd->khd", change, q), torch.einsum("hqk,qhd->khd", weights, grad)
+    return torch.einsum("hqk,khd->qhd", change, k), *(x.unflatten(1, (heads, -1)).sum(2) for x in grads)
+"""
+ENGINE = '''
+from dccot.rollout.director import Completion, Stop
+
+
+class Parrot:
+    """Says the same to every call."""
+
+    context, replica, replicas, sampled_tokens = 1000, 0, 1, 0
+
+    def __init__(self, tokenizer, text):
+        self.tokenizer, self.ids, self.pending = tokenizer, tokenizer.encode(text, add_special_tokens=False), {}
+
+    @property
+    def running(self):
+        return len(self.pending)
+
+    def add(self, key, call, *, seed, temperature, top_p=1.0, priority=0):
+        self.pending[key] = call
+
+    def step(self):
+        ids = [*self.ids, self.tokenizer.eos_token_id]
+        done = [(key, Completion(ids, [-0.5] * len(ids), Stop.EOS)) for key in self.pending]
+        self.pending = {}
+        return done
+
+    def written(self):
+        return {key: [] for key in self.pending}
+
+    def abort(self, keys):
+        for key in keys:
+            del self.pending[key]
+'''
+
+
+@pytest.fixture(scope="module", autouse=True)
+def my_package(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("outside")
+    for name, text in {"__init__": "", "my_module": MODULE, "my_kernel": KERNEL, "my_engine": ENGINE}.items():
+        (folder / "my_package").mkdir(exist_ok=True)
+        (folder / "my_package" / f"{name}.py").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        forget()
+        yield
+        forget()
+
+
+def forget() -> None:
+    for name in [name for name in sys.modules if name.startswith("my_package")]:
+        del sys.modules[name]
+
+
+def mine(name: str) -> str:
+    return f"my_package.my_module:{name}"
+
+
+# ---- by a name in the configuration --------------------------------------------------------------------------------------
+
+
+def test_a_judge():
+    with open_judge(GradingConfig(kind=mine("MyJudge"))) as judge:
+        assert judge.grade([("it is 3", "3"), ("it is 4", "3")]) == [Verdict.CORRECT, Verdict.WRONG]
+
+
+def test_a_prompt_format():
+    prompt = PromptConfig(kind=mine("MY_FORMAT"), open_think=False)
+    prompt.check()
+    assert (prompt.text("1+1?"), prompt.parallel) == ("Q: 1+1? A:", False)
+
+
+# ---- by an entry in a registry -------------------------------------------------------------------------------------------
+
+
+def test_a_benchmark(tmp_path, monkeypatch):
+    monkeypatch.setitem(benchmarks.BENCHMARKS, "mine", benchmarks.Benchmark("mine", "Mine", 3))
+    write_jsonl_atomic(tmp_path / "mine.jsonl", [{"id": "a", "question": "1+1?", "gold": "2"}])
+    found = benchmarks.named_benchmark("mine", tmp_path)
+    assert (found.title, found.samples, [problem.gold for problem in found.problems()]) == ("Mine", 3, ["2"])
+
+
+def test_a_measurement_of_speed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(bench.BENCHMARKS, "mine", "my_package.my_module")
+    assert bench.main(["mine", "--here"]) == 0
+    assert "speed of mine" in capsys.readouterr().out and (tmp_path / "runs/bench/mine.json").is_file()
+
+
+def test_a_stage_of_a_recipe(tmp_path, monkeypatch):
+    module = importlib.import_module("my_package.my_module")
+    monkeypatch.setitem(KINDS, "mine", Kind(module.MyStage, module.my_stage, {}))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"output: {tmp_path}\nstages: [{{name: first, run: mine, set: {{text: hello}}}}]")
+    run_recipe(recipe)
+    assert (tmp_path / "pipeline" / "first" / "said.txt").read_text() == "hello"
+    with pytest.raises(ConfigError, match="stage first: unknown key txt"):
+        prepare(recipe, ["first.txt=x"])
+
+
+def test_a_kernel(monkeypatch):
+    kernel = importlib.import_module("my_package.my_kernel")
+    monkeypatch.setitem(attention.BACKENDS, "mine", lambda mask: (kernel, mask.visible_until))
+    mask = attention.TreeMask(torch.tensor([6, 3, 3, 6, 6, 6]))
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(6, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    found, expected = [], []
+    for backend, results in (("mine", found), ("dense", expected)):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attention.tree_attention(*inputs, mask, backend=backend)
+        results += [out, *torch.autograd.grad(out, inputs, grad)]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_a_model_family(tmp_path, monkeypatch):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    theirs = MistralForCausalLM(MistralConfig(**sizes, **heads, head_dim=32, sliding_window=None, initializer_range=0.2)).eval()
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="model_type is 'mistral'; the decoder computes"):
+        model_config.read_config(tmp_path)
+    monkeypatch.setitem(model_config.FAMILIES, "mistral", model_config.Family(max_position=131_072))
+    ours = Transformer(model_config.read_config(tmp_path))
+    load_weights(ours, tmp_path)
+    tokens = torch.arange(60)
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens[None]).logits[0]
+        torch.testing.assert_close(ours(tokens, tokens, attention.TreeMask.causal([60])), expected, rtol=0, atol=1e-5)
+    assert expected.std() > 0.5
+
+
+# ---- by an object --------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine():
+    from dccot.miniature.arithmetic import make_tokenizer
+
+    engine = importlib.import_module("my_package.my_engine").Parrot(make_tokenizer(), "a: 3\n")
+    requests = [Request(f"p{i}", 0, [1, 2, 3], False) for i in range(2)]
+    found = list(generate(engine, requests, RolloutConfig(budget=50), seed=(0,)))
+    assert {request.problem for request, _ in found} == {"p0", "p1"}
+    assert all(engine.tokenizer.decode(response.final.sampled[:-1]) == "a: 3\n" for _, response in found)
+
+
+# ---- the page ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_registry_that_the_page_names_is_where_it_says():
+    named_there = re.findall(r"`([A-Z_]{5,})` in `([\w/]+)\.py`", PAGE)
+    assert len(named_there) >= 6
+    for registry, file in named_there:
+        assert hasattr(importlib.import_module("dccot." + file.removeprefix("dccot/").replace("/", ".")), registry), (
+            f"{file}.py: {registry}"
+        )
+
+
+@pytest.mark.parametrize("thing", ["model family", "objective", "filter", "judge", "engine", "benchmark", "kernel"])
+def test_the_page_explains_each(thing):
+    assert re.search(rf"\*\*An? {thing}\.\*\*", PAGE)
