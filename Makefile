@@ -8,7 +8,7 @@ BIN    := .venv/bin
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 PIP := $(BIN)/pip --disable-pip-version-check install --progress-bar off -q
 
-.PHONY: setup test quick lint format demo mini bench torture docs-check clean
+.PHONY: setup test quick lint format demo mini bench bench-peers torture docs-check clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready .venv/system
@@ -68,6 +68,10 @@ mini: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/dccot bench all
+
+# Beside TRL, which gets an environment of its own in runs/trl-env. Needs the base model of `make demo`; about 15 minutes.
+bench-peers: .venv/ready
+	$(BIN)/python -m dccot.bench.peers
 
 # Runs every command of README.md and docs/ (tests/test_docs.py says how), and the wheel outside the checkout.
 docs-check: setup

@@ -23,6 +23,7 @@ COMMANDS = {
     "report": ("dccot.eval.report", "tables, plots and training curves of runs as one HTML page"),
     "solve": ("dccot.eval.solve", "one problem, live in the terminal, workers side by side"),
     "view": ("dccot.eval.view", "a page to browse rollouts"),
+    "export": ("dccot.export", "a trained model with a model card, to give away or push to a hub"),
     "data": ("dccot.data.cli", "problem sets and the SFT set"),
     "plan": ("dccot.train.plan", "memory and time of a run before it is launched"),
     "inspect": ("dccot.kernels.inspect", "registers, shared memory and instruction mix of the kernels, for GPUs that are not here"),

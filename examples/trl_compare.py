@@ -3,7 +3,7 @@
     python examples/trl_env.py examples/trl_compare.py
 
 Two shapes of batch: a group of seven answers to a long prompt, and the calls behind seven parallel responses (three workers, and the
-director who reads them). Model: qwen2, 16M parameters, random. Both sides compute the same numbers: the gradients' difference is shown.
+director who reads them). Model: qwen2, 4M parameters, random. Both sides compute the same numbers: the gradients' difference is shown.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl_grpo import GROUP, LOSSES, make_trainer
 
 VOCABULARY = 1000
-SHAPE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2}
+SHAPE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 Row = tuple[list[int], int]  # tokens, and how many of them are the prompt
 
