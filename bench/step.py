@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,7 +51,7 @@ STEP_TOKENS = 4096  # of all responses of a step together, unless one is longer
 SIZES = (1024, 2048, 4096, 8192)
 PROMPT_SHARE = 0.04
 TEMPERATURE = 0.6
-MODEL = {
+MODEL: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 32_768, "hidden_size": 256, "intermediate_size": 1024,
     "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16_384, "rope_theta": 1e6,
     "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "hidden_act": "silu",
@@ -163,7 +164,7 @@ def high_water_mark() -> Iterator[list[float]]:
 def measure(way: str, tokens: int, folder: Path, repeats: int) -> dict:
     """One way at one size: loss and peak bytes of the first step, best seconds; of "mfu", what it takes to work that out."""
     logging.disable(logging.WARNING)
-    trainer = Reference(folder) if way == "reference" else Ours(folder, recompute=way == "ours")
+    trainer: Reference | Ours = Reference(folder) if way == "reference" else Ours(folder, recompute=way == "ours")
     trainer.step(step_responses(256)[:1])  # what is done once is done here
     responses, seconds, losses, peaks = step_responses(tokens), [], [], []
     for _ in range(repeats):
@@ -172,8 +173,13 @@ def measure(way: str, tokens: int, folder: Path, repeats: int) -> dict:
             losses.append(trainer.step(responses))
             seconds.append(time.perf_counter() - start)
         peaks += peak
-    found = {"loss": losses[0], "seconds": min(seconds), "peak_bytes": peaks[0], "tokens": sum(r.total_tokens for r in responses)}
-    if way == "mfu":
+    found: dict[str, Any] = {
+        "loss": losses[0],
+        "seconds": min(seconds),
+        "peak_bytes": peaks[0],
+        "tokens": sum(r.total_tokens for r in responses),
+    }
+    if isinstance(trainer, Ours) and way == "mfu":
         found["flops"] = 3 * model_flops(trainer.model.config, trainer.forests(responses))
         found["peak_flops"] = matmul_peak(torch.device("cpu"), torch.float32)
         found["shares"] = shares(trainer, responses)

@@ -36,12 +36,21 @@ class Runtime:
         if owned:
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
             timeout = timedelta(seconds=timeout_seconds)
-            place = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+            rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-                place = {"store": _store_of_this_life(rank, ranks, timeout), "rank": rank, "world_size": ranks}
-            dist.init_process_group(backend, timeout=timeout, **place)
+                store = _fresh_store(rank, ranks, timeout)
+                dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=ranks)
+            elif "RANK" in os.environ:
+                dist.init_process_group(backend, timeout=timeout)
+            else:
+                dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
         return cls(dist.get_rank(), dist.get_world_size(), device, owned)
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     @property
     def is_main(self) -> bool:
@@ -60,10 +69,6 @@ class Runtime:
         dist.all_gather_object(everybody, mine)
         return everybody
 
-    def concatenated(self, tensor: Tensor) -> Tensor:
-        """One-dimensional tensors of all ranks behind one another, on the CPU."""
-        return torch.cat([torch.as_tensor(part) for [part] in self.gather([tensor.detach().float().cpu().numpy()])])
-
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         box = [value]
@@ -78,26 +83,26 @@ class Runtime:
             dist.destroy_process_group()
 
 
-def _store_of_this_life(rank: int, ranks: int, timeout: timedelta) -> dist.Store:
-    """torchrun's store, in a corner that no earlier life of this job has written to.
+def _fresh_store(rank: int, ranks: int, timeout: timedelta) -> dist.Store:
+    """torchrun's store; each restart uses its own key prefix.
 
-    torchrun keeps its store over a restart (torch 2.13), and with it the addresses of ranks that are dead: who joins through them waits
-    for ever. Restarts cannot be counted, because nodes count them differently. So rank 0 names the corner, and each of the others goes
-    on only when rank 0 has answered a greeting that nobody can have seen before.
+    torchrun keeps its store over a restart (torch 2.13), and with it the addresses of ranks that are dead: a rank that joins through them
+    waits for ever. Restarts cannot be counted, because nodes count them differently. So rank 0 chooses the prefix, and each of the others
+    continues only when rank 0 has answered a greeting that nobody can have seen before.
     """
     agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     if rank == 0:
-        life = uuid.uuid4().hex
-        agent.set("life", life)
+        prefix = uuid.uuid4().hex
+        agent.set("prefix", prefix)
         for other in range(1, ranks):
-            greeting = agent.get(f"{life}/{other}").decode()
-            agent.set(f"{life}/{greeting}", "welcome")
-        return dist.PrefixStore(life, agent)
+            greeting = agent.get(f"{prefix}/{other}").decode()
+            agent.set(f"{prefix}/{greeting}", "welcome")
+        return dist.PrefixStore(prefix, agent)
     greeting, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        life = agent.get("life").decode()
-        agent.set(f"{life}/{rank}", greeting)
+        prefix = agent.get("prefix").decode()
+        agent.set(f"{prefix}/{rank}", greeting)
         time.sleep(0.05)
-        if agent.check([f"{life}/{greeting}"]):
-            return dist.PrefixStore(life, agent)
+        if agent.check([f"{prefix}/{greeting}"]):
+            return dist.PrefixStore(prefix, agent)
     raise TimeoutError(f"rank {rank}: rank 0 did not answer within {timeout.total_seconds():.0f} s; see what it printed")

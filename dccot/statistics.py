@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+PERCENTILES = (60, 70, 80, 90, 100)  # of the entropy of sampled tokens, in metrics and reports
 ByProblem = Mapping[str, float]  # problem id → mean over its responses
 
 

@@ -18,9 +18,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.transforms import Bbox
 
-from dccot.statistics import Estimate, pareto_front
+from dccot.statistics import PERCENTILES, Estimate, pareto_front
 
-PERCENTILES = (60, 70, 80, 90, 100)
 MARKED = "o-"  # measured at some steps only: marked there, and joined
 
 

@@ -6,7 +6,7 @@
     checkpoints/step_000010/manifest.json   size and checksum of every file above; written last
     latest                                  name of the newest whole checkpoint; moves last
 
-Training waits only while its shards are copied to memory. A thread of every rank writes the copy while training goes on, over a process
+Training waits only while its shards are copied to memory. A thread of every rank writes the copy while training continues, over a process
 group of its own, so that its collectives never meet those of training. hf/ is made from what has just been written to dcp/.
 
 A checkpoint that does not match its manifest is reported and the one before it is used. The newest good one is never deleted. A disk
@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from dccot.config import require
+from dccot.config import at_least, one_of
 from dccot.files import flush_to_disk, write_atomic
 from dccot.model.checkpoint_io import write_folder
 from dccot.model.folder import verify_manifest, write_manifest
@@ -51,12 +51,14 @@ class CheckpointConfig:
     every: int = 10  # steps; the last step is always saved
     keep: int = 2  # newest whole checkpoints that stay with their optimizer state
     keep_hf_every: int | None = None  # steps whose hf/ folder stays for good (for choosing among them afterwards)
-    resume: str = "auto"  # auto: go on from the newest whole checkpoint; never: refuse a folder that has one
+    resume: str = "auto"  # auto: continue from the newest whole checkpoint; never: refuse a folder that has one
 
     def check(self) -> None:
-        require(self.every > 0, f"checkpoint.every is {self.every}; it must be at least 1")
-        require(self.keep > 0, f"checkpoint.keep is {self.keep}; it must be at least 1")
-        require(self.resume in ("auto", "never"), f"checkpoint.resume is {self.resume!r}; it must be auto or never")
+        at_least(1, self.every, "checkpoint.every")
+        at_least(1, self.keep, "checkpoint.keep")
+        if self.keep_hf_every is not None:
+            at_least(1, self.keep_hf_every, "checkpoint.keep_hf_every")
+        one_of(self.resume, ("auto", "never"), "checkpoint.resume")
 
 
 class Checkpointer:
@@ -75,7 +77,7 @@ class Checkpointer:
                 shutil.rmtree(leftover)
         runtime.barrier()
 
-    def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any], *, last: bool = False) -> None:
+    def save(self, step: int, model: Transformer, optimizer: Optimizer, state: dict[str, Any], *, last: bool = False) -> None:
         """Begin to write the checkpoint of `step`, when the one before is done. A disk that does not take it costs a message.
 
         Where it is the `last` of a run, there is no later one to make up for it: it is waited for, and a failure is an error.
@@ -91,6 +93,7 @@ class Checkpointer:
         else:
             place = self.folder / f".step_{step:06d}.partial" / "dcp"
             written = dcp.async_save(everything, checkpoint_id=place, process_group=self._group)  # returns when the copy is made
+            assert isinstance(written, Future)  # anything else comes of a stager of one's own
             with torch.device("meta"):
                 shape = Transformer(model.config).to(next(model.parameters()).dtype)
             text = json.dumps({"step": step, **state}, indent=1)
@@ -103,12 +106,12 @@ class Checkpointer:
         return self._underway is None or not self._underway.result()
 
     def costs(self) -> dict[str, float]:
-        """What a checkpoint took that was done since this was last asked: seconds that training waited, seconds until it stood."""
+        """What a checkpoint took that was done since this was last asked: seconds that training waited, seconds until it was complete."""
         costs, self._costs = self._costs, {}
         return costs
 
     def close(self) -> None:
-        """Let a checkpoint that is being written stand before the process group goes, also when training ends in an error."""
+        """Finish a checkpoint that is being written before the process group is destroyed, also when training ends in an error."""
         if self._underway is not None and (error := self._underway.exception()):
             log.error("the checkpoint being written was lost: %s", _first_line(error))
         self._writer.shutdown()
@@ -122,15 +125,15 @@ class Checkpointer:
 
     def _complain(self, step: int, problem: str, last: bool) -> None:
         if self.runtime.is_main and not last:
-            log.error("checkpoint of step %d was not written (%s); training goes on, the one before it stays", step, problem)
+            log.error("checkpoint of step %d was not written (%s); training continues, the one before it stays", step, problem)
 
     def _complete(self, step: int, written: Future, shape: Transformer, state: str, start: float, waited: float, last: bool) -> list[str]:
         """In the background: when every rank has written its shards, rank 0 adds the rest and gives the checkpoint its name."""
         partial, final = self.folder / f".step_{step:06d}.partial", self.folder / f"step_{step:06d}"
         error = written.exception()  # a full disk surfaces as OSError, RuntimeError, SafetensorError or CheckpointException
-        problems: list[str | None] = [None] * self.runtime.ranks
-        dist.all_gather_object(problems, f"rank {self.runtime.rank}: {_first_line(error)}" if error else None, group=self._group)
-        problems = [problem for problem in problems if problem]
+        reported: list[str | None] = [None] * self.runtime.ranks
+        dist.all_gather_object(reported, f"rank {self.runtime.rank}: {_first_line(error)}" if error else None, group=self._group)
+        problems = [problem for problem in reported if problem]
         if self.runtime.is_main and not problems:
             try:
                 write_folder(shape, _read_back(partial / "dcp", shape), partial / "hf", source=self.source)
@@ -151,7 +154,7 @@ class Checkpointer:
         dist.broadcast_object_list(box, src=0, group=self._group)
         self._costs = {"time/checkpoint_waited": waited, "time/checkpoint_written": time.perf_counter() - start}
         if not box[0]:
-            log.info("checkpoint of step %d stands after %.1f s; training waited %.2f s", step, *reversed(self._costs.values()))
+            log.info("checkpoint of step %d is complete after %.1f s; training waited %.2f s", step, *reversed(self._costs.values()))
         return box[0]
 
     def newest(self) -> Path | None:
@@ -169,7 +172,7 @@ class Checkpointer:
                 damaged.append(folder.name)
         found, damaged = self.runtime.broadcast((found, damaged))
         if damaged and found is None:
-            raise FileExistsError(f"no checkpoint in {self.folder} is whole ({', '.join(damaged)}); remove that folder to start anew")
+            raise FileExistsError(f"no checkpoint in {self.folder} is whole ({', '.join(damaged)}); remove that folder to start over")
         return found
 
     def resume(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
@@ -192,7 +195,7 @@ class Checkpointer:
     def _retire(self, newest_step: int) -> None:
         """Delete what is older than the newest `keep`; where an hf/ folder is to stay, only the rest of its checkpoint goes.
 
-        Anything past the newest step was damaged, and the run has gone back behind it.
+        Anything past the newest step was damaged, and the run has gone back to before it.
         """
         for folder in [folder for folder in self._steps() if _step_of(folder) > newest_step]:
             shutil.rmtree(folder)

@@ -4,7 +4,7 @@
 
 A branch (workers 2..K as written) is visible to itself only; the trunk is visible to the end of its response; a prompt shared by
 several responses is visible to the end of the last of them. Worker 1 as written and as read are the same tokens at the same
-positions in the same context, so they are one. The as-read copies W2', W3' carry no loss; where the director never goes on
+positions in the same context, so they are one. The as-read copies W2', W3' carry no loss; where the director never continues
 (the budget ran out among the workers) nobody reads them, and they are left out.
 
 `Forest.from_rows` lays out any other set of rows that share prefixes: agents' turns, groups of samples, search trees.
@@ -90,7 +90,7 @@ class Forest:
 
 
 def _layout(response: Response) -> Iterator[tuple[Segment, bool, bool]]:
-    """The response behind its prompt in depth-first order: (segment, as written or as read, branch or trunk)."""
+    """The response after its prompt in depth-first order: (segment, as written or as read, branch or trunk)."""
     for number, round_ in enumerate(response.rounds):
         yield round_.director, True, False
         yield from ((worker, True, True) for worker in round_.workers[1:])
@@ -167,7 +167,7 @@ class _Item:
 
 
 def _size(response: Response) -> tuple[int, int, int]:
-    """(tokens behind the prompt, pairs behind the prompt, longest position) of a response's forest, by arithmetic on lengths."""
+    """(tokens after the prompt, pairs after the prompt, longest position) of a response's forest, by arithmetic on lengths."""
     depth, tokens, pairs = len(response.prompt), 0, 0
     longest = depth
     for segment, _, branch in _layout(response):

@@ -1,7 +1,7 @@
 """What a run says about itself: numbers from rollouts and updates, to TensorBoard, to metrics.jsonl and to the console.
 
 Names are `section/what`. metrics.jsonl holds one row per step under these names and is what reports read; a resumed run cuts it and
-TensorBoard back to the step it goes on from, so no step appears twice. TensorBoard sorts by name and is read by people: what matters
+TensorBoard back to the step it continues from, so no step appears twice. TensorBoard sorts by name and is read by people: what matters
 most is shown there under SHOWN's titles, numbered to come first, and explained in a table; LAYOUT arranges the same curves as charts.
 """
 
@@ -17,15 +17,12 @@ from typing import Any
 
 import torch
 from tensorboard.compat.proto.summary_pb2 import Summary
-from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from dccot.files import JsonlWriter, read_jsonl, write_jsonl_atomic
 from dccot.rollout.protocol import Flaw
 from dccot.rollout.response import Finish, Rollout
-from dccot.statistics import clustered_error, mean
-
-PERCENTILES = (60, 70, 80, 90, 100)
+from dccot.statistics import PERCENTILES, clustered_error, mean
 
 LEARNING, HEALTH = "1 learning", "2 health"
 SHOWN = {  # name → TensorBoard's title and description; a title with parentheses would not be drawn among "custom scalars"
@@ -141,29 +138,6 @@ def validation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-def entropy_metrics(entropy: Tensor) -> dict[str, float]:
-    """Mean and percentiles over all sampled tokens [M]."""
-    if not len(entropy):
-        return {}
-    ordered = entropy.double().sort().values
-    at = {p: ordered[min(len(ordered) - 1, math.ceil(p / 100 * len(ordered)) - 1)] for p in PERCENTILES}
-    return {"policy/entropy": float(ordered.mean()), **{f"policy/entropy_p{p}": float(value) for p, value in at.items()}}
-
-
-def gap_metrics(trainer_logprob: Tensor, rollout_logprob: Tensor) -> dict[str, float]:
-    """How far the trainer's log-probs are from those the engine sampled with [M]."""
-    if not len(trainer_logprob):
-        return {}
-    log_ratio = (trainer_logprob - rollout_logprob).double()
-    ratio = log_ratio.clamp(-20, 20).exp()
-    return {
-        "gap/kl": float((ratio - 1 - log_ratio).mean()),
-        "gap/max_abs_logprob": float(log_ratio.abs().max()),
-        "gap/max_ratio": float(ratio.max()),
-        "gap/fraction_over_2": float(((ratio > 2) | (ratio < 0.5)).double().mean()),
-    }
-
-
 class Recorder:
     """Writes metrics on rank 0; a no-op elsewhere."""
 
@@ -188,7 +162,7 @@ class Recorder:
             self.writer.add_text("what the curves mean", _legend(finite), step)
             self.arranged = True
         shown = [Summary.Value(tag=tag_of(name), simple_value=value) for name, value in finite.items()]
-        self.writer.file_writer.add_summary(Summary(value=shown), step)  # add_scalar would change the titles
+        self.writer._get_file_writer().add_summary(Summary(value=shown), step)  # add_scalar would change the titles
         for name, text in (texts or {}).items():
             self.writer.add_text(name, text, step)
         self.writer.flush()
@@ -232,7 +206,7 @@ def console_line(step: int, steps: int, metrics: dict[str, Any]) -> str:
         show("policy/entropy", "entropy", ".3f"),
         show("policy/grad_norm", "grad", ".3f"),
         show("validation/accuracy", "| validation", ".1%"),
-        show("validation/longest_path", "at", ".0f tokens".replace(" tokens", "")),
+        show("validation/longest_path", "at", ".0f"),
         show("time/step", "|", ".1f"),
     ]
     return f"step {step:>4}/{steps}  " + "".join(parts).rstrip() + (" s" if "time/step" in metrics else "")

@@ -8,6 +8,9 @@ over all ranks (token mean). r = π_θ / π_old, A the group-normalised advantag
     CISPO   −sg[min(r, cap)] · A · log π_θ
     KL      π_ref/π_θ − log(π_ref/π_θ) − 1      (k3)
 
+Another objective is one entry of OBJECTIVES, or a function of your own: objective.kind=my_package.my_module:my_loss with the arguments
+(config, logprob, old_logprob, advantage), or an `Objective` that also says which tokens it clips.
+
 >>> ratio, advantage = torch.tensor([0.5, 1.0, 2.0]), torch.tensor([1.0, 1.0, 1.0])
 >>> dapo(ratio.log(), torch.zeros(3), advantage, clip_low=0.2, clip_high=0.28)  # a ratio of 2 is clipped at 1.28
 tensor([-0.5000, -1.0000, -1.2800])
@@ -16,19 +19,20 @@ tensor([-0.5000, -1.0000, -1.2800])
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dccot.config import one_of, require
+from dccot.config import named, require
 
 MAX_LOG_RATIO = 20.0  # exp of more than this says nothing and overflows in products
 
 
 @dataclass
 class ObjectiveConfig:
-    kind: str = "dapo"  # grpo, dapo or cispo
+    kind: str = "dapo"  # grpo, dapo, cispo, or your own module:function
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float | None = None  # c of the dual clip for negative advantages (DAPO); the paper has none
@@ -37,13 +41,15 @@ class ObjectiveConfig:
     rollout_ratio_cap: float | None = None  # truncated importance sampling for the rollout/trainer gap; the paper has none
 
     def check(self) -> None:
-        one_of(self.kind, ("grpo", "dapo", "cispo"), "objective.kind")
+        objective_of(self)
         require(0 <= self.clip_low < 1, f"objective.clip_low is {self.clip_low}; it must be in [0, 1)")
         require(self.clip_high >= 0, f"objective.clip_high is {self.clip_high}; it must not be negative")
-        require(self.dual_clip is None or self.dual_clip > 1, f"objective.dual_clip is {self.dual_clip}; it must be above 1, or null")
-        alone = self.dual_clip is None or self.kind == "dapo"
+        dual = self.dual_clip is None or 1 < self.dual_clip < math.inf
+        require(dual, f"objective.dual_clip is {self.dual_clip}; it must be above 1 and finite, or null")
+        alone = self.dual_clip is None or self.kind == "dapo" or self.kind not in OBJECTIVES
         require(alone, f"objective.dual_clip does not go with objective.kind={self.kind}; set it to null or the kind to dapo")
-        require(self.kl_coefficient >= 0, f"objective.kl_coefficient is {self.kl_coefficient}; it must not be negative")
+        finite = 0 <= self.kl_coefficient < math.inf
+        require(finite, f"objective.kl_coefficient is {self.kl_coefficient}; it must be finite and not negative")
         require(self.ratio_cap > 0, f"objective.ratio_cap is {self.ratio_cap}; it must be positive")
         cap = self.rollout_ratio_cap
         require(cap is None or cap > 0, f"objective.rollout_ratio_cap is {cap}; it must be positive, or null")
@@ -81,13 +87,49 @@ def kl_k3(logprob: Tensor, reference_logprob: Tensor) -> Tensor:
     return log_ratio.exp() - log_ratio - 1
 
 
-def policy_loss(config: ObjectiveConfig, logprob: Tensor, old_logprob: Tensor, advantage: Tensor) -> Tensor:
-    """Per-token loss of the chosen objective, without KL."""
-    if config.kind == "cispo":
-        return cispo(logprob, old_logprob, advantage, ratio_cap=config.ratio_cap)
-    if config.kind == "grpo":
-        return grpo(logprob, old_logprob, advantage, clip=config.clip_low)
-    return dapo(logprob, old_logprob, advantage, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip)
+def outside(
+    logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> Tensor:
+    """bool [M]: where the clip of GRPO and DAPO took the token's gradient away."""
+    ratio, too_high = ratio_of(logprob, old_logprob), math.inf if dual_clip is None else dual_clip
+    return ((advantage > 0) & (ratio > 1 + clip_high)) | ((advantage < 0) & ((ratio < 1 - clip_low) | (ratio > too_high)))
+
+
+def nowhere(config: ObjectiveConfig, logprob: Tensor, old_logprob: Tensor, advantage: Tensor) -> Tensor:
+    return torch.zeros_like(logprob, dtype=torch.bool)
+
+
+OfTokens = Callable[[ObjectiveConfig, Tensor, Tensor, Tensor], Tensor]  # (config, logprob, old logprob, advantage) → [M]
+
+
+@dataclass(frozen=True)
+class Objective:
+    loss: OfTokens
+    clipped: OfTokens = nowhere  # bool: where a bound took the token's gradient away or limited its weight
+
+    def __call__(self, config: ObjectiveConfig, logprob: Tensor, old_logprob: Tensor, advantage: Tensor) -> Tensor:
+        return self.loss(config, logprob, old_logprob, advantage)
+
+
+OBJECTIVES: dict[str, OfTokens] = {
+    "grpo": Objective(
+        lambda config, *tokens: grpo(*tokens, clip=config.clip_low),
+        lambda config, *tokens: outside(*tokens, clip_low=config.clip_low, clip_high=config.clip_low),
+    ),
+    "dapo": Objective(
+        lambda config, *tokens: dapo(*tokens, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip),
+        lambda config, *tokens: outside(*tokens, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip),
+    ),
+    "cispo": Objective(
+        lambda config, *tokens: cispo(*tokens, ratio_cap=config.ratio_cap),
+        lambda config, logprob, old_logprob, _: ratio_of(logprob, old_logprob) > config.ratio_cap,
+    ),
+}
+
+
+def objective_of(config: ObjectiveConfig) -> Objective:
+    found = named(OBJECTIVES, config.kind, "objective.kind")
+    return found if isinstance(found, Objective) else Objective(found)
 
 
 def objective_loss(
@@ -98,20 +140,10 @@ def objective_loss(
     rollout_logprob: Tensor,
     reference_logprob: Tensor | None,
 ) -> Tensor:
-    """Per-token loss in full: policy term (corrected for the rollout gap if asked for) plus KL to the reference."""
-    loss = policy_loss(config, logprob, old_logprob, advantage)
+    """Per-token loss in full: policy term (corrected for the rollout gap where rollout_ratio_cap is set) plus KL to the reference."""
+    loss = objective_of(config).loss(config, logprob, old_logprob, advantage)
     if config.rollout_ratio_cap is not None:
         loss = loss * ratio_of(old_logprob, rollout_logprob).clamp(max=config.rollout_ratio_cap)
     if reference_logprob is not None and config.kl_coefficient:
         loss = loss + config.kl_coefficient * kl_k3(logprob, reference_logprob)
     return loss
-
-
-def clipped(config: ObjectiveConfig, logprob: Tensor, old_logprob: Tensor, advantage: Tensor) -> Tensor:
-    """bool [M]: where the bound took the token's gradient away (GRPO, DAPO) or limited its weight (CISPO)."""
-    ratio = ratio_of(logprob, old_logprob)
-    if config.kind == "cispo":
-        return ratio > config.ratio_cap
-    high = config.clip_low if config.kind == "grpo" else config.clip_high
-    too_high = math.inf if config.dual_clip is None else config.dual_clip
-    return ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & ((ratio < 1 - config.clip_low) | (ratio > too_high)))

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from dccot.config import require
 from dccot.runtime import Runtime
 from dccot.train.timeline import merge
 
@@ -32,6 +33,9 @@ class ProfileConfig:
     steps: list[int] = field(default_factory=list)  # which steps leave a trace, on every rank
     shapes: bool = False
     memory: bool = False
+
+    def check(self) -> None:
+        require(min(self.steps, default=0) >= 0, f"profile.steps is {self.steps}; steps are counted from 0")
 
 
 class Phases:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from dccot.config import ConfigError, at_least, one_of, require
+from dccot.config import ConfigError, at_least, named, one_of, require
 from dccot.data.grading import GradingConfig
+from dccot.data.problems import PRESETS
 from dccot.data.prompting import PromptConfig
 from dccot.model.sharding import ShardingConfig
 from dccot.rollout.director import RolloutConfig
@@ -28,6 +30,10 @@ class RLData:
     train: str = ""  # JSONL or parquet of problems
     validation: str | None = None
     preset: str | None = None  # field names of a known set, e.g. deepscaler
+
+    def check(self) -> None:
+        if self.preset is not None:
+            one_of(self.preset, PRESETS, "data.preset")
 
 
 @dataclass
@@ -67,6 +73,8 @@ class ValidationConfig:
         at_least(0, self.every, "validation.every")
         at_least(1, self.samples, "validation.samples")
         require(0 < self.top_p <= 1, f"validation.top_p is {self.top_p}; it must be in (0, 1]")
+        if self.problems is not None:
+            at_least(1, self.problems, "validation.problems")
 
 
 @dataclass
@@ -75,7 +83,7 @@ class RLConfig:
     output: str = "runs"
     seed: int = 0
     steps: int = 200
-    filter: str = "include_easy"
+    filter: str = "include_easy"  # remove_easy, none, or your own module:function
     replay: str | None = None  # train from this saved rollout JSONL, without an engine
     keep_rollouts: int = 100  # newest steps whose rollouts stay on disk
     max_bad_steps: int = 5  # steps in a row that may be skipped for bad numbers
@@ -96,14 +104,16 @@ class RLConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def check(self) -> None:
-        one_of(self.filter, FILTERS, "filter")
+        named(FILTERS, self.filter, "filter")
         check_run(self)
         require(bool(self.data.train or self.replay), "data.train is not set; name a JSONL or parquet file of problems")
         at_least(1, self.keep_rollouts, "keep_rollouts")
         at_least(0, self.max_bad_steps, "max_bad_steps")
-        require(self.timeout_seconds > 0, f"timeout_seconds is {self.timeout_seconds}; it must be positive")
+        require(self.replay != "", "replay is ''; name a rollout JSONL that a training run wrote, or set it to null")
+        require(0 < self.timeout_seconds <= 1e9, f"timeout_seconds is {self.timeout_seconds}; it must be positive and at most 1e9")
         temperature = self.rollout.temperature
-        require(temperature > 0, f"rollout.temperature is {temperature}; training divides logits by it: it must be positive")
+        good = 0 < temperature < math.inf
+        require(good, f"rollout.temperature is {temperature}; training divides logits by it: it must be positive and finite")
         cutoff, budget = self.reward.cutoff, self.rollout.budget
         require(cutoff < budget, f"reward.cutoff is {cutoff}, which is not below rollout.budget {budget}; lower the cutoff")
 

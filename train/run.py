@@ -24,7 +24,6 @@ from dccot.data.prompting import check_tokenizer
 from dccot.files import write_atomic
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import resolve_model
-from dccot.progress import Progress
 from dccot.rollout.protocol import TagIds
 from dccot.runtime import Runtime
 
@@ -37,7 +36,7 @@ def launch(kind: type, train: Callable[[Any], None], argv: Sequence[str] | None,
     logging.basicConfig(level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING, format="%(message)s")
 
     def work() -> None:
-        config = load_config(kind, arguments.config, arguments.overrides)
+        config: Any = load_config(kind, arguments.config, arguments.overrides)
         if arguments.print_config:
             print(to_yaml(config), end="")
         else:
@@ -82,7 +81,7 @@ _CLAIMS: dict[Path, TextIO] = {}  # a lock lives as long as its file is open: to
 
 
 def claim(run: Path) -> str | None:
-    """Make the folder this process's own; what stands against it, or None. Of two jobs in one folder each would spoil the other's files."""
+    """Make the folder this process's own; what prevents that, or None. Of two jobs in one folder each would spoil the other's files."""
     run.mkdir(parents=True, exist_ok=True)
     if run.resolve() in _CLAIMS:
         return None
@@ -116,11 +115,6 @@ def open_run(config: Any, runtime: Runtime) -> Path:
         write_atomic(path, text)
     runtime.barrier()
     return run
-
-
-def step_progress(config: Any, first: int, runtime: Runtime) -> Progress:
-    """Of quick steps only some are shown."""
-    return Progress(config.name, config.steps, first=first, active=runtime.is_main, lines=True, pause=3.0)
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:

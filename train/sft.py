@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -25,17 +24,17 @@ from dccot.config import at_least, require
 from dccot.data.prompting import PromptConfig, UnusablePrompt
 from dccot.data.stream import ProblemStream
 from dccot.files import BadData, read_jsonl
-from dccot.model.sharding import DTYPES, ShardingConfig, build_model
+from dccot.model.sharding import ShardingConfig
 from dccot.rollout.protocol import THINK_OPEN, IllFormed, TagIds, parse
 from dccot.rollout.response import Response, Round, Segment
 from dccot.runtime import Runtime
-from dccot.train.checkpoint import CheckpointConfig, Checkpointer
-from dccot.train.flops import pair_cost, training_speed
+from dccot.train.checkpoint import CheckpointConfig
+from dccot.train.flops import pair_cost
 from dccot.train.forest import Forest, forests_of_rank, longest_position, pack
-from dccot.train.metrics import Recorder, console_line, memory_metrics
-from dccot.train.phases import Phases, ProfileConfig, profiled
-from dccot.train.run import check_run, launch, open_model, open_run, step_progress
-from dccot.train.update import OptimizerConfig, compute_logprobs, make_optimizer, update
+from dccot.train.phases import ProfileConfig
+from dccot.train.run import check_run, launch, open_model
+from dccot.train.trainer import Trainer
+from dccot.train.update import OptimizerConfig, compute_logprobs
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +117,7 @@ def load_examples(
 ) -> list[Example]:
     """Every usable demonstration of a file; what is left out is counted and said."""
     tags = TagIds.of(tokenizer, config.workers)
-    prompt, examples, left_out = config.prompt, [], Counter()
+    prompt, examples, left_out = config.prompt, list[Example](), Counter[object]()
     for line, row in read_jsonl(path, report=report):
         missing = [name for name in ("question", "completion") if not isinstance(row.get(name), str)]
         if missing:
@@ -160,25 +159,18 @@ def validation_loss(model, forests: Sequence[Forest], runtime: Runtime) -> float
     return loss / max(1, tokens)
 
 
-class SFT:
+class SFT(Trainer[SFTConfig]):
     """One run: what it is made of, and what a step does with it."""
 
-    def __init__(self, config: SFTConfig, runtime: Runtime):
-        self.config, self.runtime, self.phases = config, runtime, Phases(runtime)
+    def __init__(self, config: SFTConfig, runtime: Runtime, stack: ExitStack):
         path, shape, tokenizer = open_model(config.model.path, config.prompt.kind, config.workers)
         report = log.warning if runtime.is_main else lambda *message: None
         files = config.data.train, config.data.validation
         examples, held_out = (load_examples(file, config, tokenizer, shape.max_position, report) if file else [] for file in files)
-        self.run = open_run(config, runtime)
-        torch.manual_seed(config.seed)
-        self.model = build_model(path, config.sharding, device=runtime.device)
-        self.optimizer = make_optimizer(self.model, config.optimizer)
+        super().__init__(config, runtime, path)
         self.stream = ProblemStream(examples, config.seed, config.batch)
         self.held_out = self.forests(held_out) if held_out else []
-        self.checkpointer = Checkpointer(self.run, config.checkpoint, runtime, source=path)
-        state = self.checkpointer.resume(self.model, self.optimizer) or {}
-        self.first_step: int = state.get("step", 0)
-        self.skipped: int = state.get("skipped", 0)
+        state = self.resume(stack)
         if "stream" in state:
             self.stream.restore(state["stream"])
 
@@ -188,55 +180,26 @@ class SFT:
         plan = pack(responses, self.config.token_budget, self.runtime.ranks, pair_cost=pair_cost(self.model.config))
         return forests_of_rank(responses, plan, self.runtime.rank)
 
-    def train_on_next(self, step: int) -> dict[str, float]:
-        """One optimizer step on the next batch of examples, and what there is to say about it."""
-        config, seconds = self.config, self.phases.seconds
+    def train_on(self, examples: Sequence[Example]) -> dict[str, float]:
+        """One optimizer step and what there is to say about it."""
         with self.phases("pack"):
-            forests = self.forests(self.stream.next_batch())
-        with self.phases("update"):
-            arguments = (config.optimizer, step, 1.0, self.runtime, config.sharding.reduce_once)
-            report = update(self.model, self.optimizer, forests, negative_logprob, *arguments)
-        self.skipped += not report.applied
-        return {
-            "policy/loss": report.loss,
-            "policy/grad_norm": report.grad_norm,
-            "policy/learning_rate": config.optimizer.rate(step),
-            "policy/skipped_updates": float(self.skipped),
-            "speed/trained_tokens": sum(map(len, forests)) * self.runtime.ranks / seconds["update"],
-            **training_speed(self.model.config, forests, seconds["update"], self.runtime.device, DTYPES[config.sharding.compute_dtype]),
-            **{f"time/{name}": took for name, took in seconds.items()},
-            **self.checkpointer.costs(),
-            **memory_metrics(),
-        }
+            forests = self.forests(examples)
+        return self.update_metrics([self.update(forests, negative_logprob, temperature=1.0)], forests)
 
 
 def train(config: SFTConfig) -> None:
     """Run to the end, from the newest checkpoint if there is one."""
-    with ExitStack() as stack:
-        runtime = Runtime.start()
-        stack.callback(runtime.stop)
+    with Runtime.start() as runtime, ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(config.threads or torch.get_num_threads())
-        sft = SFT(config, runtime)
-        stack.callback(sft.checkpointer.close)
-        recorder = Recorder(sft.run, sft.first_step, runtime.is_main)
-        stack.callback(recorder.close)
-        progress = stack.enter_context(step_progress(config, sft.first_step, runtime))
-        for step in range(sft.first_step, config.steps):
-            sft.phases.begin_step(step)
-            start = time.perf_counter()
-            with profiled(config.profile, step, sft.run / "profile", runtime):
-                metrics = sft.train_on_next(step)
-            last = step + 1 == config.steps
-            if sft.held_out and (last or (step + 1) % config.validate_every == 0):
+        sft = SFT(config, runtime, stack)
+        for step in sft.steps():
+            with sft.profiled(step):
+                metrics = sft.train_on(sft.stream.next_batch())
+            if sft.held_out and sft.due(step, config.validate_every):
                 metrics["validation/loss"] = validation_loss(sft.model, sft.held_out, runtime)
-            metrics["time/step"] = time.perf_counter() - start
-            recorder.write(step, metrics)
-            progress.show(step + 1, console_line(step + 1, config.steps, metrics))
-            if last or (step + 1) % config.checkpoint.every == 0:
-                state = {"skipped": sft.skipped, "stream": sft.stream.state()}
-                with sft.phases("checkpoint"):
-                    sft.checkpointer.save(step + 1, sft.model, sft.optimizer, state, last=last)
+            sft.log(step, metrics)
+            sft.checkpoint(step, {"stream": sft.stream.state()})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,7 +18,6 @@ import argparse
 import gzip
 import json
 import logging
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,7 +36,7 @@ Event = dict[str, Any]
 def merge(step_folder: str | Path) -> Path:
     """Merge the traces of all ranks in `step_folder`; the path of the merged one, written whole or not at all."""
     folder = Path(step_folder)
-    ranks = {int(re.search(r"\d+", path.name)[0]): path for path in folder.glob("rank*.pt.trace.json")}
+    ranks = {int(path.name.removeprefix("rank").split(".")[0]): path for path in folder.glob("rank*.pt.trace.json")}
     if not ranks:
         raise FileNotFoundError(f"{folder} holds no rank*.pt.trace.json; profile.steps says which steps leave traces")
     target = folder / f"{folder.name}.trace.json.gz"
@@ -48,7 +47,7 @@ def merge(step_folder: str | Path) -> Path:
 
 def _write(out: TextIO, ranks: dict[int, Path]) -> None:
     """All ranks' events, one rank in memory at a time."""
-    base = world = None
+    base, world = None, 1
     out.write('{"displayTimeUnit": "ms", "traceEvents": [' + json.dumps(_metadata("process_name", PHASES, name="phases")))
     for rank, path in ranks.items():
         trace = _read(path)

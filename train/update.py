@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from dccot.config import at_least, require
 from dccot.runtime import Runtime
@@ -36,19 +37,27 @@ class OptimizerConfig:
         require(self.max_grad_norm > 0, f"optimizer.max_grad_norm is {self.max_grad_norm}; it must be positive")
         good = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         require(good, f"optimizer.betas is {self.betas}; it must be two numbers in [0, 1)")
-        at_least(0, self.weight_decay, "optimizer.weight_decay")
+        decay = self.weight_decay
+        require(0 <= decay < math.inf, f"optimizer.weight_decay is {decay}; it must be at least 0 and finite")
         at_least(0, self.warmup_steps, "optimizer.warmup_steps")
+        first, last = self.decay_from, self.decay_to
+        together = (first is None) == (last is None)
+        require(together, f"optimizer.decay_from is {first} and optimizer.decay_to {last}; set both, or neither")
+        if first is not None and last is not None:
+            at_least(0, first, "optimizer.decay_from")
+            require(first < last, f"optimizer.decay_to is {last}; it must be above optimizer.decay_from, {first}")
 
     def rate(self, step: int) -> float:
         """Learning rate of step `step`, counted from 0."""
-        rising = (step + 1) / max(1, self.warmup_steps)
-        falling = 1.0 if self.decay_from is None else (self.decay_to - step) / (self.decay_to - self.decay_from)
+        rising, falling = (step + 1) / max(1, self.warmup_steps), 1.0
+        if self.decay_from is not None and self.decay_to is not None:
+            falling = (self.decay_to - step) / (self.decay_to - self.decay_from)
         return self.learning_rate * max(0.0, min(1.0, rising, falling))
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, betas=tuple(config.betas), weight_decay=config.weight_decay, fused=True
+        model.parameters(), lr=config.learning_rate, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay, fused=True
     )
 
 
@@ -76,15 +85,15 @@ def accumulate(
 ) -> tuple[float, int]:
     """Gradients of the mini-batch's token mean; returns it and the number of tokens, over all ranks."""
     tokens = int(runtime.sum(torch.tensor([sum(len(f.targets) for f in forests)])))
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=runtime.device)
     for number, forest in enumerate(forests):
-        if hasattr(model, "set_requires_gradient_sync"):
+        if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(not reduce_once or number == len(forests) - 1)
         forest = forest.to(runtime.device)
         logprob, entropy = compute_logprobs(model, forest, temperature)
         losses = token_loss(number, forest, logprob, entropy)
         (losses.sum() / max(1, tokens)).backward()  # gradients are summed over ranks (model/sharding.py)
-        total += losses.detach().double().sum().cpu()
+        total += losses.detach().double().sum()
     return float(runtime.sum(total)) / max(1, tokens), tokens
 
 

@@ -159,18 +159,44 @@ RUNNABLE = ["model.path=m", "data.train=d"]
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas is [0.9, 1.0]"),
         ("optimizer.weight_decay=-1", "optimizer.weight_decay is -1"),
         ("optimizer.warmup_steps=-1", "optimizer.warmup_steps is -1"),
+        ("optimizer.weight_decay=.inf", "optimizer.weight_decay is inf"),
+        ("optimizer.max_grad_norm=0", "optimizer.max_grad_norm is 0"),
+        ("optimizer.decay_from=5", "optimizer.decay_from is 5 and optimizer.decay_to None; set both, or neither"),
+        ("optimizer.decay_to=5", "optimizer.decay_from is None and optimizer.decay_to 5; set both, or neither"),
+        ("optimizer={decay_from: 5, decay_to: 5}", "optimizer.decay_to is 5; it must be above optimizer.decay_from, 5"),
+        ("optimizer={decay_from: 5, decay_to: 4}", "optimizer.decay_to is 4; it must be above optimizer.decay_from, 5"),
+        ("optimizer={decay_from: -1, decay_to: 4}", "optimizer.decay_from is -1"),
+        ("objective.kl_coefficient=.inf", "objective.kl_coefficient is inf"),
+        ("objective.ratio_cap=0", "objective.ratio_cap is 0"),
+        ("objective.dual_clip=.inf", "objective.dual_clip is inf"),
+        ("objective={kind: grpo, dual_clip: 3}", "objective.dual_clip does not go with objective.kind=grpo"),
+        ("objective.rollout_ratio_cap=0", "objective.rollout_ratio_cap is 0"),
+        ("objective.kind=no_such_module:loss", "objective.kind is 'no_such_module:loss', which cannot be imported"),
+        ("reward.kind=correct", "reward.kind is 'correct'; it must be one of correctness_format, high_length_penalty"),
+        ("reward.correct_only=2", "reward.correct_only is 2"),
+        ("reward.length_penalty=.nan", "reward.length_penalty is nan"),
+        ("reward.cutoff=-1", "reward.cutoff is -1"),
+        ("rollout.temperature=.inf", "rollout.temperature is inf"),
         ("sharding.compute_dtype=float31", "sharding.compute_dtype is 'float31'"),
         ("sharding.replicate=0", "sharding.replicate is 0"),
         ("validation.samples=0", "validation.samples is 0"),
         ("validation.top_p=0", "validation.top_p is 0"),
+        ("validation.every=-1", "validation.every is -1"),
+        ("validation.problems=0", "validation.problems is 0"),
+        ("validation.problems=-1", "validation.problems is -1"),
+        ("profile.steps=[3, -1]", "profile.steps is [3, -1]; steps are counted from 0"),
         ("checkpoint.every=0", "checkpoint.every is 0"),
         ("checkpoint.keep=0", "checkpoint.keep is 0"),
+        ("checkpoint.keep_hf_every=0", "checkpoint.keep_hf_every is 0"),
         ("checkpoint.resume=maybe", "checkpoint.resume is 'maybe'"),
         ("engine.dtype=int3", "engine.dtype is 'int3'"),
         ("grading.workers=0", "grading.workers is 0"),
         ("keep_rollouts=0", "keep_rollouts is 0"),
         ("max_bad_steps=-1", "max_bad_steps is -1"),
         ("timeout_seconds=0", "timeout_seconds is 0"),
+        ("timeout_seconds=.inf", "timeout_seconds is inf"),
+        ("replay=''", "replay is ''"),
+        ("data.preset=deepscalr", "data.preset is 'deepscalr'; it must be one of"),
         ("steps=0", "steps is 0"),
         ("seed=-1", "seed is -1"),
         ("name=''", "name is ''"),
@@ -182,7 +208,9 @@ def test_an_rl_configuration_that_cannot_run_is_refused(override, said):
     assert refused([*RUNNABLE, override], kind=RLConfig).startswith(said)
 
 
-@pytest.mark.parametrize("override", ["batch=0", "token_budget=0", "steps=-1", "data.max_tokens=0", "validate_every=0", "workers=0"])
+@pytest.mark.parametrize(
+    "override", ["batch=0", "token_budget=0", "steps=-1", "data.max_tokens=0", "validate_every=0", "workers=0", "threads=0"]
+)
 def test_an_sft_configuration_that_cannot_run_is_refused(override):
     key, _, value = override.partition("=")
     assert refused([*RUNNABLE, override], kind=SFTConfig).startswith(f"{key} is {value}")

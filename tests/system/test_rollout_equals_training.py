@@ -1,7 +1,8 @@
 """Rollout = training: the packed forest gives, token by token, the log-probs that vLLM sampled with.
 
-A real engine rolls out real responses; our own model scores them through the forest in one forward. Nothing of the two is shared but
-the checkpoint: not the attention (paged and causal there, a tree here), nor the positions, nor the calls that the response was cut into.
+A real engine rolls out real responses; our own model computes their log-probs through the forest in one forward. Nothing of the two is
+shared but the checkpoint: not the attention (paged and causal there, a tree here), nor the positions, nor the calls that the response
+was cut into.
 """
 
 from collections import Counter

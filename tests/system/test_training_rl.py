@@ -64,7 +64,7 @@ def test_replaying_a_saved_batch_gives_the_update_that_was_made_with_it(runs):
 
 
 def test_the_trainer_finds_the_log_probs_that_the_engine_sampled_with(runs):
-    """After every weight sync anew; at each step the largest difference over all sampled tokens."""
+    """After every weight sync again; at each step the largest difference over all sampled tokens."""
     ranks, out = runs
     found = [row["gap/max_abs_logprob"] for row in metrics(out / "whole")]
     assert len(found) == STEPS[ranks]

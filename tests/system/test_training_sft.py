@@ -1,4 +1,4 @@
-"""SFT for real: loss falls, runs stop and go on in the same bits, on one rank, on two, and from two to one."""
+"""SFT for real: loss falls, runs stop and continue in the same bits, on one rank, on two, and from two to one."""
 
 import json
 import os

@@ -110,7 +110,7 @@ def test_model_optimizer_and_state_come_back_bit_for_bit(checkpointer, trained, 
 
 
 def test_a_checkpoint_holds_what_training_had_when_it_was_asked_for(checkpointer, trained, checkpoint):
-    """Training goes on at once, and writes over the very memory that is being saved."""
+    """Training continues at once, and writes over the very memory that is being saved."""
     model, optimizer = trained
     keeper, before = checkpointer(), values(model)
     keeper.save(1, model, optimizer, {})
@@ -171,7 +171,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(chec
     assert resolve_model(checkpointer().folder.parent).parent.name == "step_000001"
 
 
-def test_a_run_without_a_whole_checkpoint_is_not_silently_begun_anew(checkpointer, trained):
+def test_a_run_without_a_whole_checkpoint_is_not_silently_started_over(checkpointer, trained):
     saved(checkpointer(), 1, *trained, {})
     damage(checkpointer().folder / "step_000001", "a flipped bit")
     with pytest.raises(FileExistsError, match=r"no checkpoint in .* is whole \(step_000001\); remove that folder"):
@@ -189,7 +189,7 @@ def test_the_newest_are_kept_and_chosen_hf_folders_stay_for_good(checkpointer, t
 
 
 def test_a_damaged_checkpoint_never_outlives_a_good_one(checkpointer, trained):
-    """Behind a damaged step 20 the run goes on from 10; what it saves at 15 is the newest, whatever the numbers say."""
+    """After a damaged step 20 the run continues from 10; what it saves at 15 is the newest, whatever the numbers say."""
     keeper = checkpointer(keep=1)
     saved(keeper, 10, *trained, {})
     shutil.copytree(keeper.folder / "step_000010", keeper.folder / "step_000020")
@@ -206,7 +206,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(checkpointer, trained, c
     with no_file_larger_than(20_000):
         assert saved(keeper, 2, *trained, {}) is False
     assert "checkpoint of step 2 was not written" in caplog.text
-    assert "training goes on" in caplog.text
+    assert "training continues" in caplog.text
     assert steps(keeper) == ["step_000001"]
     assert keeper.resume(*trained)["step"] == 1
     assert saved(keeper, 3, *trained, {})

@@ -37,7 +37,7 @@ def responses(draw, prompt: list[int]) -> Response:
 
 @st.composite
 def groups(draw) -> list[list[Response]]:
-    """One to three prompts, one to three responses each; sampled tokens are numbered in reading order where log-probs stand."""
+    """One to three prompts, one to three responses each; sampled tokens are numbered in reading order where log-probs are."""
     made = []
     for _ in range(draw(st.integers(1, 3))):
         prompt = draw(st.lists(tokens, min_size=1, max_size=4))
@@ -87,7 +87,7 @@ def paper_layout(response: Response) -> list[Laid]:
     laid: list[Laid] = []
 
     def write(ids: list[int], numbers: list[float | None], context: list[int], position: int) -> list[int]:
-        """Append ids behind `context`; what the next token would see."""
+        """Append ids after `context`; what the next token would see."""
         for token, number in zip(ids, numbers, strict=True):
             context = [*context, len(laid)]
             laid.append(Laid(token, position, set(context), number))
@@ -220,7 +220,7 @@ def test_responses_that_share_a_prompt_predict_their_first_tokens_from_the_same_
 
 
 def test_worker_two_never_sees_worker_one(small_model):
-    """Neither does worker one see worker two, and the director before the block sees neither; the director behind it sees both."""
+    """Neither does worker one see worker two, and the director before the block sees neither; the director after it sees both."""
     model, response = small_model(torch.float64), three_workers()
 
     def logprobs(changed: int | None) -> dict[int, float]:

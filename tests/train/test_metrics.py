@@ -5,7 +5,6 @@ import math
 import re
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
@@ -17,8 +16,6 @@ from dccot.train.metrics import (
     SFT_LAYOUT,
     Recorder,
     console_line,
-    entropy_metrics,
-    gap_metrics,
     rollout_metrics,
     sample_text,
     tag_of,
@@ -78,22 +75,6 @@ def test_validation_metrics_count_problems_as_the_independent_unit():
     assert found["validation/longest_path_stderr"] == pytest.approx((12.5 - 5) / 2)
 
 
-def test_entropy_percentiles_by_hand():
-    found = entropy_metrics(torch.tensor([10.0, 1, 2, 3, 4, 5, 6, 7, 8, 9]))
-    assert found["policy/entropy"] == 5.5
-    assert [found[f"policy/entropy_p{p}"] for p in (60, 70, 80, 90, 100)] == [6, 7, 8, 9, 10]
-    assert entropy_metrics(torch.tensor([3.0]))["policy/entropy_p60"] == 3.0
-
-
-def test_gap_metrics_by_hand():
-    """Ratios trainer/rollout of 1, 4, 1/3 and 1; the KL is that of the rollout's policy from the trainer's, k3."""
-    found = gap_metrics(torch.tensor([-1.0, -1.0, -2.0, 0.0]), torch.tensor([-1.0, -1 - math.log(4), -2 + math.log(3), 0.0]))
-    assert found["gap/kl"] == pytest.approx(((4 - 1 - math.log(4)) + (1 / 3 - 1 + math.log(3))) / 4, rel=1e-6)
-    assert found["gap/max_ratio"] == pytest.approx(4.0, rel=1e-6)
-    assert found["gap/max_abs_logprob"] == pytest.approx(math.log(4), rel=1e-6)
-    assert found["gap/fraction_over_2"] == 0.5
-
-
 def scalars(run) -> dict[str, list[tuple[int, float]]]:
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
@@ -141,7 +122,7 @@ def test_what_answers_whether_it_learns_comes_first_and_is_described(tmp_path):
     tags = sorted(scalars(tmp_path))
     assert len(tags) == len(everything)
     assert tags[:2] == ["1 learning/answers right, share", "1 learning/longest path, tokens"]
-    assert not any("(" in tag for tag in tags), "TensorBoard takes what stands in parentheses for a run's name and draws nothing"
+    assert not any("(" in tag for tag in tags), "TensorBoard takes what is in parentheses for a run's name and draws nothing"
     assert tags.index("2 health/KL to the reference") < tags.index("data/kept")
     [legend] = [value for value in events_of(tmp_path) if value.tag.startswith("what the curves mean")]
     assert b"| 1 learning/answers right, share | Training rollouts whose answer is right. |" in legend.tensor.string_val[0]

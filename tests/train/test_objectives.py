@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dccot.train.objectives import ObjectiveConfig, cispo, clipped, dapo, grpo, kl_k3, objective_loss, policy_loss
+from dccot.config import ConfigError, load_config
+from dccot.train.objectives import OBJECTIVES, Objective, ObjectiveConfig, cispo, dapo, grpo, kl_k3, objective_loss, objective_of
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -79,9 +80,9 @@ def test_one_optimizer_step_per_batch_makes_all_objectives_agree(values):
     """Then the policy is the old policy, the ratio is 1, and nothing is clipped."""
     logprob, advantage = (of(*column) for column in zip(*values))
     gradients = []
-    for kind in ("grpo", "dapo", "cispo"):
+    for kind in OBJECTIVES:
         leaf = logprob.clone().requires_grad_()
-        policy_loss(ObjectiveConfig(kind), leaf, leaf.detach(), advantage).sum().backward()
+        OBJECTIVES[kind](ObjectiveConfig(kind), leaf, leaf.detach(), advantage).sum().backward()
         gradients.append(leaf.grad)
     torch.testing.assert_close(gradients[0], gradients[1])
     torch.testing.assert_close(gradients[1], gradients[2])
@@ -143,6 +144,10 @@ def test_truncated_importance_sampling_by_hand():
     close(objective_loss(config, logprob, logprob, of(1, 1), rollout, reference), 2.0 + 0.1 * (1 - math.log(2)), 3.0)
 
 
+def clipped(config: ObjectiveConfig, logprob: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+    return objective_of(config).clipped(config, logprob, old, advantage)
+
+
 def test_clip_fraction_counts_tokens_whose_gradient_the_bound_took_or_limited():
     ratio, old = logs(1.3, 1.3, 0.7, 0.7, 1.0), of(0, 0, 0, 0, 0)
     advantage = of(1, -1, 1, -1, 1)
@@ -156,15 +161,38 @@ def test_dual_clip_counts_as_clipped():
     assert clipped(config, logs(3.1, 2.9), of(0, 0), of(-1, -1)).tolist() == [True, False]
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dapo", "cispo"])
+@pytest.mark.parametrize("kind", OBJECTIVES)
 def test_clipped_agrees_with_the_gradient(kind):
     """Where `clipped` says so the gradient with respect to the log-prob is 0 (GRPO, DAPO) or weighed by the cap (CISPO)."""
     torch.manual_seed(0)
     config = ObjectiveConfig(kind, dual_clip=2.0 if kind == "dapo" else None)
     logprob, old, advantage = 1.5 * torch.randn(500).double(), torch.zeros(500).double(), torch.randn(500).double()
     leaf = logprob.requires_grad_()
-    policy_loss(config, leaf, old, advantage).sum().backward()
+    OBJECTIVES[kind](config, leaf, old, advantage).sum().backward()
     bound = -5.0 * advantage if kind == "cispo" else torch.zeros(500).double()
     marked = clipped(config, leaf.detach(), old, advantage)
     torch.testing.assert_close(marked, torch.isclose(leaf.grad, bound) & (advantage != 0))
     assert 0 < int(marked.sum()) < 500
+
+
+def reinforce(config: ObjectiveConfig, logprob: Tensor, old_logprob: Tensor, advantage: Tensor) -> Tensor:
+    return -advantage * logprob
+
+
+careful = Objective(reinforce, clipped=lambda config, logprob, old_logprob, advantage: advantage < 0)
+
+
+def test_a_loss_of_ones_own_is_named_by_module_and_function_and_clips_nothing():
+    config = load_config(ObjectiveConfig, None, [f"kind={__name__}:reinforce", "kl_coefficient=0", "dual_clip=3"])
+    close(objective_loss(config, of(-1.0, -2.0), of(0, 0), of(3, -1), of(0, 0), None), 3.0, -2.0)
+    assert clipped(config, of(-1.0, -2.0), of(0, 0), of(3, -1)).tolist() == [False, False]
+
+
+def test_an_objective_of_ones_own_says_what_it_clips():
+    config = ObjectiveConfig(f"{__name__}:careful")
+    assert clipped(config, of(-1.0, -2.0), of(0, 0), of(3, -1)).tolist() == [False, True]
+
+
+def test_an_unknown_objective_is_an_error_and_never_another_one():
+    with pytest.raises(ConfigError, match=r"objective.kind is 'dappo'; it must be one of grpo, dapo, cispo .* did you mean 'dapo'\?"):
+        objective_loss(ObjectiveConfig("dappo"), of(0.0), of(0.0), of(1.0), of(0.0), None)

@@ -11,7 +11,7 @@ from dccot.train.phases import Phases
 HERE = Runtime(rank=3, ranks=8, device=torch.device("cpu"), owned=False)
 
 
-def test_seconds_of_a_phase_add_up_within_a_step_and_start_anew_with_the_next():
+def test_seconds_of_a_phase_add_up_within_a_step_and_start_over_with_the_next():
     phases = Phases(HERE)
     phases.begin_step(0)
     for _ in range(2):

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dccot.config import load_config
+from dccot.config import ConfigError, load_config, named
 from dccot.rollout.response import Response, Rollout, Segment
 from dccot.train.advantages import group_advantages
-from dccot.train.filters import FILTERS
+from dccot.train.filters import FILTERS, Group
 from dccot.train.rewards import RewardConfig, reward_of
 from dccot.train.rl_config import RLConfig
 
@@ -75,6 +75,21 @@ def test_an_ungraded_rollout_is_an_error_and_not_a_zero():
         reward_of(rollout(verdict=None), PAPER, budget=7500)
 
 
+def brevity(rollout: Rollout, config: RewardConfig, budget: int) -> float:
+    return 1 - rollout.response.longest_path / budget
+
+
+def test_a_reward_of_ones_own_sees_what_was_judged_right_or_wrong_and_nothing_else():
+    config = load_config(RewardConfig, None, [f"kind={__name__}:brevity"])
+    assert reward_of(rollout("wrong", length=2500), config, budget=10000) == 0.75
+    assert reward_of(rollout("crashed", length=2500), config, budget=10000) is None
+
+
+def test_an_unknown_reward_is_an_error_and_never_another_one():
+    with pytest.raises(ConfigError, match=r"reward.kind is 'correct'; it must be one of correctness_format, high_length_penalty"):
+        reward_of(rollout(), RewardConfig("correct"), budget=7500)
+
+
 GOOD, ILL_FORMED, WRONG, UNJUDGED = rollout(), rollout(flaw="no_spawn"), rollout("wrong"), rollout("timed_out")
 
 
@@ -97,6 +112,16 @@ def test_which_groups_the_filters_keep(group, include_easy, remove_easy):
     assert FILTERS["include_easy"](group) is include_easy
     assert FILTERS["remove_easy"](group) is remove_easy
     assert FILTERS["none"](group) is True
+
+
+def at_least_two_right(group: Group) -> bool:
+    return sum(rollout.correct for rollout in group) >= 2
+
+
+def test_a_filter_of_ones_own_is_named_by_module_and_function():
+    config = load_config(RLConfig, None, ["model.path=m", "data.train=d", f"filter={__name__}:at_least_two_right"])
+    keep = named(FILTERS, config.filter, "filter")
+    assert (keep([GOOD, GOOD, WRONG]), keep([GOOD, WRONG])) == (True, False)
 
 
 def test_advantages_by_hand():

@@ -110,13 +110,13 @@ def _stalled_engine(settings: Settings, engine: VllmEngine) -> Trial:
 def _stuck_collective(settings: Settings, engine: VllmEngine) -> Trial:
     """Rank 1 stays away for longer than a collective may take. The last trial: afterwards the process group is of no use."""
 
-    class Slow(rl.RL):
+    class Slow(rl.Collector):
         def _graded(self, mine):
             if self.runtime.rank == 1:
                 time.sleep(TIMEOUT_SECONDS + 5)
             return super()._graded(mine)
 
-    rl.RL = Slow
+    rl.Collector = Slow
     said = _error_of(lambda: rl.train(settings("stuck"), engine))
     good = os.environ["RANK"] == "1" or ("imed out" in said and "rank 0, step 0, phase grade" in said)
     return Trial("collective stuck", 1, int(good), "time-out error names rank, step and phase", [] if good else [said])

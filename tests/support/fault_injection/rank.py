@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import dccot.train.rl as rl
+import dccot.train.trainer as trainer
 from dccot.train.phases import Phases
 
 PHASES = ("rollout", "grade", "update", "sync", "checkpoint")
@@ -125,7 +126,7 @@ def main(argv: list[str]) -> int:
     kills, restart = json.loads(os.environ.get("DCCOT_KILLS", "[]")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     Killer.log = Path(argv[0])
     Killer.kill = Kill(**kills[restart]) if restart < len(kills) else None
-    rl.Phases = Killer
+    trainer.Phases = Killer
     return rl.main(argv[1:])
 
 

@@ -1,0 +1,200 @@
+"""What a step trains on: groups of graded responses that the filter keeps, or a saved batch again.
+
+    problems → director and workers answer each `group_size` times → grade → reward → filter, until enough groups are kept → advantages
+
+Every rank rolls out and grades its share; the batch is the same on all of them. A source reads its files when it is made and starts engine
+and judge in `start`, so that bad data is refused before a weight is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from dccot.config import named
+from dccot.data.grading import Judge, open_judge
+from dccot.data.problems import Problem, load_problems
+from dccot.data.prompting import prompts_of
+from dccot.data.rollouts import Asked, grade, missing_pairs, roll_out
+from dccot.data.stream import ProblemStream
+from dccot.files import BadData, read_jsonl, write_jsonl_atomic
+from dccot.rollout.director import RolloutConfig
+from dccot.rollout.interface import Engine, open_engine
+from dccot.rollout.response import Rollout
+from dccot.runtime import Runtime
+from dccot.train.advantages import group_advantages
+from dccot.train.filters import FILTERS, Group
+from dccot.train.metrics import rollout_metrics, validation_metrics
+from dccot.train.phases import Phases
+from dccot.train.rewards import reward_of
+from dccot.train.rl_config import RLConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Batch:
+    """What a step trains on, and where it came from."""
+
+    groups: list[Group]  # kept by the filter, `batch.prompts` of them
+    rolled_out: list[Rollout]  # everything, for metrics
+    batches: int = 0
+    kept: int = 0  # groups that the filter would have kept
+
+    def mini_batches(self, count: int) -> Iterator[list[Rollout]]:
+        size = len(self.groups) // count
+        for start in range(0, len(self.groups), size):
+            yield [rollout for group in self.groups[start : start + size] for rollout in group]
+
+
+class Collector:
+    """Rolls out problems with the policy as it is now."""
+
+    engine: Engine
+    judge: Judge
+    phases: Phases
+
+    def __init__(self, config: RLConfig, runtime: Runtime, tokenizer: PreTrainedTokenizerBase):
+        self.config, self.runtime = config, runtime
+        problems = self._asked(config.data.train, tokenizer)
+        self.stream = ProblemStream([problem for problem, _ in problems], config.seed, config.batch.prompts_rolled_out)
+        self.prompt_ids = {problem.id: ids for problem, ids in problems}
+        held_out = self._asked(config.data.validation, tokenizer) if config.data.validation else []
+        self.validation = held_out[: config.validation.problems]
+
+    def _asked(self, path: str, tokenizer: PreTrainedTokenizerBase) -> list[Asked]:
+        report = log.warning if self.runtime.is_main else lambda message: None
+        problems = load_problems(path, preset=self.config.data.preset, report=report)
+        return prompts_of(problems, tokenizer, self.config.prompt, report=report)
+
+    def start(self, model: Path, phases: Phases, stack: ExitStack, engine: Engine | None) -> None:
+        self.phases = phases
+        self.judge = stack.enter_context(open_judge(self.config.grading))
+        self.engine = stack.enter_context(open_engine(model, self.config.engine, engine))
+
+    def load(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace the engine's weights."""
+        self.engine.wake()
+        self.engine.load(parameters)
+
+    def collect(self, step: int) -> Batch:
+        """Roll out whole batches until the filter has kept enough prompts; then the engine gives its memory to training."""
+        wanted, keep = self.config.batch.prompts, named(FILTERS, self.config.filter, "filter")
+        batch = Batch([], [])
+        while len(batch.groups) < wanted:
+            if batch.batches == self.config.batch.max_rollout_batches:
+                raise RuntimeError(
+                    f"step {step}: {self.config.filter} kept only {batch.kept} of {wanted} prompts after {batch.batches} batches of "
+                    f"{self.config.batch.prompts_rolled_out}; accuracy {rollout_metrics(batch.rolled_out)['reward/correct']:.1%}: "
+                    "choose easier or harder problems, another filter, or raise batch.max_rollout_batches"
+                )
+            groups = self._groups(step, batch.batches)
+            kept = [group for group in groups if keep(group)]
+            batch.groups += kept[: wanted - len(batch.groups)]
+            batch.rolled_out += [rollout for group in groups for rollout in group]
+            batch.kept += len(kept)
+            batch.batches += 1
+        for group in batch.groups:
+            for rollout, advantage in zip(group, group_advantages([r.reward for r in group])):
+                rollout.advantage = advantage
+        self.engine.sleep()
+        return batch
+
+    def _groups(self, step: int, number: int) -> list[Group]:
+        """The next problems' groups, graded and rewarded, in the order in which the problems were drawn."""
+        problems: dict[str, Problem] = {problem.id: problem for problem in self.stream.next_batch()}
+        with self.phases("rollout"):
+            asked = [(problem, self.prompt_ids[problem.id]) for problem in problems.values()]
+            mine = self._roll_out(asked, range(self.config.batch.group_size), self.config.rollout, (self.config.seed, step, number))
+        with self.phases("grade"):
+            rollouts = self._graded(mine)
+        groups: dict[str, list[Rollout]] = {id: [] for id in problems}
+        for rollout in rollouts:
+            rollout.reward, rollout.step = reward_of(rollout, self.config.reward, self.config.rollout.budget), step
+            groups[rollout.problem].append(rollout)
+        return list(groups.values())
+
+    def validate(self, step: int) -> dict[str, float]:
+        if not self.validation:
+            return {}
+        with self.phases("validate"):
+            config = replace(self.config.rollout, top_p=self.config.validation.top_p)
+            mine = self._roll_out(self.validation, range(self.config.validation.samples), config, (self.config.seed, step, "validation"))
+            return validation_metrics(self._graded(mine))
+
+    def _roll_out(self, asked: Sequence[Asked], samples: Sequence[int], config: RolloutConfig, seed: tuple) -> list[Rollout]:
+        """This replica's share of the rollouts."""
+        asked = asked[self.engine.replica :: self.engine.replicas]
+        self.engine.forget_prefixes()  # what is cached must not depend on what ran before
+        return list(roll_out(self.engine, asked, missing_pairs(asked, samples), self.config.prompt, config, seed=seed))
+
+    def _graded(self, mine: list[Rollout]) -> list[Rollout]:
+        """Everybody's rollouts, graded where they were made, in an order that does not depend on which finished first."""
+        if self.runtime.rank % self.config.engine.tensor_parallel:
+            mine = []  # the ranks of one replica hold the same responses
+        grade(mine, self.judge)
+        return sorted(
+            (rollout for part in self.runtime.gather(mine) for rollout in part), key=lambda rollout: (rollout.problem, rollout.sample)
+        )
+
+    @property
+    def epoch(self) -> int:
+        return self.stream.epoch
+
+    def state(self) -> dict[str, Any]:
+        return {"stream": self.stream.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if "stream" in state:
+            self.stream.restore(state["stream"])
+
+
+class Replay:
+    """A batch that an earlier run saved, the same in every step; there is no engine."""
+
+    epoch = 0
+
+    def __init__(self, path: str, prompts: int):
+        groups: dict[str, list[Rollout]] = {}
+        for line, row in read_jsonl(path, strict=True):
+            try:
+                rollout = Rollout.from_json(row)
+            except (KeyError, TypeError, ValueError) as error:
+                raise BadData(f"{path}:{line}: not a rollout ({type(error).__name__}: {error})") from None
+            if rollout.advantage is None:
+                raise BadData(f"{path}:{line}: the rollout has no advantage; replay a file that a training run wrote to its rollouts/")
+            groups.setdefault(rollout.problem, []).append(rollout)
+        if len(groups) < prompts:
+            raise BadData(f"{path} holds {len(groups)} prompts; batch.prompts is {prompts}: set batch.prompts={len(groups)} or less")
+        chosen = list(groups.values())[:prompts]
+        self.batch = Batch(list(chosen), [rollout for group in chosen for rollout in group], kept=len(groups))
+
+    def start(self, model: Path, phases: Phases, stack: ExitStack, engine: Engine | None) -> None: ...
+
+    def load(self, parameters: Iterable[tuple[str, Tensor]]) -> None: ...
+
+    def collect(self, step: int) -> Batch:
+        return self.batch
+
+    def validate(self, step: int) -> dict[str, float]:
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+def save_rollouts(folder: Path, step: int, batch: Batch, keep: int) -> None:
+    """Write what the step trains on, for people and for `replay`; the newest `keep` files stay."""
+    folder.mkdir(exist_ok=True)
+    write_jsonl_atomic(folder / f"step_{step:06d}.jsonl", (rollout.to_json() for group in batch.groups for rollout in group))
+    for old in sorted(folder.glob("step_*.jsonl"))[:-keep]:
+        old.unlink()

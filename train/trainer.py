@@ -1,0 +1,120 @@
+"""What SFT and RL share: model and optimizer in a run folder, and the frame around the steps.
+
+trainer = Trainer(config, runtime, model_folder)       opens the run folder, loads the model
+state = trainer.resume(stack)                          continues from the newest checkpoint, if there is one
+for step in trainer.steps():
+    with trainer.profiled(step): …
+    trainer.log(step, metrics)
+    trainer.checkpoint(step, state)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from dccot.model.sharding import DTYPES, ShardingConfig, build_model
+from dccot.progress import Progress
+from dccot.runtime import Runtime
+from dccot.train.checkpoint import CheckpointConfig, Checkpointer
+from dccot.train.flops import training_speed
+from dccot.train.forest import Forest
+from dccot.train.metrics import Recorder, console_line, memory_metrics
+from dccot.train.phases import Phases, ProfileConfig, profiled
+from dccot.train.run import open_run
+from dccot.train.update import OptimizerConfig, StepReport, TokenLoss, make_optimizer, update
+
+
+class TrainingConfig(Protocol):
+    """What every kind of run has settings for."""
+
+    name: str
+    output: str
+    seed: int
+    steps: int
+    optimizer: OptimizerConfig
+    sharding: ShardingConfig
+    checkpoint: CheckpointConfig
+    profile: ProfileConfig
+
+
+C = TypeVar("C", bound=TrainingConfig)
+
+
+class Trainer(Generic[C]):
+    def __init__(self, config: C, runtime: Runtime, source: Path):
+        self.config, self.runtime, self.source = config, runtime, source
+        self.run = open_run(config, runtime)
+        self.phases = Phases(runtime)
+        torch.manual_seed(config.seed)
+        self.model = build_model(source, config.sharding, device=runtime.device)
+        self.optimizer = make_optimizer(self.model, config.optimizer)
+
+    def resume(self, stack: ExitStack) -> dict[str, Any]:
+        """Restore the newest checkpoint, open what the run writes to, and return the state that was saved with the weights."""
+        config, runtime = self.config, self.runtime
+        self.checkpointer = Checkpointer(self.run, config.checkpoint, runtime, source=self.source)
+        stack.callback(self.checkpointer.close)
+        state = self.checkpointer.resume(self.model, self.optimizer) or {}
+        self.first_step: int = state.get("step", 0)
+        self.updates: int = state.get("updates", self.first_step)
+        self.skipped: int = state.get("skipped", 0)
+        self.recorder = Recorder(self.run, self.first_step, runtime.is_main)
+        stack.callback(self.recorder.close)
+        progress = Progress(config.name, config.steps, first=self.first_step, active=runtime.is_main, lines=True, pause=3.0)
+        self.progress = stack.enter_context(progress)
+        return state
+
+    def steps(self) -> Iterator[int]:
+        for step in range(self.first_step, self.config.steps):
+            self.phases.begin_step(step)
+            self._start = time.perf_counter()
+            yield step
+
+    def profiled(self, step: int) -> AbstractContextManager[None]:
+        return profiled(self.config.profile, step, self.run / "profile", self.runtime)
+
+    def update(self, forests: Sequence[Forest], token_loss: TokenLoss, temperature: float) -> StepReport:
+        """One optimizer step."""
+        config = self.config
+        with self.phases("update"):
+            report = update(self.model, self.optimizer, forests, token_loss, config.optimizer, self.updates, temperature, self.runtime,
+                            config.sharding.reduce_once)  # fmt: skip
+        self.updates += 1
+        self.skipped += not report.applied
+        return report
+
+    def update_metrics(self, reports: Sequence[StepReport], forests: Sequence[Forest]) -> dict[str, float]:
+        """What a step's updates did, and how fast."""
+        config, seconds = self.config, self.phases.seconds["update"]
+        return {
+            "policy/loss": sum(report.loss for report in reports) / len(reports),
+            "policy/grad_norm": max(report.grad_norm for report in reports),
+            "policy/learning_rate": config.optimizer.rate(self.updates - 1),
+            "policy/skipped_updates": float(self.skipped),
+            "speed/trained_tokens": sum(map(len, forests)) * self.runtime.ranks / seconds,
+            **training_speed(self.model.config, forests, seconds, self.runtime.device, DTYPES[config.sharding.compute_dtype]),
+        }
+
+    def due(self, step: int, every: int) -> bool:
+        """Whether what happens `every` so many steps, and after the last, happens after this one; 0: never."""
+        return every > 0 and (step + 1 == self.config.steps or (step + 1) % every == 0)
+
+    def log(self, step: int, metrics: dict[str, float], texts: dict[str, str] | None = None) -> None:
+        """Write the step's metrics, with times and memory."""
+        metrics |= {f"time/{name}": took for name, took in self.phases.seconds.items()} | self.checkpointer.costs() | memory_metrics()
+        metrics["time/step"] = time.perf_counter() - self._start
+        self.recorder.write(step, metrics, texts)
+        self.progress.show(step + 1, console_line(step + 1, self.config.steps, metrics))
+
+    def checkpoint(self, step: int, state: dict[str, Any]) -> None:
+        """Save what a run needs to continue after `step`, if a checkpoint is due."""
+        if self.due(step, self.config.checkpoint.every):
+            state = {"updates": self.updates, "skipped": self.skipped, **state}
+            with self.phases("checkpoint"):
+                self.checkpointer.save(step + 1, self.model, self.optimizer, state, last=step + 1 == self.config.steps)
