@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dccot.bench import __main__ as bench
-from dccot.config import ConfigError
+from dccot.config import ConfigError, load_config, named
 from dccot.data.grading import GradingConfig, Verdict, open_judge
 from dccot.data.prompting import PromptConfig
 from dccot.eval import benchmarks
@@ -21,7 +21,12 @@ from dccot.model.transformer import Transformer
 from dccot.pipeline import prepare, run_recipe
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
+from dccot.rollout.response import Finish, Response, Rollout, Segment
 from dccot.stages import KINDS, Kind
+from dccot.train.filters import FILTERS
+from dccot.train.objectives import ObjectiveConfig, objective_loss
+from dccot.train.rewards import RewardConfig, reward_of
+from dccot.train.rl_config import RLConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -31,6 +36,18 @@ from dataclasses import dataclass
 
 from dccot.data.grading import Judge, Verdict
 from dccot.data.prompting import PromptFormat
+
+
+def my_loss(config, logprob, old_logprob, advantage):
+    return -logprob * advantage * config.ratio_cap
+
+
+def my_reward(rollout, config, budget):
+    return rollout.response.total_tokens / budget
+
+
+def my_filter(group):
+    return len(group) > 2
 
 
 class MyJudge(Judge):
@@ -138,7 +155,38 @@ def mine(name: str) -> str:
     return f"my_package.my_module:{name}"
 
 
+def rollout(tokens: int) -> Rollout:
+    response = Response([1], [], Segment([], [7] * tokens, [-0.1] * tokens), Finish.ANSWERED)
+    return Rollout("p", 0, "q", "3", "text", response, verdict="correct")
+
+
 # ---- by a name in the configuration --------------------------------------------------------------------------------------
+
+
+def test_an_rl_run_takes_all_of_them_by_name_and_refuses_names_that_cannot_be_imported():
+    own = [f"objective.kind={mine('my_loss')}", f"reward.kind={mine('my_reward')}", f"filter={mine('my_filter')}",
+           f"grading.kind={mine('MyJudge')}"]  # fmt: skip
+    config = load_config(RLConfig, "configs/rl/stage1.yaml", ["model.path=x", "data.train=y", *own])
+    assert (config.objective.kind, config.filter) == (mine("my_loss"), mine("my_filter"))
+    for setting in own:
+        with pytest.raises(ConfigError, match="cannot be imported"):
+            load_config(RLConfig, "configs/rl/stage1.yaml", ["model.path=x", "data.train=y", f"{setting}_missing"])
+
+
+def test_an_objective():
+    config = ObjectiveConfig(kind=mine("my_loss"), ratio_cap=2.0, kl_coefficient=0.0)
+    logprob, advantage = torch.tensor([-1.0, -2.0]), torch.tensor([1.0, 0.5])
+    found = objective_loss(config, logprob, logprob, advantage, logprob, None)
+    assert found.tolist() == [2.0, 2.0]
+
+
+def test_a_reward():
+    assert reward_of(rollout(30), RewardConfig(kind=mine("my_reward")), budget=300) == 0.1
+
+
+def test_a_filter():
+    chosen = named(FILTERS, mine("my_filter"), "filter")
+    assert [chosen([rollout(1)] * count) for count in (2, 3)] == [False, True]
 
 
 def test_a_judge():
@@ -232,13 +280,13 @@ def test_an_engine():
 
 def test_every_registry_that_the_page_names_is_where_it_says():
     named_there = re.findall(r"`([A-Z_]{5,})` in `([\w/]+)\.py`", PAGE)
-    assert len(named_there) >= 6
+    assert len(named_there) >= 8
     for registry, file in named_there:
         assert hasattr(importlib.import_module("dccot." + file.removeprefix("dccot/").replace("/", ".")), registry), (
             f"{file}.py: {registry}"
         )
 
 
-@pytest.mark.parametrize("thing", ["model family", "objective", "filter", "judge", "engine", "benchmark", "kernel"])
+@pytest.mark.parametrize("thing", ["model family", "objective", "reward", "filter", "judge", "engine", "benchmark", "kernel"])
 def test_the_page_explains_each(thing):
     assert re.search(rf"\*\*An? {thing}\.\*\*", PAGE)
