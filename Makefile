@@ -64,7 +64,7 @@ demo: .venv/ready
 
 # SETTINGS="seed=1 name=mini-seed1" gives another seed.
 mini: .venv/ready
-	$(BIN)/dccot demo --recipe configs/mini/dc_cot.yaml $(SETTINGS)
+	$(BIN)/dccot demo --recipe configs/mini/mini.yaml $(SETTINGS)
 
 bench: .venv/ready
 	$(BIN)/dccot bench all

@@ -15,11 +15,12 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
-from dccot.config import require
+from dccot.config import named, require
 from dccot.data.endpoints import Endpoint, EndpointConfig, Refused, Reply
 from dccot.data.grading import GradingConfig, Judge, Verdict, open_judge
 from dccot.data.problems import Problem
@@ -27,10 +28,12 @@ from dccot.files import BadData, JsonlWriter, read_jsonl, write_jsonl_atomic
 from dccot.rollout.protocol import flaw_of
 
 ACCEPTED, FAILED = "accepted", "failed"
+ENDPOINT = "endpoint"
 
 
 @dataclass
 class RewriteConfig:
+    by: str = ENDPOINT  # endpoint: a stronger model; or a function of your own, my_package.my_module:my_rule
     source: str = ""
     output: str = "runs/data/sft.jsonl"
     first: int | None = 4000  # only the first so many solutions; None: all
@@ -42,6 +45,8 @@ class RewriteConfig:
     grading: GradingConfig = field(default_factory=lambda: GradingConfig(workers=1))
 
     def check(self) -> None:
+        if self.by != ENDPOINT:
+            named({}, self.by, "by")
         require(bool(self.source), "source is not set; name the file that `dccot data sequential` wrote")
         require(self.attempts > 0, f"attempts is {self.attempts}; it must be at least 1")
         require(self.concurrency > 0, f"concurrency is {self.concurrency}; it must be at least 1")
@@ -205,17 +210,16 @@ def summarize(solutions: Sequence[Solution], rows: Sequence[dict], attempts: int
     return Summary(len(ids), len(accepted), dict(Counter(row["outcome"] for row in rows)), len(failed), len(exhausted), **spent)
 
 
-def rewrite_by_rule(solutions: Sequence[Solution], rewrite: Callable[..., str], judge: Judge, config: RewriteConfig) -> Summary:
-    """`rewrite_all` with a rule instead of a model: for the miniature world."""
-    return asyncio.run(rewrite_all(solutions, rule(rewrite), judge, config))
-
-
 async def run(config: RewriteConfig, progress: Callable[[int, int], None]) -> Summary:
-    """The whole command: read, ask the endpoint, check, write."""
+    """The whole command: read, ask the endpoint or the rule, check, write."""
     solutions = load_solutions(config.source, config.first)
-    instruction = Path(config.instruction).read_text(encoding="utf-8") if config.instruction else prompt_text("rewrite.txt")
-    async with Endpoint(config.endpoint) as endpoint:
-        with open_judge(config.grading) as judge:
-            summary = await rewrite_all(solutions, by_endpoint(endpoint, instruction), judge, config, progress=progress)
+    async with AsyncExitStack() as stack:
+        if config.by == ENDPOINT:
+            instruction = Path(config.instruction).read_text(encoding="utf-8") if config.instruction else prompt_text("rewrite.txt")
+            rewriter = by_endpoint(await stack.enter_async_context(Endpoint(config.endpoint)), instruction)
+        else:
+            rewriter = rule(named({}, config.by, "by"))
+        judge = stack.enter_context(open_judge(config.grading))
+        summary = await rewrite_all(solutions, rewriter, judge, config, progress=progress)
     Path(config.output).with_suffix(".summary.json").write_text(json.dumps(asdict(summary), indent=1) + "\n")
     return summary

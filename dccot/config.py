@@ -204,6 +204,10 @@ def _refuse_misfit(hint: Any, value: Any, key: str) -> None:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         require(isinstance(value, dict), f"{key} is {value!r}; it is a group of settings: {', '.join(hint.__annotations__)}")
         _refuse_unknown(hint, value, f"{key}.")
+    elif typing.get_origin(hint) is dict and dataclasses.is_dataclass(typing.get_args(hint)[1]):
+        require(isinstance(value, dict), f"{key} is {str(value)[:80]!r}; it must be a mapping of names to groups of settings")
+        for name, item in value.items():
+            _refuse_misfit(typing.get_args(hint)[1], item, f"{key}.{name}")
     elif typing.get_origin(hint) is list:
         require(isinstance(value, list), f"{key} is {value!r}; it must be a list")
         for index, item in enumerate(value):

@@ -11,7 +11,7 @@ import re
 import typing
 
 from dccot.data.rewrite import RewriteConfig
-from dccot.pipeline import Recipe, Stage
+from dccot.recipe import Recipe, Stage
 from dccot.stages import KINDS
 
 COMMANDS = {"sft": "dccot sft", "rl": "dccot rl", "sequential": "dccot data sequential"}  # of the stages that are commands, too

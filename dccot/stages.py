@@ -1,155 +1,281 @@
-"""The kinds of stages that a recipe can have. Each leaves its results in the stage's folder (`context.folder`, see pipeline.py).
+"""What a recipe's stages can do. Each leaves its results in its own folder.
 
 world        problems, base demonstrations and an untrained model of the miniature world
 sft, rl      training runs
 sequential   sequential solutions by rejection sampling        → solutions.jsonl
-rewrite      solutions in the parallel format, by an endpoint or by the miniature world's rule   → sft.jsonl
-eval         accuracy and longest path                          → summary.json
-latency      wall-clock, parallel against sequential            → latency.json
+rewrite      solutions in the parallel format                  → sft.jsonl
+eval         accuracy and longest path on the benchmarks       → summary.json
+latency      wall-clock, parallel against sequential           → latency.json
 report       everything above as one page
+
+A kind of stage is one entry of KINDS: its configuration, what the pipeline gives it, what it needs, and what it does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dccot.config import at_least, one_of, require
-from dccot.data.grading import open_judge
-from dccot.data.rewrite import RewriteConfig, load_solutions, rewrite_by_rule
-from dccot.data.rewrite import run as rewrite_by_endpoint
-from dccot.data.sequential import SequentialConfig
-from dccot.data.sequential import run as solve_sequentially
-from dccot.eval.benchmarks import own_benchmark
-from dccot.eval.run import EvalConfig, eval_config, evaluate
-from dccot.miniature.arithmetic import rewrite_parallel
+from dccot.config import ConfigError, at_least, one_of, require
+from dccot.data import rewrite, sequential
+from dccot.eval import latency
+from dccot.eval.benchmarks import BENCHMARKS, Benchmark, named_benchmark, own_benchmark
+from dccot.eval.report import write_report
+from dccot.eval.results import Evaluation
+from dccot.eval.run import METHODS, EvalConfig, eval_config, evaluate
 from dccot.miniature.world import WorldConfig, make_world
+from dccot.model.checkpoint_io import stored_parameters
 from dccot.model.folder import resolve_model
+from dccot.recipe import StagePlan, stage_seed
+from dccot.rollout.interface import Engine, open_engine
 from dccot.rollout.settings import EngineConfig
+from dccot.runtime import Runtime
+from dccot.train import rl, sft
 from dccot.train.rl_config import RLConfig
 from dccot.train.sft import SFTConfig
-from dccot.train.sft import train as train_sft
-
-if TYPE_CHECKING:
-    from dccot.pipeline import Context, Session
 
 
-def run_world(session: Session, context: Context, config: WorldConfig) -> None:
-    if session.runtime.is_main:
+class SharedEngine:
+    """One engine for all stages. A model of the same shape is streamed into it; another shape makes a new engine."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self._shape: tuple | None = None
+        self._stack = ExitStack()
+
+    def on(self, model: Path, config: EngineConfig) -> Engine:
+        shape = (json.loads((model / "config.json").read_text()), (model / "tokenizer.json").read_bytes(), asdict(config))
+        if self.engine is not None and self._shape == shape:
+            self.engine.load(stored_parameters(model))
+            return self.engine
+        self.close()
+        self.engine, self._shape = self._stack.enter_context(open_engine(model, config)), shape
+        return self.engine
+
+    def close(self) -> None:
+        self._stack.close()
+        self.engine = self._shape = None
+
+
+@dataclass
+class Context:
+    """What a stage may use while it runs."""
+
+    plan: StagePlan
+    engines: SharedEngine
+    runtime: Runtime
+
+    @property
+    def folder(self) -> Path:
+        return self.plan.folder
+
+    def say(self, message: object) -> None:
+        if self.runtime.is_main and message is not None:
+            print(message, flush=True)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something a stage reads: the key that names it, where it is, and what it must be (preflight.CHECKS)."""
+
+    key: str
+    path: str
+    what: str
+
+
+def _nothing(plan: StagePlan, *_: Any) -> list:
+    return []
+
+
+@dataclass(frozen=True)
+class Kind:
+    config: type
+    run: Callable[[Context, Any], None]
+    given: Callable[[StagePlan], list[str]] = _nothing  # settings that the pipeline makes
+    needs: Callable[[StagePlan, Any], list[Need]] = _nothing
+    trains: bool = False  # it leaves a model, from which the next stage starts
+
+
+def _seed(plan: StagePlan) -> str:
+    return f"seed={stage_seed(plan.recipe.seed, plan.name)}"
+
+
+def _set(key: str, value: str | None, plan: StagePlan) -> list[str]:
+    return [f"{key}={json.dumps(plan.recipe.filled_in(value))}"] if value else []
+
+
+# ---- the miniature world -------------------------------------------------------------------------------------------------------
+
+
+def _run_world(context: Context, config: WorldConfig) -> None:
+    if context.runtime.is_main:
         make_world(config, context.folder)
 
 
-def run_sft(session: Session, context: Context, config: SFTConfig) -> None:
-    train_sft(config)
+# ---- training ------------------------------------------------------------------------------------------------------------------
 
 
-def run_rl(session: Session, context: Context, config: RLConfig) -> None:
-    from dccot.train.rl import train
-
-    train(config, session.engines.on(resolve_model(config.model.path), config.engine))
+def _given_training(plan: StagePlan) -> list[str]:
+    return [f"name={plan.name}", f"output={plan.recipe.folder}", _seed(plan), *_set("model.path", plan.start, plan)]
 
 
-def run_sequential(session: Session, context: Context, config: SequentialConfig) -> None:
+def _given_rl(plan: StagePlan) -> list[str]:
+    shared = _set("data.train", plan.recipe.train, plan) + _set("data.validation", plan.recipe.validation, plan)
+    return _given_training(plan) + shared
+
+
+def _sft_needs(plan: StagePlan, config: SFTConfig) -> list[Need]:
+    validation = [Need("data.validation", config.data.validation, "examples")] if config.data.validation else []
+    return [Need("model.path", config.model.path, "model"), Need("data.train", config.data.train, "examples"), *validation]
+
+
+def _rl_needs(plan: StagePlan, config: RLConfig) -> list[Need]:
+    found = [Need("model.path", config.model.path, "model")]
+    found += [Need("data.train", config.data.train, "problems")] if config.data.train else []
+    if config.validation.every:
+        lacking = f"data.validation is not set, and validation.every is {config.validation.every}: name the problems or set it to 0"
+        require(config.data.validation is not None, lacking)
+        found.append(Need("data.validation", str(config.data.validation), "problems"))
+    return found
+
+
+def _run_rl(context: Context, config: RLConfig) -> None:
+    rl.train(config, context.engines.on(resolve_model(config.model.path), config.engine))
+
+
+# ---- the SFT set ---------------------------------------------------------------------------------------------------------------
+
+
+def _given_sequential(plan: StagePlan) -> list[str]:
+    place = [f"output={plan.folder}/solutions.jsonl", _seed(plan)]
+    return [*place, *_set("model", plan.start, plan), *_set("problems", plan.recipe.train, plan)]
+
+
+def _sequential_needs(plan: StagePlan, config: sequential.SequentialConfig) -> list[Need]:
+    return [Need("model", config.model, "model"), Need("problems", config.problems, "problems")]
+
+
+def _run_sequential(context: Context, config: sequential.SequentialConfig) -> None:
     context.folder.mkdir(parents=True, exist_ok=True)
-    session.say(solve_sequentially(config, session.engines.on(resolve_model(config.model), config.engine)))
+    context.say(sequential.run(config, context.engines.on(resolve_model(config.model), config.engine)))
 
 
-@dataclass
-class RewriteStage(RewriteConfig):
-    by: str = "endpoint"  # or rule: the miniature world's
+def _rewrite_needs(plan: StagePlan, config: rewrite.RewriteConfig) -> list[Need]:
+    found = [Need("source", config.source, "file")]
+    found += [Need("instruction", config.instruction, "file")] if config.instruction else []
+    if config.by == rewrite.ENDPOINT:
+        config.endpoint.key()
+    return found
 
-    def check(self) -> None:
-        one_of(self.by, ("endpoint", "rule"), "by")
-        super().check()
 
-
-def run_rewrite(session: Session, context: Context, config: RewriteStage) -> None:
-    if not session.runtime.is_main:
+def _run_rewrite(context: Context, config: rewrite.RewriteConfig) -> None:
+    if not context.runtime.is_main:
         return
     context.folder.mkdir(parents=True, exist_ok=True)
-    if config.by == "rule":
-        with open_judge(config.grading) as judge:
-            session.say(rewrite_by_rule(load_solutions(config.source, config.first), rewrite_parallel, judge, config))
-    else:
-        session.say(asyncio.run(rewrite_by_endpoint(config, lambda done, total: None)))
+    context.say(asyncio.run(rewrite.run(config, lambda done, total: None)))
+
+
+# ---- evaluation ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Sampling:
-    budget: int = 12_000  # tokens on the longest path
-    n: int = 16  # responses per problem
+class EvalStage:
     seed: int = 0
+    model: str = ""  # stage, stage@step or folder
+    method: str = "parallel"
+    budget: int = 12_000
+    benchmarks: list[str] = field(default_factory=list)  # the recipe's unless set: names of the paper's, or files
+    benchmark_folder: str = "runs/data"
+    n: int | None = None  # responses per problem; None: the paper's (200 or 16), 16 for a file
     max_prompt_tokens: int = 4096
     engine: EngineConfig = field(default_factory=EngineConfig)
 
-    def by(self, method: str) -> EvalConfig:
-        at_least(1, self.n, "n")
+    def check(self) -> None:
+        require(bool(self.model), "model is not set; name a stage of the recipe or a folder")
+        one_of(self.method, METHODS, "method")
+        require(bool(self.benchmarks), "benchmarks is not set; list names of benchmarks or files of problems")
+        names = [Path(file).stem for file in self.benchmarks]
+        require(len(set(names)) == len(names), f"two benchmarks are called {max(names, key=names.count)!r}; rename one of the files")
         at_least(1, self.budget, "budget")
-        config = eval_config(method, self.budget, [f"prompt.max_prompt_tokens={self.max_prompt_tokens}", f"seed={self.seed}"])
+        at_least(1, self.max_prompt_tokens, "max_prompt_tokens")
+        if self.n is not None:
+            at_least(1, self.n, "n")
+
+    def named(self) -> list[Benchmark]:
+        known = lambda name: name in BENCHMARKS
+        return [
+            named_benchmark(name, self.benchmark_folder, self.n) if known(name) else own_benchmark(name, self.n) for name in self.benchmarks
+        ]
+
+    def evaluation(self) -> EvalConfig:
+        config = eval_config(self.method, self.budget, [f"prompt.max_prompt_tokens={self.max_prompt_tokens}", f"seed={self.seed}"])
         config.engine = self.engine
         return config
 
 
+def _given_eval(plan: StagePlan) -> list[str]:
+    benchmarks = [plan.recipe.filled_in(name) for name in plan.recipe.benchmarks]
+    return [_seed(plan), f"benchmarks={json.dumps(benchmarks)}", f"benchmark_folder={plan.recipe.benchmark_folder}"]
+
+
+def _eval_needs(plan: StagePlan, config: EvalStage) -> list[Need]:
+    return [Need("model", plan.recipe.place(config.model), "model"), *(Need("benchmarks", str(b.file), "problems") for b in config.named())]
+
+
+def _run_eval(context: Context, config: EvalStage) -> None:
+    model = resolve_model(context.plan.recipe.place(config.model))
+    engine = context.engines.on(model, config.engine)
+    evaluate(model, config.named(), config.evaluation(), context.folder, engine=engine)
+
+
 @dataclass
-class EvalStage(Sampling):
-    model: str = ""  # stage or folder; empty: the model that the last training stage left
-    method: str = "parallel"  # or sequential
-    problems: list[str] = field(default_factory=list)  # JSONL files
-
-    def check(self) -> None:
-        require(bool(self.model), "model is not set, and no stage before it trains one; name a stage or a folder")
-        require(bool(self.problems), "problems is not set; list JSONL files to evaluate on")
-        names = [Path(file).stem for file in self.problems]
-        require(len(set(names)) == len(names), f"two files of problems are called {max(names, key=names.count)!r}; rename one of them")
-        self.by(self.method)
-
-
-@dataclass
-class LatencyStage(Sampling):
+class LatencyStage:
+    seed: int = 0
+    parallel: str = ""  # stages, stage@step or folders
+    sequential: str = ""
+    problems: str = ""
+    budget: int = 12_000
+    concurrency: list[int] = field(default_factory=lambda: [1, 4, 16])
     n: int = 1
-    parallel: str = ""  # stage or folder of the model that answers in parallel
-    sequential: str = ""  # of the one that it is compared with
-    problems: str = ""  # a JSONL file
-    concurrency: list[int] = field(default_factory=lambda: [1, 4, 16])  # responses in progress at once
+    max_prompt_tokens: int = 4096
+    engine: EngineConfig = field(default_factory=EngineConfig)
 
     def check(self) -> None:
-        for key in ("parallel", "sequential"):
-            require(bool(getattr(self, key)), f"{key} is not set; name the stage or the folder of the model that answers this way")
-            self.by(key)
-        require(bool(self.problems), "problems is not set; name a JSONL file")
-        require(bool(self.concurrency), "concurrency is empty; list how many responses are in progress at once, e.g. [1, 4, 16]")
-        at_least(1, min(self.concurrency), "concurrency")
+        for name in ("parallel", "sequential", "problems"):
+            require(bool(getattr(self, name)), f"{name} is not set; latency compares a parallel with a sequential model on problems")
+        require(bool(self.concurrency), "concurrency is empty; list numbers of responses at a time, e.g. [1, 4]")
+        for number in self.concurrency:
+            at_least(1, number, "concurrency")
+        at_least(1, self.n, "n")
+        at_least(1, self.budget, "budget")
+
+    def models(self, plan: StagePlan) -> dict[str, str]:
+        return {method: plan.recipe.place(getattr(self, method)) for method in METHODS}
 
 
-def check_eval(context: Context, config: EvalStage) -> None:
-    config.model = context.model(config.model, "model")
+def _latency_needs(plan: StagePlan, config: LatencyStage) -> list[Need]:
+    models = [Need(method, path, "model") for method, path in config.models(plan).items()]
+    return [*models, Need("problems", config.problems, "problems")]
 
 
-def run_eval(session: Session, context: Context, config: EvalStage) -> None:
-    model = resolve_model(config.model)
-    benchmarks = [own_benchmark(Path(file), config.n) for file in config.problems]
-    engine = session.engines.on(model, config.engine)
-    evaluate(model, benchmarks, config.by(config.method), context.folder, engine=engine)
-
-
-def check_latency(context: Context, config: LatencyStage) -> None:
-    for key in ("parallel", "sequential"):
-        context.model(getattr(config, key), key)
-
-
-def run_latency(session: Session, context: Context, config: LatencyStage) -> None:
-    from dccot.eval.latency import device, measure_all, save
-
+def _run_latency(context: Context, config: LatencyStage) -> None:
     timings = []
-    for method, name in (("parallel", config.parallel), ("sequential", config.sequential)):
-        engine = session.engines.on(resolve_model(context.model(name, method)), config.engine)
-        timings += measure_all(engine, config.by(method), config.problems, config.concurrency, config.n)
-    if session.runtime.is_main:
-        save(context.folder, timings, model=config.parallel, baseline=config.sequential, budget=config.budget, device=device())
+    for method, path in config.models(context.plan).items():
+        sampling = eval_config(method, config.budget, [f"prompt.max_prompt_tokens={config.max_prompt_tokens}", f"seed={config.seed}"])
+        engine = context.engines.on(resolve_model(path), config.engine)
+        timings += latency.measure_all(engine, sampling, config.problems, config.concurrency, config.n)
+    if context.runtime.is_main:
+        facts = {"model": config.parallel, "baseline": config.sequential, "budget": config.budget, "device": latency.device()}
+        latency.save(context.folder, timings, **facts)
+
+
+# ---- the report ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -162,72 +288,63 @@ class ReportStage:
     other_seeds: list[str] = field(default_factory=list)  # finished folders of the same recipe with other seeds
 
     def check(self) -> None:
+        require(bool(self.rows), "rows is not set; map evaluation stages to their names in the tables")
         shown = list(self.rows.values())
-        require(len(set(shown)) == len(shown), f"two rows are called {max(shown, key=shown.count) if shown else ''!r}; rename one of them")
+        require(len(set(shown)) == len(shown), f"two rows are called {max(shown, key=shown.count)!r}; rename one of them")
         for name in (*self.baselines, *self.baselines.values()):
             one_of(name.removesuffix(", maj@3"), shown, "a name in baselines")
         try:
             groups = re.compile(self.kind or "()").groups
         except re.error as error:
-            require(False, f"kind is {self.kind!r}, which is no regular expression ({error})")
+            raise ConfigError(f"kind is {self.kind!r}, which is no regular expression ({error})") from None
         require(groups == 1, f"kind is {self.kind!r}; it must have one group, which finds the kind in a problem's id")
-        for folder in self.other_seeds:
-            require(
-                (Path(folder) / "recipe.yaml").is_file(), f"other_seeds: {folder} holds no recipe.yaml; name folders of finished recipes"
-            )
 
 
-def check_report(context: Context, config: ReportStage) -> None:
-    evaluated = [name for name, kind in context.earlier.items() if kind == "eval"]
+def _report_needs(plan: StagePlan, config: ReportStage) -> list[Need]:
+    stages = plan.recipe.all_stages()
     for name in config.rows:
-        require(bool(evaluated), f"rows names {name!r}, but no stage before it evaluates; add one with `run: eval`")
-        one_of(name, evaluated, "a stage in rows")
-    require(bool(config.rows) or bool({"rl", "latency"} & {*context.earlier.values()}), "there is nothing to report; set rows")
+        one_of(name, [known for known, stage in stages.items() if stage.run == "eval"], "a key of rows")
+    evaluated = [Need("rows", str(plan.recipe.folder / name / "summary.json"), "file") for name in config.rows]
+    return evaluated + [Need("other_seeds", f"{folder}/recipe.yaml", "file") for folder in config.other_seeds]
 
 
-def run_report(session: Session, context: Context, config: ReportStage) -> None:
-    from dccot.eval.report import write_report
-    from dccot.eval.results import Evaluation
-
-    if not session.runtime.is_main:
+def _run_report(context: Context, config: ReportStage) -> None:
+    if not context.runtime.is_main:
         return
-    recipe, folder = context.recipe, context.recipe.folder
-
-    def made_by(kind: str) -> Sequence[Path]:
-        return [folder / stage.name for stage in recipe.stages if stage.run == kind]
-
+    recipe = context.plan.recipe
+    folder, kinds = recipe.folder, {name: stage.run for name, stage in recipe.all_stages().items()}
     evaluations = [Evaluation.load(folder / name) for name in config.rows]
     for evaluation, shown in zip(evaluations, config.rows.values()):
         evaluation.name = shown
-    seeds = [folder, *map(Path, config.other_seeds)] if config.other_seeds else []
-    notes = [f"The recipe {recipe.name} with seed {recipe.seed}; its own ± are those of one run.", *config.notes]
     page = write_report(
-        evaluations, made_by("rl"), context.folder, config.title, notes,
-        baseline=config.baselines, latencies=made_by("latency"), kind=config.kind, seeds=seeds,
-    )  # fmt: skip
-    session.say(f"report: {page}")
+        evaluations,
+        [folder / name for name, kind in kinds.items() if kind == "rl"],
+        context.folder,
+        config.title,
+        [f"The recipe {recipe.name} with seed {recipe.seed}; its own ± are those of one run.", *config.notes],
+        baseline=config.baselines,
+        latencies=[folder / name for name, kind in kinds.items() if kind == "latency"],
+        kind=config.kind,
+        seeds=[folder, *map(Path, config.other_seeds)] if config.other_seeds else [],
+    )
+    context.say(f"report: {page}")
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What configures a stage, what it does, which keys the recipe fills in, and what can be refused only in view of other stages."""
-
-    config: type
-    run: Callable[[Session, Context, Any], None]
-    fills: dict[str, str]  # key → its value, in which {stage}, {run}, {folder}, {seed} and {start} are known
-    check: Callable[[Context, Any], None] | None = None
-    trains: bool = False  # it leaves a model, from which the next stage starts
-
-
-TRAINING = {"name": "{stage}", "output": "{run}", "seed": "{seed}", "model.path": "{start}"}
-SOLVING = {"model": "{start}", "output": "{folder}/solutions.jsonl", "seed": "{seed}"}
-KINDS = {
-    "world": Kind(WorldConfig, run_world, {"seed": "{seed}"}),
-    "sft": Kind(SFTConfig, run_sft, TRAINING, trains=True),
-    "rl": Kind(RLConfig, run_rl, TRAINING, trains=True),
-    "sequential": Kind(SequentialConfig, run_sequential, SOLVING),
-    "rewrite": Kind(RewriteStage, run_rewrite, {"output": "{folder}/sft.jsonl"}),
-    "eval": Kind(EvalStage, run_eval, {"model": "{start}", "seed": "{seed}"}, check_eval),
-    "latency": Kind(LatencyStage, run_latency, {"seed": "{seed}"}, check_latency),
-    "report": Kind(ReportStage, run_report, {}, check_report),
+KINDS: dict[str, Kind] = {
+    "world": Kind(WorldConfig, _run_world, lambda plan: [_seed(plan)]),
+    "sft": Kind(SFTConfig, lambda context, config: sft.train(config), _given_training, _sft_needs, trains=True),
+    "rl": Kind(RLConfig, _run_rl, _given_rl, _rl_needs, trains=True),
+    "sequential": Kind(sequential.SequentialConfig, _run_sequential, _given_sequential, _sequential_needs),
+    "rewrite": Kind(rewrite.RewriteConfig, _run_rewrite, lambda plan: [f"output={plan.folder}/sft.jsonl"], _rewrite_needs),
+    "eval": Kind(EvalStage, _run_eval, _given_eval, _eval_needs),
+    "latency": Kind(LatencyStage, _run_latency, lambda plan: [_seed(plan)], _latency_needs),
+    "report": Kind(ReportStage, _run_report, needs=_report_needs),
 }
+
+
+def load_stage(plan: StagePlan) -> Any:
+    """A stage's configuration, checked; an error names the stage."""
+    try:
+        return plan.load(KINDS[plan.stage.run].config)
+    except ConfigError as error:
+        raise ConfigError(f"stage {plan.name}: {error}") from None

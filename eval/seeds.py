@@ -23,7 +23,7 @@ MEASURES = ("accuracy", "maj3_accuracy", "longest_path", "total_tokens", "well_f
 def rows_of(run: Path) -> dict[str, Evaluation]:
     """Name in the tables → evaluation, as the recipe in `run` reports them."""
     recipe = read_yaml(run / "recipe.yaml")
-    reports = [stage for stage in recipe["stages"] if stage["run"] == "report"]
+    reports = [stage for stage in recipe["stages"].values() if stage["run"] == "report"]
     require(bool(reports), f"{run}/recipe.yaml has no report stage, which says what the rows are")
     return {shown: Evaluation.load(run / stage) for stage, shown in reports[0]["set"]["rows"].items()}
 

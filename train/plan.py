@@ -25,6 +25,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dccot.config import ConfigError, load_config
 from dccot.kernels.gpus import GPUS, Gpu
@@ -135,6 +136,18 @@ def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan
         rollout_tokens_per_second=sequences / step * (gpus / parallel),
         train_tokens_per_second=gpus * gpu.tflops * 1e12 * ASSUMED_MFU / flops_per_token,
     )  # fmt: skip
+
+
+def training_peak(model: ModelConfig, config: RLConfig, ranks: int) -> float:
+    """Bytes per rank while training, whatever the GPU."""
+    return make_plan(model, config, ranks, GPUS["H100"]).training_peak
+
+
+def checkpoint_bytes(total: int, config: Any) -> float:
+    """What a run's checkpoints take on disk when it ends: weights and moments of the kept ones, and hf/ folders that stay."""
+    whole, weights = 16 * total, 4 * total
+    stay = config.steps // config.checkpoint.keep_hf_every if config.checkpoint.keep_hf_every else 0
+    return config.checkpoint.keep * whole + stay * weights
 
 
 def advice(plan: Plan, gpu: Gpu) -> list[str]:

@@ -12,6 +12,7 @@ from dccot.config import ConfigError, at_least, named, one_of, require
 from dccot.data.grading import GradingConfig
 from dccot.data.problems import PRESETS
 from dccot.data.prompting import PromptConfig
+from dccot.model.config import ModelConfig
 from dccot.model.sharding import ShardingConfig
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.settings import EngineConfig
@@ -121,6 +122,11 @@ class RLConfig:
 def check_model(config: RLConfig) -> tuple[Path, PreTrainedTokenizerBase]:
     """The model's folder and tokenizer; refused, before any weight is loaded, where they cannot do what the configuration asks for."""
     path, model, tokenizer = open_model(config.model.path, config.prompt.kind, config.rollout.workers)
+    check_context(config, model)
+    return path, tokenizer
+
+
+def check_context(config: RLConfig, model: ModelConfig) -> None:
     context = config.engine.context or model.max_position
     longest = config.prompt.max_prompt_tokens + config.rollout.budget
     if longest > context:
@@ -128,4 +134,3 @@ def check_model(config: RLConfig) -> tuple[Path, PreTrainedTokenizerBase]:
             f"prompt.max_prompt_tokens + rollout.budget is {longest:,}; the model's context is {context:,}: lower one of them"
             + (" or raise engine.context" if config.engine.context else "")
         )
-    return path, tokenizer

@@ -32,8 +32,8 @@ log = logging.getLogger("dccot")
 
 def launch(kind: type, train: Callable[[Any], None], argv: Sequence[str] | None, description: str, example: str) -> int:
     """Read the configuration named on the command line and train with it. A configuration that cannot run costs one line, not a trace."""
-    arguments = launch_arguments(argv, description, example)
-    logging.basicConfig(level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING, format="%(message)s")
+    arguments = launch_parser(description, example).parse_args(argv)
+    log_to_terminal()
 
     def work() -> None:
         config: Any = load_config(kind, arguments.config, arguments.overrides)
@@ -45,12 +45,16 @@ def launch(kind: type, train: Callable[[Any], None], argv: Sequence[str] | None,
     return run_cleanly(work)
 
 
-def launch_arguments(argv: Sequence[str] | None, description: str, example: str) -> argparse.Namespace:
+def log_to_terminal() -> None:
+    logging.basicConfig(level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING, format="%(message)s")
+
+
+def launch_parser(description: str, example: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, epilog=f"example: {example}")
     parser.add_argument("config", help="YAML file, e.g. one of configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
     parser.add_argument("--print-config", action="store_true", help="show the resolved configuration and stop")
-    return parser.parse_args(argv)
+    return parser
 
 
 def check_run(config: Any) -> None:

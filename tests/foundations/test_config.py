@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dccot.config import ConfigError, load_config, named, one_of, require, to_yaml
-from dccot.pipeline import Recipe
+from dccot.recipe import Recipe
 from dccot.train.rl_config import RLConfig
 from dccot.train.run import launch
 from dccot.train.sft import SFTConfig

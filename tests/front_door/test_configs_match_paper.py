@@ -3,7 +3,8 @@
 import pytest
 
 from dccot.config import load_config
-from dccot.pipeline import load_recipe
+from dccot.recipe import load_recipe
+from dccot.stages import load_stage
 from dccot.train.rl_config import RLConfig
 from dccot.train.sft import SFTConfig
 
@@ -118,14 +119,22 @@ def test_the_weights_of_the_step_that_the_paper_evaluates_are_kept(name, step):
     assert step % checkpoint.keep_hf_every == 0
 
 
-def test_the_recipe_runs_sft_and_all_stages_each_from_the_one_before():
-    recipe, _, _ = load_recipe("configs/dc_cot.yaml", [])
-    assert [(s.name, s.run, s.config, s.start) for s in recipe.stages] == [
-        ("sft", "sft", "sft.yaml", None),
-        ("stage1", "rl", "rl/stage1.yaml", None),
-        ("stage2a", "rl", "rl/stage2a.yaml", None),
-        ("stage2b", "rl", "rl/stage2b.yaml", None),
-        ("stage3", "rl", "rl/stage3.yaml", None),
-        ("stage4", "rl", "rl/stage4.yaml", None),
-        ("hlp", "rl", "rl/hlp.yaml", None),
-    ]
+def test_the_recipe_trains_and_evaluates_what_the_paper_did_each_stage_from_the_one_before():
+    _, plans = load_recipe("configs/paper.yaml", ["model=MODEL"])
+    starts = {plan.name: plan.start for plan in plans if plan.stage.run in ("sft", "rl")}
+    line = ["sft", "stage1", "stage2a", "stage2b", "stage3", "stage4", "hlp"]
+    before = dict(zip(line, ["MODEL", *(f"runs/paper/{name}" for name in line)]))
+    assert starts == before | {"dsr_hlp_12k": "MODEL", "dsr_hlp_24k": "MODEL"}
+    evaluated = {plan.name: load_stage(plan) for plan in plans if plan.stage.run == "eval"}
+    rows = {config.model: (config.method, config.budget) for config in evaluated.values() if config.model != "MODEL"}
+    assert rows == {
+        "dsr_hlp_24k@180": ("sequential", 24000),
+        "dsr_hlp_12k@160": ("sequential", 12000),
+        "sft": ("parallel", 12000),
+        "stage4": ("parallel", 12000),
+        "hlp@180": ("parallel", 12000),
+    }
+    assert sorted(config.budget for config in evaluated.values() if config.model == "MODEL") == [12000, 32768]
+    samples = {b.name: b.samples for config in evaluated.values() for b in config.named()}
+    assert samples == {"aime24": 200, "amc23": 200, "hmmt25": 200, "math500": 16, "minerva": 16, "olympiadbench": 16}
+    assert all(len(config.named()) == 6 for config in evaluated.values())

@@ -18,7 +18,7 @@ from dccot.kernels import tree_attention as attention
 from dccot.model import config as model_config
 from dccot.model.checkpoint_io import load_weights
 from dccot.model.transformer import Transformer
-from dccot.pipeline import prepare, run_recipe
+from dccot.pipeline import run_recipe
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
 from dccot.rollout.response import Finish, Response, Rollout, Segment
@@ -66,7 +66,7 @@ class MyStage:
     text: str = "nothing"
 
 
-def my_stage(session, context, config):
+def my_stage(context, config):
     context.folder.mkdir(parents=True)
     (context.folder / "said.txt").write_text(config.text)
 
@@ -219,13 +219,13 @@ def test_a_measurement_of_speed(tmp_path, monkeypatch, capsys):
 
 def test_a_stage_of_a_recipe(tmp_path, monkeypatch):
     module = importlib.import_module("my_package.my_module")
-    monkeypatch.setitem(KINDS, "mine", Kind(module.MyStage, module.my_stage, {}))
+    monkeypatch.setitem(KINDS, "mine", Kind(module.MyStage, module.my_stage))
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"output: {tmp_path}\nstages: [{{name: first, run: mine, set: {{text: hello}}}}]")
+    recipe.write_text(f"output: {tmp_path}\nstages: {{first: {{run: mine, set: {{text: hello}}}}}}")
     run_recipe(recipe)
     assert (tmp_path / "pipeline" / "first" / "said.txt").read_text() == "hello"
-    with pytest.raises(ConfigError, match="stage first: unknown key txt"):
-        prepare(recipe, ["first.txt=x"])
+    with pytest.raises(ConfigError, match="unknown key txt.* (first)"):
+        run_recipe(recipe, ["first.txt=x", "name=another"])
 
 
 def test_a_kernel(monkeypatch):

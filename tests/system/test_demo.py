@@ -13,41 +13,38 @@ import pytest
 RECIPE = """
 name: r
 output: OUT
+model: "{run}/base"
+train: "{run}/world/problems/train.jsonl"
+benchmarks: ["{run}/world/problems/test.jsonl"]
 common:
-  eval:
-    problems: ["{run}/world/problems/test.jsonl"]
-    budget: 24
-    max_prompt_tokens: 256
-    n: 3
-    engine: {dtype: float32, context: 512, max_sequences: 8}
+  eval: {budget: 24, max_prompt_tokens: 256, n: 3, engine: {dtype: float32, context: 512, max_sequences: 8}}
+prepare:
+  world: {run: world, set: {base_examples: 40, train: 8, validation: 2, test: 3, larger: 1,
+    model: {hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 1}}}
+  base: {run: sft, config: mini/base.yaml, start: world/init, set: {steps: 400, checkpoint.every: 5, data.train: "{run}/world/base.jsonl"}}
 stages:
-  - {name: world, run: world, set: {base_examples: 40, train: 8, validation: 2, test: 3, larger: 1,
-      model.hidden_size: 32, model.intermediate_size: 32, model.num_hidden_layers: 1, model.num_attention_heads: 1}}
-  - {name: base, run: sft, config: MINI/base.yaml, start: world/init, set: {steps: 400, checkpoint.every: 5,
-      data.train: "{run}/world/base.jsonl"}}
-  - {name: stage1, run: rl, config: MINI/stage1.yaml, set: {steps: 1, filter: none, data.train: "{run}/world/problems/train.jsonl",
-      batch.prompts_rolled_out: 2, batch.prompts: 2, rollout.budget: 24, reward.cutoff: 8, validation.every: 0,
-      engine.context: 512, engine.max_sequences: 8}}
-  - {name: eval_base, run: eval, set: {model: base, method: sequential}}
-  - {name: eval_stage1, run: eval, set: {model: stage1}}
-  - {name: eval_hlp, run: eval, set: {model: stage1}}
-  - {name: eval_sft, run: eval, set: {model: base}}
-  - {name: eval_dsr_hlp, run: eval, set: {model: base, method: sequential}}
-  - name: report
+  stage1: {run: rl, config: rl/stage1.yaml, set: {steps: 1, filter: none, batch: {prompts_rolled_out: 2, prompts: 2}, rollout.budget: 24,
+    sharding: {compute_dtype: float32, activation_checkpointing: false}, prompt.max_prompt_tokens: 256,
+    reward.cutoff: 8, validation.every: 0, engine: {dtype: float32, context: 512, max_sequences: 8}}}
+  eval_base: {run: eval, set: {model: base, method: sequential}}
+  eval_stage1: {run: eval, set: {model: stage1@1}}
+  eval_hlp: {run: eval, set: {model: stage1}}
+  eval_sft: {run: eval, set: {model: base}}
+  eval_dsr_hlp: {run: eval, set: {model: base, method: sequential}}
+  report:
     run: report
     set:
       title: small
-      rows: {eval_base: DSR, eval_dsr_hlp: DSR-HLP, eval_sft: SFT, eval_stage1: DC-CoT, eval_hlp: DC-CoT-HLP}
-      baselines: {DC-CoT: DSR}
+      rows: {eval_base: DSR-32K, eval_dsr_hlp: DSR-HLP-12K, eval_sft: SFT, eval_stage1: DC-CoT, eval_hlp: DC-CoT-HLP}
+      baselines: {DC-CoT: DSR-32K}
 """
 
 
 @pytest.fixture
-def start(tmp_path, request):
+def start(tmp_path):
     """Starts the demo in a process group of its own, as a terminal would."""
     recipe = tmp_path / "recipe.yaml"
-    mini = request.config.rootpath / "configs" / "mini"
-    recipe.write_text(RECIPE.replace("OUT", str(tmp_path)).replace("MINI", str(mini)))
+    recipe.write_text(RECIPE.replace("OUT", str(tmp_path)))
 
     def start(*settings: str) -> subprocess.Popen:
         command = [sys.executable, "-m", "dccot.cli", "demo", "--processes", "2", "--recipe", str(recipe), *settings]
