@@ -33,13 +33,13 @@ ENDPOINT = "endpoint"
 
 @dataclass
 class RewriteConfig:
-    by: str = ENDPOINT  # endpoint: a stronger model; or a function of your own, my_package.my_module:my_rule
     source: str = ""
     output: str = "runs/data/sft.jsonl"
     first: int | None = 4000  # only the first so many solutions; None: all
     attempts: int = 3
     workers: int = 3
     concurrency: int = 16  # requests under way at once
+    by: str = ENDPOINT  # endpoint: a stronger model; or a function of your own, my_package.my_module:my_rule
     instruction: str | None = None  # a file with another instruction; None: ours
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     grading: GradingConfig = field(default_factory=lambda: GradingConfig(workers=1))

@@ -58,9 +58,9 @@ def plain_words(rows: dict[str, Evaluation]) -> list[str]:
         return f"{abs(change):.0f}% {'longer' if change > 0 else 'shorter'}"
 
     return [
-        f"The sequential base solves {100 * of('DSR-32K', 'accuracy').value:.1f}% of the test problems; SFT on its solutions, rewritten for "
-        f"workers changes that by {points('SFT', 'DSR-32K'):+.1f} points, and RL by a further {points('DC-CoT', 'SFT'):+.1f} "
-        f"(well-formed: {points('DC-CoT', 'SFT', 'well_formed'):+.1f}).",
+        f"The sequential base solves {100 * of('DSR-32K', 'accuracy').value:.1f}% of the test problems; SFT on its own solutions, "
+        f"rewritten for workers, changes that by {points('SFT', 'DSR-32K'):+.1f} points, and RL by a further "
+        f"{points('DC-CoT', 'SFT'):+.1f} (well-formed: {points('DC-CoT', 'SFT', 'well_formed'):+.1f}).",
         f"The trained model thinks in parallel: its longest path is {against('DC-CoT', 'DSR-32K')} than the base's, "
         f"at {points('DC-CoT', 'DSR-32K'):+.1f} points of accuracy.",
         f"Under a high length penalty it becomes {against('DC-CoT-HLP', 'DC-CoT')} ({points('DC-CoT-HLP', 'DC-CoT'):+.1f} points), "
@@ -78,9 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes = arguments.processes or min(2, torch.cuda.device_count() or os.cpu_count() or 1)
     if "RANK" in os.environ or processes < 2:
         return run_cleanly(lambda: _run(arguments.recipe, arguments.overrides))
-    refused = run_cleanly(
-        lambda: check_recipe(*load_recipe(arguments.recipe, arguments.overrides), processes).require()
-    )  # once, not once per rank
+    recipe = arguments.recipe, arguments.overrides
+    refused = run_cleanly(lambda: check_recipe(*load_recipe(*recipe), processes).require())  # once, not once per rank
     return refused or _launch(processes, ["--recipe", arguments.recipe, *arguments.overrides])
 
 

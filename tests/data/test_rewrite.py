@@ -20,7 +20,7 @@ from dccot.data.check import leaks_in, verbatim_share, word_runs
 from dccot.data.endpoints import EndpointConfig, Unusable
 from dccot.data.grading import Grader, GradingConfig
 from dccot.data.problems import Problem
-from dccot.data.rewrite import RewriteConfig, accept, attempts_path, load_solutions, prompt_text, rewrite_by_rule, run
+from dccot.data.rewrite import RewriteConfig, accept, attempts_path, load_solutions, prompt_text, rewrite_all, rule, run
 from dccot.files import BadData, read_jsonl, write_jsonl_atomic
 from dccot.rollout.protocol import flaw_of, parse
 
@@ -307,7 +307,7 @@ def test_rule_based_rewriting_uses_the_same_attempts_and_acceptance(grader, tmp_
     def rewrite(problem: Problem, text: str, *, attempt: int) -> str:
         return WELL_FORMED % (7 if attempt == 1 and problem.question == "b" else 8)
 
-    summary = rewrite_by_rule(solutions, rewrite, grader, config)
+    summary = asyncio.run(rewrite_all(solutions, rule(rewrite), grader, config))
     assert (summary.accepted, summary.exhausted, summary.outcomes) == (1, 1, {"wrong": 3, "accepted": 1})
     assert [row["id"] for _, row in read_jsonl(config.output)] == ["p1"]
 
