@@ -30,6 +30,7 @@ import dccot
 from dccot.bench import bigram as tiny
 from dccot.cli import COMMANDS
 from dccot.cli import main as front_door
+from dccot.data.problems import PRESETS
 from dccot.files import write_jsonl_atomic
 from dccot.miniature.arithmetic import problem_stream
 from dccot.rollout.protocol import TagIds
@@ -105,12 +106,12 @@ def small_rollout(i: int, tokenizer) -> Rollout:
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
-    model = tiny.save(folder / "MODEL", context=16_384)
+    model = tiny.save(folder / "MODEL", context=65_536)
     (folder / ".venv").symlink_to(sys.prefix)
     (folder / "runs").mkdir()
     (folder / "runs/sft").symlink_to(model)
     problems = [{"id": f"p{i}", "question": f"What is {i} + 1?", "gold": str(i + 1)} for i in range(3)]
-    for name in ("train", "deepscaler", "aime24", "runs/data/aime24", "runs/data/math500"):
+    for name in ("train", "deepscaler", "aime24", *(f"runs/data/{preset}" for preset in PRESETS)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_jsonl_atomic(folder / f"{name}.jsonl", problems)
     write_jsonl_atomic(folder / "sft.jsonl", [{"id": str(i), "question": "Count.", "completion": demonstration(i)} for i in range(4)])
@@ -145,6 +146,13 @@ def resolved(words: list[str], capsys) -> str:
     return in_process([*words, "--print-config"] if "--print-config" not in words else words, capsys)
 
 
+def checked(words: list[str], capsys) -> str:
+    """A recipe as every start checks it: all stages, and everything that they need, which `folder` has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ANTHROPIC_API_KEY", "planted")
+        return in_process([*(word for word in words if word != "--check"), "--check"], capsys)
+
+
 def dry(words: list[str], capsys) -> str:
     return subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
@@ -158,8 +166,10 @@ def helped(words: list[str], capsys) -> str:
 # pattern → what `make test` does with such a command, and why it does no more
 QUICK = {
     r"make [\w-]+( (SETTINGS|ROOM)=.*)?": (dry, "takes minutes or hours, or is what runs this"),
+    r"(srun )?torchrun .* -m dccot\.pipeline .*": (checked, "weeks on 8 GPUs"),
+    r"dccot pipeline .*": (checked, "the same"),
     r"(srun )?torchrun .* -m dccot\..*": (resolved, "wants 8 GPUs; docs-check trains with two processes"),
-    r"dccot (sft|rl|pipeline) .*": (resolved, "the same, or a whole training run"),
+    r"dccot (sft|rl) .*": (resolved, "the same, or a whole training run"),
     r"dccot data (rewrite|sequential) .*": (resolved, "asks a paid API with a key, or generates for hours"),
     r"dccot( \w+)? --help": (helped, ""),
     r"dccot (plan|view) .*": (in_process, ""),
