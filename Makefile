@@ -13,7 +13,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --progress-bar off -q
 
 setup: .venv/ready .venv/system
 
-.venv/ready: Makefile pyproject.toml $(wildcard requirements/*.txt)
+.venv/ready: Makefile setup.py pyproject.toml $(wildcard requirements/*.txt)
 	@command -v $(PYTHON) >/dev/null || { echo "dccot needs Python 3.11, 3.12 or 3.13: $(PYTHON) was not found; set PYTHON=/path/to/python3.11"; exit 1; }
 	@test -x $(BIN)/pip || { echo "[setup] creating .venv with $$($(PYTHON) --version)"; $(PYTHON) -m venv .venv; }
 ifeq ($(HAS_GPU),yes)
@@ -46,6 +46,7 @@ SYSTEM := chromium:chromium chromedriver:chromium-driver g++:g++
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q .
+	$(BIN)/mypy
 
 format: .venv/ready
 	$(BIN)/ruff check --fix .

@@ -33,6 +33,8 @@ PROMPTS, SAMPLES, BUDGET = 8, 7, 448
 SETTINGS = (
     "filter=none", "engine.compile=true", "reward.length_penalty=0", "objective.kind=dapo", "objective.kl_coefficient=0",
     f"batch.prompts_rolled_out={PROMPTS}", f"batch.prompts={PROMPTS}", f"batch.group_size={SAMPLES}", "batch.optimizer_steps=1",
+    "batch.token_budget=16384", "prompt.max_prompt_tokens=256", "reward.cutoff=48", "sharding.compute_dtype=float32",
+    "sharding.activation_checkpointing=false", "engine.dtype=float32", "engine.context=1024", "engine.max_sequences=256",
     f"rollout.budget={BUDGET}", "optimizer.learning_rate=8e-5", "validation.every=0", "checkpoint.every=1000",
 )  # fmt: skip
 
@@ -65,8 +67,8 @@ def summary(steps: list[dict[str, float]], wall: float, memory: float) -> Run:
 
 def run_trl(loss: str, model: Path, problems: Path, steps: int) -> Run:
     sizes = ["--prompts", str(PROMPTS), "--budget", str(BUDGET), "--steps", str(steps)]
-    program = [sys.executable, "examples/trl_env.py", "examples/trl_grpo.py", "--loss", loss, "--model", model, "--problems", problems]
-    printed, wall = timed([*program, *sizes])
+    program = [sys.executable, "examples/trl_env.py", "examples/trl_grpo.py", "--loss", loss, "--model", str(model)]
+    printed, wall = timed([*program, "--problems", str(problems), *sizes])
     facts = json.loads(printed.strip().splitlines()[-1])
     return summary(facts["steps"], wall, facts["memory_gb"])
 
@@ -74,7 +76,7 @@ def run_trl(loss: str, model: Path, problems: Path, steps: int) -> Run:
 def run_dccot(model: Path, problems: Path, steps: int, seed: int) -> Run:
     name = f"{time.time_ns()}"  # a run folder is never continued here
     overrides = [f"name={name}", "output=runs/peers", f"seed={seed}", f"steps={steps}", f"model.path={model}", f"data.train={problems}"]
-    program = [sys.executable, "-m", "dccot.train.rl", "configs/mini/dsr_hlp.yaml", *SETTINGS, *overrides]
+    program = [sys.executable, "-m", "dccot.train.rl", "configs/rl/dsr_hlp_12k.yaml", *SETTINGS, *overrides]
     _, wall = timed(program)
     run = ROOT / "runs/peers" / name
     found = []
