@@ -2,6 +2,7 @@
 
 tradeoff     accuracy against longest path on one benchmark, ours and the paper's, with the Pareto front of ours
 training     accuracy, longest path, parallelism and entropy percentiles over all stages of one training, stages one after another
+penalised    accuracy, longest path and parallelism of several trainings over their own steps, one colour each
 latency      seconds against longest path, one panel per concurrency
 """
 
@@ -41,6 +42,11 @@ DARK = Theme(
     ("#7fb2ec", "#f0956f", "#74c69a", "#c49be6", "#e2bb5c", "#6cc9d6", "#ee8fb4", "#b3bac4"),
 )  # fmt: skip
 Picture = tuple[bytes, bytes]  # light, dark
+
+
+def literal(text: str) -> str:
+    """Text that matplotlib does not take for a formula."""
+    return text.replace("$", r"\$")
 
 
 def both_themes(draw: Callable[[Theme], Canvas]) -> Picture:
@@ -90,10 +96,10 @@ def tradeoff(title: str, points: Sequence[Point]) -> Picture:
             colour = theme.series[(point.series or 0) % len(theme.series)]
             axes.errorbar(
                 point.longest_path.value, point.accuracy.value, _finite(point.accuracy.stderr), _finite(point.longest_path.stderr),
-                fmt="^" if point.vote else "o", color=colour, ms=6, elinewidth=0.8, label=point.label, zorder=3,
+                fmt="^" if point.vote else "o", color=colour, ms=6, elinewidth=0.8, label=literal(point.label), zorder=3,
             )  # fmt: skip
         axes.margins(0.12)
-        axes.set(title=title, xlabel="longest path (tokens)", ylabel="accuracy (%)")
+        axes.set(title=literal(title), xlabel="longest path (tokens)", ylabel="accuracy (%)")
         canvas.legend(loc="outside lower left", ncols=2, handletextpad=0.3, columnspacing=1.2)
         _name_where_there_is_room(canvas, axes, theirs, points, theme)
         return canvas
@@ -109,7 +115,7 @@ def _name_where_there_is_room(canvas: Canvas, axes: Axes, named: Sequence[Point]
     for point in named:
         for offset, side in (((6, 0), "left"), ((-6, 0), "right"), ((0, 8), "center"), ((0, -8), "center")):
             label = axes.annotate(
-                point.label, (point.longest_path.value, point.accuracy.value), xytext=offset, textcoords="offset points",
+                literal(point.label), (point.longest_path.value, point.accuracy.value), xytext=offset, textcoords="offset points",
                 ha=side, va="center", fontsize=6.5, color=theme.quiet,
             )  # fmt: skip
             place = label.get_window_extent()
@@ -151,16 +157,16 @@ class Line:
 @dataclass(frozen=True)
 class Panel:
     title: str
-    lines: Sequence[Line]
+    lines: tuple[Line, ...]
     scale: float = 1.0
     log: bool = False
 
 
-def _rollouts_and_validation(training: str, validation: str) -> list[Line]:
-    return [Line(training, "training rollouts", 0), Line(validation, "validation", 1, MARKED)]
+def _rollouts_and_validation(training: str, validation: str) -> tuple[Line, Line]:
+    return Line(training, "training rollouts", 0), Line(validation, "validation", 1, MARKED)
 
 
-SUPERVISED = Panel("Loss of supervised fine-tuning", [Line("policy/loss", "training", 0), Line("validation/loss", "held out", 1, MARKED)])
+SUPERVISED = Panel("Loss of supervised fine-tuning", (Line("policy/loss", "training", 0), Line("validation/loss", "held out", 1, MARKED)))
 PANELS = [
     SUPERVISED,
     Panel("Accuracy (%)", _rollouts_and_validation("reward/correct", "validation/accuracy"), scale=100),
@@ -168,56 +174,86 @@ PANELS = [
     Panel("Parallelism: total tokens / longest path", _rollouts_and_validation("parallel/degree", "validation/parallelism")),
     Panel(
         "Entropy per token (nats): mean and percentiles",
-        [Line("policy/entropy", "mean", 0, "--"), *(Line(f"policy/entropy_p{p}", f"p{p}", i) for i, p in enumerate(PERCENTILES, start=1))],
+        (Line("policy/entropy", "mean", 0, "--"), *(Line(f"policy/entropy_p{p}", f"p{p}", i) for i, p in enumerate(PERCENTILES, start=1))),
         log=True,
     ),
 ]
+COMPARED = PANELS[1:4]
 SMALLEST_ENTROPY = 1e-4  # nats; the logarithmic axis ends there
 
 
 def training(stages: Sequence[Stage]) -> Picture:
+    return both_themes(lambda theme: draw_training(stages, theme))
+
+
+def draw_training(stages: Sequence[Stage], theme: Theme) -> Canvas:
     """All panels that have something to show, over one axis on which every stage begins where the one before ended."""
     starts = [0]
     for stage in stages:
         starts.append(starts[-1] + stage.rows[-1]["step"] + 1)
-    panels = [panel for panel in PANELS if any(_values(stage, panel, line) for stage in stages for line in panel.lines)]
+    canvas, every = _panels([panel for panel in PANELS if _shows(panel, stages)])
+    for panel, axes in every.items():
+        for line in panel.lines:
+            for stage, start in zip(stages, starts):
+                _draw_line(axes, line, [(start + step, value) for step, value in _values(stage, panel, line)], theme)
+        _finish_panel(axes, panel, starts[1:-1], theme)
+    axes = next(iter(every.values()))
+    for stage, start in zip(stages, starts):
+        axes.annotate(literal(stage.name), (start, 1.0), xycoords=("data", "axes fraction"), xytext=(3, -3), textcoords="offset points",
+                      va="top", fontsize=7.5, color=theme.quiet)  # fmt: skip
+    axes.margins(y=0.15)  # room for the names
+    axes.set_xlim(0, max(1, starts[-1]))
+    return canvas
 
-    def draw(theme: Theme) -> Canvas:
-        canvas = Canvas(figsize=(9.6, 2.1 * len(panels) + 0.4), layout="constrained")
-        every = canvas.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
-        for axes, panel in zip(every, panels):
-            for line in panel.lines:
-                for stage, start in zip(stages, starts):
-                    _draw_line(axes, line, [(start + step, value) for step, value in _values(stage, panel, line)], theme)
-            _finish_panel(axes, panel, starts[1:-1], theme)
-        for stage, start in zip(stages, starts):
-            every[0].annotate(stage.name, (start, 1.0), xycoords=("data", "axes fraction"), xytext=(3, -3), textcoords="offset points",
-                              va="top", fontsize=7.5, color=theme.quiet)  # fmt: skip
-        every[0].margins(y=0.15)  # room for the names
-        every[-1].set(xlabel="step", xlim=(0, max(1, starts[-1])))
-        return canvas
 
-    return both_themes(draw)
+def penalised(runs: Sequence[Stage]) -> Picture:
+    return both_themes(lambda theme: draw_penalised(runs, theme))
+
+
+def draw_penalised(runs: Sequence[Stage], theme: Theme) -> Canvas:
+    """Several trainings over their own steps: rollouts as lines, validation as marks, one colour per training."""
+    canvas, every = _panels([panel for panel in COMPARED if _shows(panel, runs)])
+    for panel, axes in every.items():
+        rollouts, validation = panel.lines
+        for number, run in enumerate(runs):
+            _draw_line(axes, Line(rollouts.metric, run.name, number), _values(run, panel, rollouts), theme)
+            _draw_line(axes, Line(validation.metric, "", number, MARKED), _values(run, panel, validation), theme)
+        _finish_panel(axes, panel, (), theme)
+    return canvas
+
+
+def _panels(panels: Sequence[Panel]) -> tuple[Canvas, dict[Panel, Axes]]:
+    canvas = Canvas(figsize=(9.6, 2.1 * len(panels) + 0.4), layout="constrained")
+    every = canvas.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    every[-1].set(xlabel="step")
+    return canvas, dict(zip(panels, every))
+
+
+def _shows(panel: Panel, stages: Sequence[Stage]) -> bool:
+    return any(_values(stage, panel, line) for stage in stages for line in panel.lines)
 
 
 def _values(stage: Stage, panel: Panel, line: Line) -> list[tuple[int, float]]:
+    """(step, value) as metrics.jsonl has them."""
     supervised = not any("reward/correct" in row for row in stage.rows)
     if supervised != (panel is SUPERVISED):
         return []
-    least = SMALLEST_ENTROPY if panel.log else -math.inf
-    return [(row["step"], max(least, panel.scale * row[line.metric])) for row in stage.rows if line.metric in row]
+    return [(row["step"], panel.scale * row[line.metric]) for row in stage.rows if line.metric in row]
 
 
 def _draw_line(axes: Axes, line: Line, points: Sequence[tuple[float, float]], theme: Theme) -> None:
+    """What was measured: marks where validation was, a thin line through every step, and the running mean over it."""
     if not points:
         return
     colour = theme.series[line.colour % len(theme.series)]
     x, y = zip(*points)
-    window = 1 if line.style == MARKED else max(1, len(y) // 40)
-    if window > 1:
-        axes.plot(x, y, color=colour, linewidth=0.6, alpha=0.3)
-    label = None if line.label in axes.get_legend_handles_labels()[1] else line.label
-    axes.plot(x, smoothed(y, window), line.style, color=colour, linewidth=1.4, ms=3.2, label=label)
+    name = literal(line.label)
+    label = None if name in axes.get_legend_handles_labels()[1] else name
+    if line.style == MARKED:
+        axes.plot(x, y, MARKED, color=colour, linewidth=1.4, ms=3.2, label=label)
+        return
+    axes.plot(x, y, color=colour, linewidth=0.6, alpha=0.4)
+    axes.plot(x, smoothed(y, max(1, len(y) // 40)), line.style, color=colour, linewidth=1.4, label=label)
 
 
 def _finish_panel(axes: Axes, panel: Panel, boundaries: Sequence[int], theme: Theme) -> None:
@@ -226,6 +262,8 @@ def _finish_panel(axes: Axes, panel: Panel, boundaries: Sequence[int], theme: Th
     axes.set_title(panel.title)
     if panel.log:
         axes.set_yscale("log")
+        least, most = axes.get_ylim()
+        axes.set_ylim(bottom=max(SMALLEST_ENTROPY, least) if most > SMALLEST_ENTROPY else least)
     if len(labels := axes.get_legend_handles_labels()[1]) > 1:
         axes.legend(loc="lower right", bbox_to_anchor=(1, 0.98), ncols=len(labels), borderaxespad=0.2)
 

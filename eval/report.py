@@ -42,7 +42,7 @@ ERRORS = (
     "problem, and coloured where they exceed two standard errors."
 )
 PAPERS_ERRORS = "The paper's own ± takes every response, or every subset of three, as independent, and is therefore smaller."
-CURVES = "Thin lines are single steps, thick ones running means. Each stage begins where the one before it ended."
+CURVES = "Thin lines are single steps, thick ones running means, marks validation. Each stage begins where the one before it ended."
 
 
 def write_report(
@@ -73,7 +73,7 @@ def write_report(
         blocks += _latency(Path(folder))
     if training_runs:
         figures = chains([Path(run) for run in training_runs])
-        blocks += [Heading("Training"), Paragraph(CURVES), *map(_training, figures)]
+        blocks += [Heading("Training"), Paragraph(CURVES), *map(_training, figures), *_penalised(figures)]
         learnt = [stage for stages in figures for stage in stages if "reward/correct" in stage.rows[0]]
         if learnt:
             blocks.append(stages_table([(stage.name, stage.config, stage.rows) for stage in learnt]))
@@ -175,6 +175,15 @@ def _starts_from(stage: plots.Stage, before: Path) -> bool:
 def _training(stages: Sequence[plots.Stage]) -> Figure:
     names = " → ".join(stage.name for stage in stages)
     return Figure(f"training_{stages[-1].name}", names, *plots.training(stages), wide=True)
+
+
+def _penalised(figures: Sequence[Sequence[plots.Stage]]) -> list[Figure]:
+    """The runs under the high length penalty in one figure, where there are several."""
+    runs = [stage for stages in figures for stage in stages if (stage.config.get("reward") or {}).get("kind") == "high_length_penalty"]
+    if len(runs) < 2:
+        return []
+    caption = "Under the high length penalty: " + ", ".join(run.name for run in runs) + "; marks are validation."
+    return [Figure("penalised", caption, *plots.penalised(runs), wide=True)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
