@@ -25,7 +25,7 @@ from dccot.config import read_yaml
 from dccot.data.prompting import PromptConfig
 from dccot.eval.results import LABELS, SUMMARY, Evaluation, shown
 from dccot.files import BadData
-from dccot.model.folder import resolve_model, verify_manifest
+from dccot.model.folder import find_model, resolve_model
 
 MEASURES = ("accuracy", "maj3_accuracy", "longest_path", "total_tokens", "well_formed")
 HEADER = """---
@@ -90,7 +90,7 @@ def _places(start: str, run: Path) -> Iterator[Path]:
 
 def evaluations_of(run: Path, ancestors: Sequence[Ancestor], model: Path) -> list[tuple[str, Evaluation]]:
     """(model's name, evaluation) of every evaluation beside the run that measured this model or the newest weights of an ancestor."""
-    wanted = {_tail(resolve_model(each.run)): each.name for each in ancestors if each.run is not None and (each.run / "latest").is_file()}
+    wanted = {_tail(find_model(each.run)): each.name for each in ancestors if each.run is not None and (each.run / "latest").is_file()}
     wanted = {tail: name for tail, name in wanted.items() if name != run.name} | {_tail(model): run.name}
     found = [Evaluation.load(file.parent) for file in sorted(run.parent.glob(f"*/{SUMMARY}"))]
     order = [each.name for each in ancestors]
@@ -183,8 +183,6 @@ def export(run: Path, folder: Path, license_name: str | None = None) -> Path:
     home = Path(str(run).rpartition("@")[0]) if not run.exists() else run
     if folder.exists():
         raise FileExistsError(f"{folder} already exists; export writes a new folder: remove it or choose another name")
-    if (model.parent / "manifest.json").is_file() and (fault := verify_manifest(model.parent)):
-        raise BadData(f"{model.parent} is damaged: {fault}")
     text = card(home, model, license_name)
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     try:

@@ -21,12 +21,12 @@ from dccot.config import ConfigError
 from dccot.data.problems import load_problems
 from dccot.files import BadData, read_jsonl
 from dccot.model.config import ModelConfig, read_config
-from dccot.model.folder import resolve_model
+from dccot.model.folder import find_model
 from dccot.recipe import SHARED, Recipe, StagePlan
 from dccot.stages import KINDS, Need, load_stage
 from dccot.train.plan import GB, checkpoint_bytes, parameters, training_peak
 from dccot.train.rl_config import RLConfig, check_context
-from dccot.train.run import open_model
+from dccot.train.run import open_folder
 from dccot.train.sft import SFTConfig
 
 
@@ -145,7 +145,7 @@ def _step_is_kept(stage: str, step: str, config: Any) -> str | None:
 
 
 def _model(path: str) -> str | None:
-    read_config(resolve_model(path))
+    read_config(find_model(path))
     return None
 
 
@@ -180,7 +180,7 @@ def _shape(plan: StagePlan, plans: Sequence[StagePlan], made: dict[str, Any]) ->
             break
         start = other.start
     try:
-        folder = resolve_model(str(start))
+        folder = find_model(str(start))
         return folder, read_config(folder)
     except (OSError, ValueError):
         return None
@@ -192,7 +192,7 @@ def _estimate(found: Checked, plan: StagePlan, config: Any, model: tuple[Path, M
     folder, shape = model
     try:
         workers = config.rollout.workers if isinstance(config, RLConfig) else config.workers
-        open_model(str(folder), config.prompt.kind, workers)
+        open_folder(folder, config.prompt.kind, workers)
         if isinstance(config, RLConfig):
             check_context(config, shape)
     except (ConfigError, BadData) as error:

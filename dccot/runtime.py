@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,22 @@ class Runtime:
     def stop(self) -> None:
         if self.owned and dist.is_initialized():  # an engine that shuts down takes the group with it
             dist.destroy_process_group()
+
+
+def on_rank_zero(work: Callable[[], T]) -> T:
+    """What `work` returns or raises on rank 0, on every rank: what is read from a shared disk must not differ from rank to rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return work()
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = work()
+        except Exception as error:
+            box[1] = error
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]
 
 
 def _fresh_store(rank: int, ranks: int, timeout: timedelta) -> dist.Store:

@@ -36,7 +36,7 @@ from dccot.eval.results import Evaluation, Sample, by_problem, summarise
 from dccot.eval.terminal import LengthProgress, show
 from dccot.files import BadData, JsonlWriter, read_jsonl, write_jsonl_atomic
 from dccot.model.config import read_config
-from dccot.model.folder import resolve_model
+from dccot.model.folder import find_model, resolve_model
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.interface import Engine, open_engine
 from dccot.rollout.response import Rollout
@@ -244,7 +244,7 @@ def _classes(samples: Sequence[Sample], judge: Judge, runtime: Runtime) -> dict[
 
 def default_name(model: str | Path, config: EvalConfig) -> str:
     """The run and the step, or the folder, and how it was prompted."""
-    path = resolve_model(model)
+    path = find_model(model)
     in_run = path.name == "hf" and path.parent.name.startswith("step_")
     name = f"{path.resolve().parents[2].name}-{int(path.parent.name.removeprefix('step_'))}" if in_run else path.resolve().name
     return f"{name}-{config.method}-{config.rollout.budget}"

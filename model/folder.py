@@ -2,21 +2,60 @@
 
 A model is a Hugging Face folder, or a checkpoint of a run of ours: `runs/hlp` is its newest, `runs/hlp@180` that of step 180, and
 `runs/hlp@best` the one with the best validation accuracy. Each checkpoint has a manifest of sizes and checksums, which is written last.
+
+    find_model(path)       the folder that is meant; nothing is read but names
+    resolve_model(path)    the same, checked against its manifest: what every command uses before it reads weights
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
-import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from dccot.files import flush_to_disk, read_jsonl
+from dccot.files import BadData, flush_to_disk, read_jsonl, write_atomic
+from dccot.runtime import on_rank_zero
+
+log = logging.getLogger(__name__)
+_STEP = re.compile(r"step_(\d{6,})")
+_VERIFIED: dict[Path, tuple] = {}  # folders checked by this process, as they were then: stages of a recipe read the same model again
 
 
 def resolve_model(path: str | Path) -> Path:
+    """The folder meant by `path`, which matches its manifest. In a process group rank 0 looks, and all ranks get its answer."""
+
+    def resolve() -> Path:
+        folder = find_model(path)
+        _verify_weights(folder)
+        return folder
+
+    return on_rank_zero(resolve)
+
+
+def _verify_weights(folder: Path) -> None:
+    """Refuse a checkpoint's hf/ folder that is not what was written; a folder from elsewhere has no manifest to compare with."""
+    step = folder.parent
+    if folder.name != "hf" or step_of(step) is None:
+        return
+    if not (step / "manifest.json").is_file():
+        log.warning("%s has no manifest.json: nothing shows whether its weights are what was written", step)
+        return
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    now = tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns, path.stat().st_ino) for path in files)
+    if _VERIFIED.get(folder.resolve()) == now:
+        return
+    if damage := verify_manifest(step, "hf/"):
+        others = [str(each) for each in kept_steps(step.parent.parent) if each != step_of(step)]
+        remedy = f"use another checkpoint of this run ({', '.join(others)})" if others else "restore it from a copy or train it again"
+        raise BadData(f"{step} is damaged ({damage}); {remedy}")
+    _VERIFIED[folder.resolve()] = now
+
+
+def find_model(path: str | Path) -> Path:
     """The Hugging Face folder meant by `path`: itself, or a checkpoint of a run: `runs/hlp`, `runs/hlp@180` or `runs/hlp@best`."""
     path = Path(path)
     if (path / "config.json").is_file():
@@ -26,14 +65,30 @@ def resolve_model(path: str | Path) -> Path:
     if not (run / "latest").is_file():
         raise FileNotFoundError(f"{str(run)!r} is neither a Hugging Face folder (no config.json) nor a run with a checkpoint (no latest)")
     if run is path:
-        return run / "checkpoints" / (run / "latest").read_text().strip() / "hf"
+        return _newest(run)
     return _checkpoint(run, best_checkpoint(run).step if chosen == "best" else chosen)
+
+
+def _newest(run: Path) -> Path:
+    named = (run / "latest").read_text().strip()
+    folder = run / "checkpoints" / named / "hf"
+    if step_of(Path(named)) is None or not (folder / "config.json").is_file():
+        there = ", ".join(map(str, kept_steps(run))) or "none"
+        problem = f"names {named!r}, which has no weights" if named else "is empty"
+        raise FileNotFoundError(f"{run / 'latest'} {problem}; name a checkpoint yourself as {run}@STEP (there are {there})")
+    return folder
+
+
+def step_of(folder: Path) -> int | None:
+    """The step whose checkpoint this is by its name; None for anything that people put beside them (`step_000010_keep`)."""
+    match = _STEP.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 def kept_steps(run: Path) -> list[int]:
     """Steps whose weights are still there, in order."""
-    names = [folder.parent.name.removeprefix("step_") for folder in run.glob("checkpoints/step_*/hf") if (folder / "config.json").is_file()]
-    return sorted(int(name) for name in names if name.isdecimal())
+    steps = (step_of(folder.parent) for folder in run.glob("checkpoints/step_*/hf") if (folder / "config.json").is_file())
+    return sorted(step for step in steps if step is not None)
 
 
 def _checkpoint(run: Path, step: int | str) -> Path:
@@ -74,14 +129,19 @@ def best_checkpoint(run: Path) -> Validated:
     return min(found, key=lambda each: (-each.accuracy, each.longest_path, each.step))
 
 
-def verify_manifest(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder, or None."""
+def verify_manifest(folder: Path, part: str = "") -> str | None:
+    """What is wrong with a checkpoint folder, or with the `part` of it ("hf/"), or None."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest = _read_manifest(folder)
     except (OSError, ValueError) as error:
         return f"manifest.json: {error}"
-    for name, expected in manifest.items():
+    listed = {name: expected for name, expected in manifest.items() if name.startswith(part)}
+    if not listed:
+        return f"manifest.json lists no file of {part or 'it'}"
+    for name, expected in listed.items():
         path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            return f"{name} leads outside the checkpoint"
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != expected["size"]:
@@ -96,10 +156,22 @@ def write_manifest(folder: Path) -> None:
     manifest = {str(path.relative_to(folder)): {"size": path.stat().st_size, "sha256": _checksum(path)} for path in files}
     for path in files:
         flush_to_disk(path)
-    with open(folder / "manifest.json", "w") as out:
-        json.dump(manifest, out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
+    write_atomic(folder / "manifest.json", json.dumps(manifest, indent=1))
+
+
+def keep_in_manifest(folder: Path, part: str) -> None:
+    """Strike from the manifest what is not in `part`, before it is deleted."""
+    kept = {name: expected for name, expected in _read_manifest(folder).items() if name.startswith(part)}
+    write_atomic(folder / "manifest.json", json.dumps(kept, indent=1))
+
+
+def _read_manifest(folder: Path) -> dict[str, dict]:
+    """Name → size and sha256; ValueError where it is not that."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    good = isinstance(manifest, dict) and all(isinstance(each, dict) and each.keys() >= {"size", "sha256"} for each in manifest.values())
+    if not good:
+        raise ValueError("not a table of sizes and checksums")
+    return manifest
 
 
 def _checksum(path: Path) -> str:

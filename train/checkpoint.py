@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 from dccot.config import at_least, one_of
 from dccot.files import flush_to_disk, write_atomic
 from dccot.model.checkpoint_io import write_folder
-from dccot.model.folder import verify_manifest, write_manifest
+from dccot.model.folder import keep_in_manifest, step_of, verify_manifest, write_manifest
 from dccot.model.transformer import Transformer
 from dccot.runtime import Runtime
 
@@ -144,12 +144,13 @@ class Checkpointer:
                 os.replace(partial, final)
                 flush_to_disk(self.folder)
                 write_atomic(self.latest, final.name + "\n")
-                self._retire(step)
             except (Exception, CheckpointException) as error:
                 problems = [f"rank 0: {_first_line(error)}"]
         if self.runtime.is_main and problems:
             shutil.rmtree(partial, ignore_errors=True)
             self._complain(step, problems[0], last)
+        elif self.runtime.is_main:
+            self._retire(step)
         box = [problems]
         dist.broadcast_object_list(box, src=0, group=self._group)
         self._costs = {"time/checkpoint_waited": waited, "time/checkpoint_written": time.perf_counter() - start}
@@ -164,7 +165,7 @@ class Checkpointer:
         if self.runtime.is_main:
             whole = [folder for folder in self._steps() if (folder / "dcp").exists()]  # of others only hf/ was to stay
             for folder in reversed(whole):
-                damage = verify_manifest(folder)
+                damage = next(filter(None, (verify_manifest(folder, part) for part in ("dcp/", "hf/", "state.json"))), None)
                 if damage is None:
                     found = folder
                     break
@@ -190,22 +191,31 @@ class Checkpointer:
         return json.loads((folder / "state.json").read_text())
 
     def _steps(self) -> list[Path]:
-        return sorted(self.folder.glob("step_*"), key=_step_of)
+        """Checkpoints by step. Whatever else lies in the folder (somebody's `step_000010_keep`) is neither read nor deleted."""
+        steps = {step: folder for folder in self.folder.iterdir() if (step := step_of(folder)) is not None and folder.is_dir()}
+        return [steps[step] for step in sorted(steps)]
 
     def _retire(self, newest_step: int) -> None:
         """Delete what is older than the newest `keep`; where an hf/ folder is to stay, only the rest of its checkpoint goes.
 
-        Anything past the newest step was damaged, and the run has gone back to before it.
+        Anything past the newest step was damaged, and the run has gone back to before it. What cannot be deleted costs a message: the
+        new checkpoint is complete.
         """
-        for folder in [folder for folder in self._steps() if _step_of(folder) > newest_step]:
+        steps = self._steps()
+        past = [folder for folder in steps if (step_of(folder) or 0) > newest_step]
+        for folder in past + steps[: len(steps) - len(past)][: -self.config.keep]:
+            try:
+                self._delete(folder, folder in past)
+            except (OSError, ValueError) as error:
+                log.warning("%s could not be deleted (%s); delete it by hand", folder, _first_line(error))
+
+    def _delete(self, folder: Path, damaged: bool) -> None:
+        every = self.config.keep_hf_every
+        if damaged or not every or (step_of(folder) or 0) % every:
             shutil.rmtree(folder)
-        for folder in self._steps()[: -self.config.keep]:
-            step = _step_of(folder)
-            if self.config.keep_hf_every and step % self.config.keep_hf_every == 0:
-                shutil.rmtree(folder / "dcp", ignore_errors=True)
-                (folder / "manifest.json").unlink(missing_ok=True)
-            else:
-                shutil.rmtree(folder)
+        elif (folder / "dcp").exists():
+            keep_in_manifest(folder, "hf/")
+            shutil.rmtree(folder / "dcp")
 
 
 def _bytes(state: Any) -> int:
@@ -221,10 +231,6 @@ def _read_back(folder: Path, shape: Transformer) -> Iterator[tuple[str, Tensor]]
         whole = torch.empty_like(parameter, device="cpu")
         dcp.load({"model": {name: whole}}, checkpoint_id=folder, no_dist=True)
         yield name, whole
-
-
-def _step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step_"))
 
 
 def _first_line(error: BaseException) -> str:

@@ -167,9 +167,9 @@ def read_shape(name: str) -> ModelConfig:
         return parse_config(SHAPES[name], name)
     if not (Path(name) / "config.json").is_file() and not (Path(name) / "latest").is_file():
         raise ConfigError(f"{name!r} is neither one of {', '.join(SHAPES)} nor a folder with a config.json")
-    from dccot.model.folder import resolve_model
+    from dccot.model.folder import find_model
 
-    return read_config(resolve_model(name))
+    return read_config(find_model(name))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -67,6 +67,10 @@ def check_run(config: Any) -> None:
 def open_model(path: str, prompt_kind: str, workers: int) -> tuple[Path, ModelConfig, PreTrainedTokenizerBase]:
     """Folder, configuration and tokenizer of the model a run starts from; refused, before any weight is loaded, where they do not fit."""
     folder = resolve_model(path)
+    return folder, *open_folder(folder, prompt_kind, workers)
+
+
+def open_folder(folder: Path, prompt_kind: str, workers: int) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
     try:
         model, tokenizer = read_config(folder), AutoTokenizer.from_pretrained(folder)
         check_tokenizer(tokenizer, prompt_kind)
@@ -78,7 +82,7 @@ def open_model(path: str, prompt_kind: str, workers: int) -> tuple[Path, ModelCo
             f"the tokenizer of {folder} has {len(tokenizer):,} tokens, the model embeds {model.vocab_size:,}; "
             "use the tokenizer that belongs to the model"
         )
-    return folder, model, tokenizer
+    return model, tokenizer
 
 
 _CLAIMS: dict[Path, TextIO] = {}  # a lock lives as long as its file is open: to the end of the process, however it ends

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dccot.model.folder import best_checkpoint, kept_steps, resolve_model, validated_checkpoints
+from dccot.files import BadData
+from dccot.model.folder import best_checkpoint, find_model, kept_steps, resolve_model, validated_checkpoints, write_manifest
 
 
 @pytest.fixture
@@ -55,3 +56,39 @@ def test_a_folder_may_have_an_at_sign_in_its_name(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     assert resolve_model(folder) == folder
+
+
+@pytest.mark.parametrize("content, said", [("", "is empty"), ("step_000080\n", "names 'step_000080'"), ("../../x", r"names '\.\./\.\./x'")])
+def test_a_latest_that_leads_nowhere_says_so_and_names_what_is_there(run, content, said):
+    (run / "latest").write_text(content)
+    with pytest.raises(FileNotFoundError, match=rf"latest {said}.*@STEP \(there are 40, 60\)"):
+        resolve_model(run)
+
+
+def test_weights_that_are_not_what_was_written_are_refused_everywhere_but_found(run):
+    step = run / "checkpoints/step_000060"
+    (step / "hf/model.safetensors").write_bytes(b"weights")
+    write_manifest(step)
+    assert resolve_model(run) == step / "hf"
+    (step / "hf/model.safetensors").write_bytes(b"weighty")
+    for path in (run, f"{run}@60", step / "hf"):
+        with pytest.raises(
+            BadData, match=r"step_000060 is damaged \(hf/model.safetensors has another checksum.*another checkpoint.*\(40\)"
+        ):
+            resolve_model(path)
+    assert find_model(run) == step / "hf"
+
+
+def test_a_manifest_that_leads_outside_its_checkpoint_is_refused(run, tmp_path):
+    step, outside = run / "checkpoints/step_000060", tmp_path / "outside"
+    outside.write_text("{}")
+    for name in ("hf/../../../../outside", str(outside)):
+        (step / "manifest.json").write_text(json.dumps({f"{name}": {"size": 2, "sha256": ""}, "hf/config.json": {"size": 2, "sha256": ""}}))
+        with pytest.raises(BadData, match="is damaged"):
+            resolve_model(run)
+    (step / "hf/config.json").unlink()
+    write_manifest(step)
+    (step / "hf/config.json").symlink_to(outside)
+    (step / "manifest.json").write_text(json.dumps({"hf/config.json": {"size": 2, "sha256": ""}}))
+    with pytest.raises(BadData, match=r"config.json leads outside the checkpoint"):
+        resolve_model(run)

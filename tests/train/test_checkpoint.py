@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dccot.train.checkpoint as checkpoint_module
+from dccot.files import BadData
 from dccot.model.folder import resolve_model, verify_manifest
 from dccot.model.sharding import ShardingConfig, build_model
 from dccot.runtime import Runtime
@@ -73,15 +74,19 @@ def values(model) -> list[torch.Tensor]:
 def damage(folder: Path, kind: str) -> None:
     victim = next((folder / "dcp").glob("*.distcp"))
     if kind == "a flipped bit":
-        content = bytearray(victim.read_bytes())
-        content[len(content) // 2] ^= 1
-        victim.write_bytes(content)
+        flip_a_bit(victim)
     elif kind == "a file cut short":
         victim.write_bytes(victim.read_bytes()[:-1])
     elif kind == "a missing file":
         victim.unlink()
     else:
         (folder / "manifest.json").write_text("{")
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
 
 @contextmanager
@@ -183,7 +188,11 @@ def test_the_newest_are_kept_and_chosen_hf_folders_stay_for_good(checkpointer, t
     for step in range(1, 6):
         saved(keeper, step, *trained, {})
     assert steps(keeper) == ["step_000002", "step_000004", "step_000005"]
-    assert sorted(path.name for path in (keeper.folder / "step_000002").iterdir()) == ["hf", "state.json"]
+    assert sorted(path.name for path in (keeper.folder / "step_000002").iterdir()) == ["hf", "manifest.json", "state.json"]
+    assert resolve_model(f"{keeper.folder.parent}@2") == keeper.folder / "step_000002" / "hf"
+    flip_a_bit(keeper.folder / "step_000002" / "hf" / "model.safetensors")
+    with pytest.raises(BadData, match=r"step_000002 is damaged .*use another checkpoint of this run \(4, 5\)"):
+        resolve_model(f"{keeper.folder.parent}@2")
     assert [verify_manifest(keeper.folder / name) for name in ("step_000004", "step_000005")] == [None, None]
     assert keeper.resume(*trained)["step"] == 5
 
@@ -198,6 +207,47 @@ def test_a_damaged_checkpoint_never_outlives_a_good_one(checkpointer, trained):
     saved(keeper, 15, *trained, {})
     assert steps(keeper) == ["step_000015"]
     assert keeper.resume(*trained)["step"] == 15
+
+
+def test_folders_that_people_put_beside_checkpoints_are_left_alone(checkpointer, trained):
+    keeper = checkpointer(keep=1)
+    assert saved(keeper, 1, *trained, {})
+    for stray in ("step_000001_keep", "step_abc", "step_", "step_000009~"):
+        shutil.copytree(keeper.folder / "step_000001", keeper.folder / stray)
+    (keeper.folder / "step_000099").write_text("a file")
+    assert saved(keeper, 2, *trained, {})
+    assert checkpointer().resume(*trained)["step"] == 2
+    assert steps(keeper) == ["step_", "step_000001_keep", "step_000002", "step_000009~", "step_000099", "step_abc"]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_not_a_failed_save(checkpointer, trained, caplog, monkeypatch):
+    keeper, rmtree = checkpointer(keep=1), shutil.rmtree
+
+    def refuse(folder, *arguments, **named):
+        if Path(folder).name == "step_000001":
+            raise PermissionError(13, "Permission denied")
+        rmtree(folder, *arguments, **named)
+
+    assert saved(keeper, 1, *trained, {})
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    assert saved(keeper, 2, *trained, {})
+    keeper.save(3, *trained, {}, last=True)
+    assert steps(keeper) == ["step_000001", "step_000003"]
+    assert "step_000001 could not be deleted" in caplog.text
+    assert "was not written" not in caplog.text
+
+
+def test_half_a_checkpoint_that_was_being_deleted_is_never_resumed(checkpointer, trained, monkeypatch, caplog):
+    """Killed between striking dcp/ from the manifest and deleting it."""
+    keeper = checkpointer(keep=1, keep_hf_every=1)
+    assert saved(keeper, 1, *trained, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        assert saved(keeper, 2, *trained, {})
+    damage(keeper.folder / "step_000002", "a flipped bit")
+    with pytest.raises(FileExistsError, match=r"no checkpoint in .* is whole"):
+        checkpointer().resume(*trained)
+    assert "manifest.json lists no file of dcp/" in caplog.text
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(checkpointer, trained, caplog):
