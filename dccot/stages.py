@@ -29,6 +29,7 @@ from dccot.eval.benchmarks import BENCHMARKS, Benchmark, named_benchmark, own_be
 from dccot.eval.report import write_report
 from dccot.eval.results import Evaluation
 from dccot.eval.run import METHODS, EvalConfig, eval_config, evaluate
+from dccot.eval.tables import row_labels
 from dccot.miniature.world import WorldConfig, make_world
 from dccot.model.checkpoint_io import stored_parameters
 from dccot.model.folder import resolve_model
@@ -292,7 +293,7 @@ class ReportStage:
         shown = list(self.rows.values())
         require(len(set(shown)) == len(shown), f"two rows are called {max(shown, key=shown.count)!r}; rename one of them")
         for name in (*self.baselines, *self.baselines.values()):
-            one_of(name.removesuffix(", maj@3"), shown, "a name in baselines")
+            one_of(name, row_labels(shown), "a name in baselines")
         try:
             groups = re.compile(self.kind or "()").groups
         except re.error as error:

@@ -34,9 +34,10 @@ class Cell:
     text: str = ""
     error: str = ""  # shown small, after ±
     kind: str = ""  # better, worse, words (not a number) or nothing
+    pooled: str = ""  # the error as the paper has it, in brackets
 
     def __str__(self) -> str:
-        return f"{self.text} ± {self.error}" if self.error else self.text
+        return self.text + (f" ± {self.error}" if self.error else "") + (f" ({self.pooled})" if self.pooled else "")
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,8 @@ def _html_row(row: Row, kind_of: Callable[[int], str]) -> str:
     tag = f' <span class="tag">{escape(row.tag)}</span>' if row.tag else ""
     cells = [f'<th class="name" scope="row">{escape(row.label)}{tag}</th>']
     for column, cell in enumerate(row.cells):
-        error = f'<span class="error">±{escape(cell.error)}</span>' if cell.error else ""
+        errors = (f"±{cell.error}" if cell.error else "", f"({cell.pooled})" if cell.pooled else "")
+        error = f'<span class="error">{escape(" ".join(filter(None, errors)))}</span>' if any(errors) else ""
         kind = " ".join(dict.fromkeys(filter(None, (kind_of(column), cell.kind))))
         cells.append(f'<td class="{kind}">{escape(cell.text)}{error}</td>')
     kind = " ".join(filter(None, ("block" if row.begins_block else "", "theirs" if row.tag else "")))

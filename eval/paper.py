@@ -1,7 +1,7 @@
 """The paper's own results, to be shown beside ours: its tables 1 and 2 with the appendix's ±, and total tokens.
 
 The paper's ± takes every response (for majority voting every subset of three) as independent. Ours take problems as the
-unit, so ours are larger for the same data.
+unit, so ours are larger for the same data; `results.pooled_errors` has the paper's way for our responses.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def _read(line: str) -> tuple[str, dict[str, Point]]:
 
 RESULTS: dict[str, dict[str, Point]] = dict(map(_read, _ROWS.strip().splitlines()))
 COMPARED_WITH = {"DC-CoT": "DSR-32K", "DC-CoT-HLP": "DSR-HLP-12K", "DC-CoT-Maj": "Maj-DSR-3"}  # table 2
+VOTES = {"DSR-12K": "Maj-DSR-3", "DC-CoT": "DC-CoT-Maj"}  # whose responses vote → the row of the votes
+LAYOUT = ("DSR-32K", "DSR-12K", "Maj-DSR-3", "DSR-HLP-24K", "DSR-HLP-12K", "SFT", "DC-CoT", "DC-CoT-HLP", "DC-CoT-Maj")  # ours adds SFT
 TOTAL_TOKENS = {
     "DC-CoT": dict(zip(COLUMNS, (6831, 4185, 7603, 2554, 3526, 4489))),
     "DC-CoT-HLP": dict(zip(COLUMNS, (6185, 4022, 6411, 2537, 3401, 4154))),

@@ -33,6 +33,7 @@ from dccot.eval.tables import (
     stages_table,
     table_1,
     table_2,
+    totals_table,
 )
 from dccot.files import BadData, read_jsonl
 from dccot.statistics import ByProblem, Estimate, over_problems
@@ -41,7 +42,10 @@ ERRORS = (
     "± is the standard error of the mean with problems as the independent unit, however many responses each has; changes are paired by "
     "problem, and coloured where they exceed two standard errors."
 )
-PAPERS_ERRORS = "The paper's own ± takes every response, or every subset of three, as independent, and is therefore smaller."
+PAPERS_ERRORS = (
+    "In brackets: the standard error as the paper has it, which takes every response, or every subset of three, as independent, and is "
+    "therefore smaller; for changes that of two independent sides."
+)
 CURVES = "Thin lines are single steps, thick ones running means, marks validation. Each stage begins where the one before it ended."
 
 
@@ -95,15 +99,15 @@ def _results(
     methods = methods_of(evaluations)
     known = bool(set(titles) & set(paper.COLUMNS))
     pairs = compared_pairs(methods, baseline)
-    errors = f"{ERRORS} {PAPERS_ERRORS}" if known else ERRORS
-    blocks: list[Block] = [Heading("Accuracy and longest path"), table_1(methods, titles), Paragraph(errors)]
+    errors = Paragraph(f"{ERRORS} {PAPERS_ERRORS}")
+    blocks: list[Block] = [Heading("Accuracy and longest path"), table_1(methods, titles), errors]
     blocks += [Paragraph(text) for text in _unjudged(evaluations)]
     if pairs:
         blocks += [Heading("Change against the baseline"), table_2(pairs, titles)]
     hollow = "; hollow marks are the paper's." if known else "."
     how = Paragraph(f"Up and to the left is better. The dashed line is the Pareto front of our points{hollow}")
     blocks += [Heading("Accuracy against longest path"), how, *(_tradeoff(name, titles[name], methods) for name in titles)]
-    blocks += [Heading("The responses"), responses_table(evaluations, titles)]
+    blocks += [Heading("The responses"), totals_table(methods, titles), responses_table(evaluations, titles)]
     if kind:
         blocks.append(kinds_table(evaluations, titles, kind))
     if seeds:

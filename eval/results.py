@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import comb
 from pathlib import Path
 
 from dccot.data.grading import Verdict
@@ -96,6 +97,7 @@ class BenchmarkResult:
     samples: int  # per problem
     verdicts: dict[str, int]
     by_problem: dict[str, dict[str, float]]  # measure → problem → mean over its responses
+    pooled: dict[str, float] = field(default_factory=dict)  # measure → standard error as the paper has it: every response independent
 
     @property
     def problems(self) -> int:
@@ -112,7 +114,7 @@ class BenchmarkResult:
     def to_json(self) -> dict:
         measures = {name: over_problems(means).to_json() for name, means in self.by_problem.items() if means}
         return {"name": self.name, "title": self.title, "problems": self.problems, "samples": self.samples, "verdicts": self.verdicts,
-                "measures": measures, "by_problem": self.by_problem}  # fmt: skip
+                "measures": measures, "pooled": self.pooled, "by_problem": self.by_problem}  # fmt: skip
 
 
 def summarise(benchmark: Benchmark, samples: Iterable[Sample], classes: Mapping[str, Sequence[int]]) -> BenchmarkResult:
@@ -124,14 +126,49 @@ def summarise(benchmark: Benchmark, samples: Iterable[Sample], classes: Mapping[
         counted = {problem: [s for s in group if s.judged or name != "accuracy"] for problem, group in groups.items()}
         table[name] = {problem: mean([measure(s) for s in group]) for problem, group in counted.items() if group}
     votes = {}
-    for problem, group in groups.items():
-        judged = [s for s in group if s.judged]
-        if len(judged) >= 3:
-            votes[problem] = majority_of_three(classes[problem], [s.correct for s in judged], [s.longest_path for s in judged])
+    judged = {problem: [s for s in group if s.judged] for problem, group in groups.items()}
+    for problem, group in judged.items():
+        if len(group) >= 3:
+            votes[problem] = majority_of_three(classes[problem], [s.correct for s in group], [s.longest_path for s in group])
     table["maj3_accuracy"] = {problem: vote.accuracy for problem, vote in votes.items()}
     table["maj3_longest_path"] = {problem: vote.longest_path for problem, vote in votes.items()}
     table["maj3_total_tokens"] = {problem: 3 * table["total_tokens"][problem] for problem in votes}
-    return BenchmarkResult(benchmark.name, benchmark.title, benchmark.samples, dict(verdicts), table)
+    pooled = pooled_errors(list(groups.values()), list(judged.values()), {problem: vote.accuracy for problem, vote in votes.items()})
+    return BenchmarkResult(benchmark.name, benchmark.title, benchmark.samples, dict(verdicts), table, pooled)
+
+
+def pooled_errors(groups: Sequence[Sequence[Sample]], judged: Sequence[Sequence[Sample]], votes: ByProblem) -> dict[str, float]:
+    """Standard errors as the paper has them: all responses, or all subsets of three, as if they were independent.
+
+    accuracy  √(p(1−p) / PN)          length  s / √PN          votes: the same over the subsets, P · C(N, 3) of them
+    """
+    every = [sample for group in groups for sample in group]
+    right = [sample.correct for group in judged for sample in group]
+    found = {
+        "accuracy": _share_error(mean(right), len(right)),
+        "longest_path": _length_error([(sample.longest_path, 1) for sample in every]),
+        "total_tokens": _length_error([(sample.total_tokens, 1) for sample in every]),
+    }
+    if votes:
+        subsets = {group[0].problem: comb(len(group), 3) for group in judged if len(group) >= 3}
+        count = sum(subsets.values())
+        found["maj3_accuracy"] = _share_error(sum(votes[problem] * n for problem, n in subsets.items()) / count, count)
+        paths = [sorted(sample.longest_path for sample in group) for group in judged if len(group) >= 3]
+        found["maj3_longest_path"] = _length_error([(path, comb(rank, 2)) for group in paths for rank, path in enumerate(group)])
+    return {name: error for name, error in found.items() if not math.isnan(error)}
+
+
+def _share_error(share: float, count: int) -> float:
+    return math.sqrt(max(0.0, share * (1 - share)) / count) if count else math.nan
+
+
+def _length_error(lengths: Sequence[tuple[int, int]]) -> float:
+    """Of (length, how often) pairs: sample standard deviation over the root of their number."""
+    count = sum(times for _, times in lengths)
+    if count < 2:
+        return math.nan
+    centre = sum(length * times for length, times in lengths) / count
+    return math.sqrt(sum(times * (length - centre) ** 2 for length, times in lengths) / (count - 1) / count)
 
 
 def by_problem(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
@@ -170,7 +207,7 @@ class Evaluation:
         path = Path(folder) / SUMMARY
         try:
             found = json.loads(path.read_text())
-            rows = [{name: row[name] for name in BenchmarkResult.__dataclass_fields__} for row in found["benchmarks"]]
+            rows = [{name: row[name] for name in BenchmarkResult.__dataclass_fields__ if name in row} for row in found["benchmarks"]]
             results = {row["name"]: BenchmarkResult(**row) for row in rows}
             return cls(found["name"], found["model"], found["method"], found["budget"], results)
         except FileNotFoundError:

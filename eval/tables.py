@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dccot.config import ConfigError
@@ -32,10 +32,19 @@ class Method:
 
     @property
     def label(self) -> str:
-        return self.evaluation.name + (", maj@3" if self.vote else "")
+        return vote_label(self.evaluation.name) if self.vote else self.evaluation.name
 
     def means(self, benchmark: str, measure: str) -> ByProblem | None:
         return self.evaluation.measured(benchmark, ("maj3_" if self.vote else "") + measure)
+
+    def pooled(self, benchmark: str, measure: str) -> float:
+        """The paper's standard error of a measure; nan where it is not known."""
+        result = self.evaluation.results.get(benchmark)
+        return result.pooled.get(("maj3_" if self.vote else "") + measure, math.nan) if result else math.nan
+
+    def estimate(self, benchmark: str, measure: str) -> Estimate:
+        """Its mean with the paper's error."""
+        return Estimate(over_problems(self.means(benchmark, measure) or {}).value, self.pooled(benchmark, measure))
 
     def point(self, benchmark: str) -> tuple[ByProblem, ByProblem] | None:
         """Accuracy and longest path, where both were measured."""
@@ -43,12 +52,25 @@ class Method:
         return (accuracy, longest) if accuracy and longest else None
 
 
+def vote_label(name: str) -> str:
+    """The row of an evaluation's majority votes: the paper's name for it, if it has one."""
+    return paper.VOTES.get(name, f"{name}, maj@3")
+
+
+def row_labels(names: Sequence[str]) -> list[str]:
+    """The rows of evaluations with these names: each and its votes; the paper's rows in its order, if all are named as in the paper."""
+    if all(name in paper.LAYOUT for name in names):
+        return [label for label in paper.LAYOUT if label in names or label in [paper.VOTES.get(name) for name in names]]
+    return [label for name in names for label in (name, vote_label(name))]
+
+
 def methods_of(evaluations: Sequence[Evaluation]) -> list[Method]:
     found = []
     for number, evaluation in enumerate(evaluations):
         voted = any(evaluation.measured(name, "maj3_accuracy") for name in evaluation.results)
         found += [Method(evaluation, number), *([Method(evaluation, number, vote=True)] if voted else [])]
-    return found
+    labels = row_labels([evaluation.name for evaluation in evaluations])
+    return sorted((method for method in found if method.label in labels), key=lambda method: labels.index(method.label))
 
 
 def compared_pairs(methods: Sequence[Method], baseline: str | Mapping[str, str] | None) -> list[tuple[Method, Method]]:
@@ -60,24 +82,31 @@ def compared_pairs(methods: Sequence[Method], baseline: str | Mapping[str, str] 
         raise ConfigError(f"no evaluation is called {unknown[0]!r}; there are {', '.join(by_label)}")
     if isinstance(baseline, Mapping):
         return [(by_label[ours], by_label[theirs]) for ours, theirs in wanted.items()]
+    if baseline is None and (known := [pair for pair in paper.COMPARED_WITH.items() if {*pair} <= by_label.keys()]):
+        return [(by_label[ours], by_label[theirs]) for ours, theirs in known]
     names = [method.evaluation.name for method in methods]
     sequential = [method.evaluation.name for method in methods if method.evaluation.method == "sequential"]
     chosen = baseline or (sequential or names)[0]
     others = [method for method in methods if method.evaluation.name != chosen]
-    labels = [chosen + (", maj@3" if method.vote else "") for method in others]
+    labels = [vote_label(chosen) if method.vote else chosen for method in others]
     return [(method, by_label[label]) for method, label in zip(others, labels) if label in by_label]
 
 
 def table_1(methods: Sequence[Method], titles: Titles) -> Table:
     rows = []
     for method in methods:
-        rows.append(Row(method.label, [_cell(measure, method.means(name, measure)) for name in titles for measure in PAIR]))
+        rows.append(Row(method.label, [_both_errors(method, name, measure) for name in titles for measure in PAIR]))
     return Table("Table 1. Accuracy (pass@1 or maj@3, %) and longest path length (LPL, tokens).", "Method", _columns(titles),
                  rows + papers_rows(titles))  # fmt: skip
 
 
 def _cell(measure: str, means: ByProblem | None) -> Cell:
     return Cell(*shown(measure, over_problems(means))) if means else Cell("–")
+
+
+def _both_errors(method: Method, benchmark: str, measure: str) -> Cell:
+    cell = _cell(measure, method.means(benchmark, measure))
+    return replace(cell, pooled=shown(measure, Estimate(math.nan, method.pooled(benchmark, measure)))[1])
 
 
 def _words(text: str) -> Cell:
@@ -100,7 +129,7 @@ def papers_rows(titles: Titles) -> list[Row]:
 
 
 def _papers_cells(accuracy: Estimate, longest: Estimate) -> tuple[Cell, Cell]:
-    return Cell(f"{accuracy.value:.2f}", f"{accuracy.stderr:.2f}"), Cell(f"{longest.value:.0f}", f"{longest.stderr:g}")
+    return Cell(f"{accuracy.value:.2f}", pooled=f"{accuracy.stderr:.2f}"), Cell(f"{longest.value:.0f}", pooled=f"{longest.stderr:g}")
 
 
 def table_2(pairs: Sequence[tuple[Method, Method]], titles: Titles) -> Table:
@@ -109,7 +138,9 @@ def table_2(pairs: Sequence[tuple[Method, Method]], titles: Titles) -> Table:
         cells = [_words(theirs.label)]
         for name in titles:
             if (found := ours.point(name)) and (base := theirs.point(name)):
-                cells += [_points(difference(found[0], base[0])), _percent(relative_change(found[1], base[1]))]
+                points, percent = _points(difference(found[0], base[0])), _percent(relative_change(found[1], base[1]))
+                pooled = _pooled_changes(*((ours.estimate(name, measure), theirs.estimate(name, measure)) for measure in PAIR))
+                cells += [replace(points, pooled=_error(100 * pooled[0], 2)), replace(percent, pooled=_error(100 * pooled[1], 1))]
             else:
                 cells += NOT_MEASURED
         rows.append(Row(ours.label, cells))
@@ -129,10 +160,18 @@ def papers_changes(titles: Titles) -> list[Row]:
                 cells += NOT_MEASURED
                 continue
             (accuracy, longest), (base_accuracy, base_longest) = paper.RESULTS[method][name], paper.RESULTS[compared][name]
-            cells.append(Cell(_signed(accuracy.value - base_accuracy.value, 2)))
-            cells.append(Cell(f"{_signed(100 * (longest.value / base_longest.value - 1), 1)}%"))
+            pooled = _pooled_changes((accuracy, base_accuracy), (longest, base_longest))
+            cells.append(Cell(_signed(accuracy.value - base_accuracy.value, 2), pooled=_error(pooled[0], 2)))
+            cells.append(Cell(f"{_signed(100 * (longest.value / base_longest.value - 1), 1)}%", pooled=_error(100 * pooled[1], 1)))
         rows.append(Row(method, cells, tag=PAPER, begins_block=number == 0))
     return rows
+
+
+def _pooled_changes(accuracy: tuple[Estimate, Estimate], longest: tuple[Estimate, Estimate]) -> tuple[float, float]:
+    """Errors of a difference and of a ratio − 1 from those of their two sides, as if these were independent."""
+    (ours, theirs), (top, bottom) = accuracy, longest
+    ratio = math.hypot(top.stderr, top.value / bottom.value * bottom.stderr) / bottom.value if bottom.value else math.nan
+    return math.hypot(ours.stderr, theirs.stderr), ratio
 
 
 def _points(change: Estimate) -> Cell:
@@ -151,6 +190,22 @@ def _signed(number: float, decimals: int) -> str:
 
 def _error(error: float, decimals: int) -> str:
     return "" if math.isnan(error) else f"{error:.{decimals}f}"
+
+
+def totals_table(methods: Sequence[Method], titles: Titles) -> Table:
+    """Total tokens per response; of votes, those of all three."""
+    rows = [Row(method.label, [_cell("total_tokens", method.means(name, "total_tokens")) for name in titles]) for method in methods]
+    caption = "Total tokens per response, workers included; a vote counts its three responses."
+    return Table(caption, "Method", [("", tuple(titles.values()))], rows + papers_totals(titles))
+
+
+def papers_totals(titles: Titles) -> list[Row]:
+    if not set(titles) & set(paper.COLUMNS):
+        return []
+    return [
+        Row(method, [Cell(str(totals[name]) if name in totals else "–") for name in titles], PAPER, begins_block=number == 0)
+        for number, (method, totals) in enumerate(paper.TOTAL_TOKENS.items())
+    ]
 
 
 def responses_table(evaluations: Sequence[Evaluation], titles: Titles) -> Table:
@@ -225,7 +280,6 @@ def papers_tables() -> Fold:
         [
             Table("The paper's table 1, with the ± of its appendix.", "Method", _columns(titles), papers_rows(titles)),
             Table("The paper's table 2.", "Method", [("", ("Baseline",)), *_columns(titles)], papers_changes(titles)),
-            Table("The paper's total tokens per response.", "Method", [("", tuple(titles.values()))],
-                  [Row(method, [Cell(str(total)) for total in totals.values()], PAPER) for method, totals in paper.TOTAL_TOKENS.items()]),
+            Table("The paper's total tokens per response.", "Method", [("", tuple(titles.values()))], papers_totals(titles)),
         ],
     )  # fmt: skip

@@ -4,11 +4,13 @@ import json
 import math
 import random
 import re
+import statistics
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
-from dccot.config import ConfigError
+from dccot.config import ConfigError, read_yaml
 from dccot.eval import paper
 from dccot.eval.benchmarks import BENCHMARKS, Benchmark
 from dccot.eval.document import Cell
@@ -16,8 +18,18 @@ from dccot.eval.latency import Timing
 from dccot.eval.latency import save as save_latency
 from dccot.eval.plots import smoothed
 from dccot.eval.report import chains, main, write_report
-from dccot.eval.results import BenchmarkResult, Evaluation, Sample, summarise
-from dccot.eval.tables import compared_pairs, kinds_table, methods_of, papers_changes, stages_table, table_1, table_2
+from dccot.eval.results import BenchmarkResult, Evaluation, Sample, _share_error, summarise
+from dccot.eval.tables import (
+    compared_pairs,
+    kinds_table,
+    methods_of,
+    papers_changes,
+    row_labels,
+    stages_table,
+    table_1,
+    table_2,
+    totals_table,
+)
 
 TITLES = {name: BENCHMARKS[name].title for name in paper.COLUMNS}
 PAPERS_TABLE_2 = {  # as printed
@@ -127,6 +139,97 @@ def test_a_benchmark_that_one_evaluation_lacks_is_a_dash():
     assert rows["b"][2:] == [Cell("–"), Cell("–")] and rows["a"][2].text != "–"
 
 
+# ---- both kinds of error -------------------------------------------------------------------------------------------------
+
+
+def rolled_out(problem: str, *responses: tuple[str, int]) -> list[Sample]:
+    return [Sample(problem, i, "", verdict, True, True, 1, path, 2 * path) for i, (verdict, path) in enumerate(responses)]
+
+
+def test_the_papers_error_takes_every_response_as_independent():
+    samples = rolled_out("a", ("correct", 10), ("correct", 14)) + rolled_out("b", ("correct", 20), ("wrong", 16))
+    found = summarise(Benchmark("aime24", "AIME 24", 2), samples, {})
+    assert found.pooled["accuracy"] == pytest.approx(0.2165063509)  # √(¾ · ¼ / 4)
+    assert found.pooled["longest_path"] == pytest.approx(2.0816659995)  # lengths 15 ± √(52/3), over √4
+    assert found.pooled["total_tokens"] == pytest.approx(4.1633319989)
+    [ours, *_] = table_1(methods_of([Evaluation("ours", "", "parallel", 9, {"aime24": found})]), {"aime24": "AIME 24"}).rows
+    assert [str(cell) for cell in ours.cells] == ["75.00 ± 25.00 (21.65)", "15 ± 3 (2)"]  # problems: 1 and ½; 12 and 18
+
+
+def test_the_papers_error_of_votes_takes_every_subset_of_three_as_independent():
+    lengths = {"a": [9, 4, 30, 17, 17], "b": [8, 2, 5, 6, 40]}
+    classes = {"a": [0, 0, 1, 2, 0], "b": [0, 1, 2, 3, 4]}
+    samples = [
+        s
+        for p, paths in lengths.items()
+        for s in rolled_out(p, *(("correct" if classes[p][i] == 0 else "wrong", n) for i, n in enumerate(paths)))
+    ]
+    found = summarise(Benchmark("x", "X", 5), samples, classes)
+    longest = [max(three) for paths in lengths.values() for three in combinations(paths, 3)]
+    assert len(longest) == 20 and found.pooled["maj3_longest_path"] == pytest.approx(statistics.stdev(longest) / math.sqrt(20))
+    share = statistics.fmean(found.by_problem["maj3_accuracy"].values())
+    assert found.pooled["maj3_accuracy"] == pytest.approx(math.sqrt(share * (1 - share) / 20))
+
+
+@pytest.mark.parametrize(
+    ("method", "benchmark", "count"),
+    [
+        ("DC-CoT", "aime24", 30 * 200),
+        ("DSR-32K", "math500", 500 * 16),
+        ("Maj-DSR-3", "math500", 500 * 560),
+        ("DC-CoT-Maj", "minerva", 272 * 560),
+    ],
+)
+def test_the_formula_gives_the_errors_that_the_paper_prints(method, benchmark, count):
+    printed = paper.RESULTS[method][benchmark][0]
+    assert round(100 * _share_error(printed.value / 100, count), 2) == printed.stderr
+
+
+def test_the_error_of_a_change_in_the_papers_way_adds_two_independent_sides():
+    row = papers_changes({"aime24": "AIME 24"})[0]  # 41.87 ± 0.64 against 40.20 ± 0.63; 5974 ± 38 against 9540 ± 83
+    assert [str(cell) for cell in row.cells[1:]] == ["+1.67 (0.90)", "−37.4% (0.7)"]  # √(.64² + .63²); √(38² + (.6262·83)²) / 9540
+
+
+def test_a_summary_without_the_papers_errors_is_still_read(tmp_path):
+    made = evaluation("old")
+    made.save(tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    for benchmark in summary["benchmarks"]:
+        del benchmark["pooled"]
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    read = Evaluation.load(tmp_path)
+    assert read.results["arithmetic"].pooled == {} and read.results["arithmetic"].by_problem == made.results["arithmetic"].by_problem
+
+
+# ---- the paper's layout --------------------------------------------------------------------------------------------------
+
+EVALUATED = ("DC-CoT", "DC-CoT-HLP", "SFT", "DSR-32K", "DSR-HLP-24K", "DSR-HLP-12K", "DSR-12K")
+
+
+def test_the_tables_have_every_row_of_the_papers_layout_in_its_order():
+    methods = methods_of([evaluation(name, benchmarks=("aime24",), seed=i) for i, name in enumerate(EVALUATED)])
+    ours = [row.label for row in table_1(methods, TITLES).rows if not row.tag]
+    assert [label for label in ours if label != "SFT"] == list(paper.RESULTS) and "SFT" in ours
+    changes = [(row.label, row.cells[0].text) for row in table_2(compared_pairs(methods, None), TITLES).rows if not row.tag]
+    assert changes == [("DC-CoT", "DSR-32K"), ("DC-CoT-HLP", "DSR-HLP-12K"), ("DC-CoT-Maj", "Maj-DSR-3")]
+    assert [method.evaluation.name for method in methods if method.vote] == ["DSR-12K", "DC-CoT"]
+
+
+def test_a_vote_costs_the_tokens_of_its_three_responses():
+    single = evaluation("DC-CoT", benchmarks=("aime24",))
+    rows = {row.label: row.cells[0].text for row in totals_table(methods_of([single]), {"aime24": "AIME 24"}).rows if not row.tag}
+    tokens = statistics.fmean(single.results["aime24"].by_problem["total_tokens"].values())
+    assert rows == {"DC-CoT": f"{tokens:.0f}", "DC-CoT-Maj": f"{3 * tokens:.0f}"}
+    theirs = {row.label: row.cells[0].text for row in totals_table([], {"aime24": "AIME 24"}).rows}
+    assert theirs == {"DC-CoT": "6831", "DC-CoT-HLP": "6185", "DC-CoT-Maj": "20493"}
+
+
+def test_the_shipped_recipe_compares_as_the_papers_table_2_does():
+    report = read_yaml(Path(__file__).parents[2] / "configs/paper.yaml")["stages"]["report"]["set"]
+    assert {ours: theirs for ours, theirs in report["baselines"].items() if ours != "SFT"} == paper.COMPARED_WITH
+    assert row_labels(list(report["rows"].values())) == list(paper.LAYOUT)
+
+
 # ---- training curves -----------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +268,14 @@ def test_the_page_shows_in_a_browser_and_requests_nothing(page, browser):
     assert browser.run("return document.title") == "A title & more"
     tables = browser.run("return [...document.querySelectorAll('table')].map(t => [t.ariaLabel, t.checkVisibility() && t.offsetHeight])")
     shown = [caption for caption, height in tables if height > 40]
-    assert [" ".join(caption.split()[:2]) for caption in shown] == ["Table 1.", "Table 2.", "What the", "latency, on", "What each"]
+    assert [" ".join(caption.split()[:2]) for caption in shown] == [
+        "Table 1.",
+        "Table 2.",
+        "Total tokens",
+        "What the",
+        "latency, on",
+        "What each",
+    ]
     assert len(tables) == len(shown) + 3  # the paper's, folded away
     images = browser.run("return [...document.images].map(i => [i.alt, i.complete, i.naturalWidth, i.getBoundingClientRect().width])")
     assert len(images) == 2 + 1 + 2  # trade-offs, latency, two trainings
