@@ -20,7 +20,7 @@ from dccot.data.prompting import PromptConfig
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, Watch, generate
 from dccot.rollout.interface import Engine
-from dccot.rollout.protocol import flaw_of, sequential_flaw_of
+from dccot.rollout.protocol import after_think, flaw_of, sequential_flaw_of
 from dccot.rollout.response import Rollout
 
 Asked = tuple[Problem, list[int]]  # a problem and the ids of its prompt
@@ -55,9 +55,10 @@ def roll_out(
             yield Rollout(problem.id, request.sample, problem.question, problem.gold, text, response, flaw)
 
 
-def grade(rollouts: Sequence[Rollout], judge: Judge) -> None:
-    """Fill in the verdicts."""
-    for rollout, verdict in zip(rollouts, judge.grade([(r.text, r.gold) for r in rollouts])):
+def grade(rollouts: Sequence[Rollout], judge: Judge, *, thinking_counts: bool = True) -> None:
+    """Fill in the verdicts: on whole responses, or only on what follows their thinking (DeepScaleR's rule)."""
+    texts = [rollout.text if thinking_counts else after_think(rollout.text) for rollout in rollouts]
+    for rollout, verdict in zip(rollouts, judge.grade([(text, rollout.gold) for text, rollout in zip(texts, rollouts)])):
         rollout.verdict = verdict.value
 
 

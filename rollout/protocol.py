@@ -132,6 +132,11 @@ def sequential_flaw_of(text: str) -> Flaw | None:
     return None if answer.strip() else Flaw.NO_ANSWER
 
 
+def after_think(text: str) -> str:
+    """What follows the thinking: where a sequential response must give its answer. Empty if the thinking never ends."""
+    return text.partition(THINK_CLOSE)[2]
+
+
 def answer_block(text: str) -> str | None:
     """What is inside the last `<answer>` block, closed or not; None if there is none."""
     _, found, rest = text.rpartition(ANSWER_OPEN)

@@ -139,7 +139,7 @@ class Collector:
         """Everybody's rollouts, graded where they were made, in an order that does not depend on which finished first."""
         if self.runtime.rank % self.config.engine.tensor_parallel:
             mine = []  # the ranks of one replica hold the same responses
-        grade(mine, self.judge)
+        grade(mine, self.judge, thinking_counts=self.config.prompt.parallel)
         return sorted(
             (rollout for part in self.runtime.gather(mine) for rollout in part), key=lambda rollout: (rollout.problem, rollout.sample)
         )

@@ -6,7 +6,8 @@
     high-length-penalty   1 − ℓ correct and well-formed, `correct_only` (0.01) correct only, else 0
 
 DeepScaleR's rule for the sequential baselines is the second with `correct_only` = 0, where well-formed means `<think>…</think>` with
-an answer after it. An answer that the grader could not judge (timed out, crashed) has no reward at all: None.
+an answer after it; there, only what follows `</think>` is graded (collect.py). An answer that the grader could not judge (timed out,
+crashed) has no reward at all: None.
 
 Another reward is one entry of REWARDS, or a function of your own: reward.kind=my_package.my_module:my_reward with the arguments
 (rollout, config, budget), called for rollouts that were judged.

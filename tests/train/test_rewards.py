@@ -4,12 +4,17 @@ import math
 import statistics
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dccot.config import ConfigError, load_config, named
+from dccot.data.grading import Grader, GradingConfig
+from dccot.rollout.protocol import sequential_flaw_of
 from dccot.rollout.response import Response, Rollout, Segment
+from dccot.runtime import Runtime
 from dccot.train.advantages import group_advantages
+from dccot.train.collect import Collector
 from dccot.train.filters import FILTERS, Group
 from dccot.train.rewards import RewardConfig, reward_of
 from dccot.train.rl_config import RLConfig
@@ -63,6 +68,26 @@ def test_high_length_penalty_reward_by_hand(verdict, flaw, length, expected):
 def test_deepscaler_baselines_earn_nothing_for_a_wrong_form(flaw, expected):
     config = load_config(RLConfig, "configs/rl/dsr_hlp_12k.yaml", ["model.path=m", "data.train=d"])
     assert reward_of(rollout(flaw=flaw, length=7000), config.reward, config.rollout.budget) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "expected"),
+    [
+        ("sequential", r"<think>so \boxed{45}</think>I am done.", 0.0),  # the answer is in the thinking
+        ("sequential", r"<think>so \boxed{45}</think>It is \boxed{44}.", 0.0),
+        ("sequential", r"<think>so \boxed{45}", 0.0),
+        ("sequential", r"<think>or \boxed{44}</think>It is \boxed{45}.", 1.0),
+        ("parallel", r"<think>so \boxed{45}</think>I am done.", 1.0),  # the paper's method is graded on the whole response
+    ],
+)
+def test_a_sequential_baseline_is_graded_on_what_follows_its_thinking(prompt, text, expected):
+    config = load_config(RLConfig, "configs/rl/dsr_hlp_12k.yaml", ["model.path=m", "data.train=d", f"prompt.kind={prompt}"])
+    collector = Collector.__new__(Collector)  # neither engine nor problems
+    collector.config, collector.runtime = config, Runtime(0, 1, torch.device("cpu"))
+    asked = Rollout("417", 0, "?", "45", text, Response([1], [], Segment([], [5])), sequential_flaw_of(text))
+    with Grader(GradingConfig(workers=1)) as collector.judge:
+        [graded] = collector._graded([asked])
+    assert reward_of(graded, config.reward, config.rollout.budget) == expected
 
 
 @pytest.mark.parametrize("verdict", ["timed_out", "crashed"])
