@@ -115,6 +115,11 @@ class RLConfig:
         temperature = self.rollout.temperature
         good = 0 < temperature < math.inf
         require(good, f"rollout.temperature is {temperature}; training divides logits by it: it must be positive and finite")
+        require(
+            self.rollout.top_p == 1,
+            f"rollout.top_p is {self.rollout.top_p}; training takes log-probs of the whole distribution: it must be 1 "
+            "(validation.top_p is apart)",
+        )
         cutoff, budget = self.reward.cutoff, self.rollout.budget
         require(cutoff < budget, f"reward.cutoff is {cutoff}, which is not below rollout.budget {budget}; lower the cutoff")
 
