@@ -102,7 +102,7 @@ class Collector:
             batch.kept += len(kept)
             batch.batches += 1
         for group in batch.groups:
-            for rollout, advantage in zip(group, group_advantages([r.reward for r in group])):
+            for rollout, advantage in zip(group, group_advantages([r.reward for r in group], self.config.advantage)):
                 rollout.advantage = advantage
         self.engine.sleep()
         return batch

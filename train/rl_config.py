@@ -16,6 +16,7 @@ from dccot.model.config import ModelConfig
 from dccot.model.sharding import ShardingConfig
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.settings import EngineConfig
+from dccot.train.advantages import AdvantageConfig
 from dccot.train.checkpoint import CheckpointConfig
 from dccot.train.filters import FILTERS
 from dccot.train.objectives import ObjectiveConfig
@@ -96,6 +97,7 @@ class RLConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     grading: GradingConfig = field(default_factory=GradingConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

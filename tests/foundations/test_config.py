@@ -148,6 +148,7 @@ RUNNABLE = ["model.path=m", "data.train=d"]
         ("rollout.parallel=false", "rollout.parallel is now called prompt.kind (parallel or sequential)"),
         ("rollout.workers=0", "rollout.workers is 0"),
         ("rollout.temperature=0", "rollout.temperature is 0"),
+        ("advantage.normalise=var", "advantage.normalise is 'var'"),
         ("rollout.top_p=0.95", "rollout.top_p is 0.95; training takes log-probs of the whole distribution: it must be 1"),
         ("filter=hard", "filter is 'hard'; it must be one of include_easy, remove_easy, none"),
         ("objective.kind=ppo", "objective.kind is 'ppo'; it must be one of grpo, dapo, cispo"),

@@ -13,7 +13,7 @@ from dccot.data.grading import Grader, GradingConfig
 from dccot.rollout.protocol import sequential_flaw_of
 from dccot.rollout.response import Response, Rollout, Segment
 from dccot.runtime import Runtime
-from dccot.train.advantages import group_advantages
+from dccot.train.advantages import AdvantageConfig, group_advantages
 from dccot.train.collect import Collector
 from dccot.train.filters import FILTERS, Group
 from dccot.train.rewards import RewardConfig, reward_of
@@ -152,6 +152,13 @@ def test_a_filter_of_ones_own_is_named_by_module_and_function():
 def test_advantages_by_hand():
     """Rewards 1, 0, 0.5: mean 0.5, unbiased standard deviation 0.5."""
     assert group_advantages([1.0, 0.0, 0.5]) == pytest.approx([0.5 / (0.5 + 1e-6), -0.5 / (0.5 + 1e-6), 0.0], abs=1e-15)
+
+
+def test_advantages_without_the_standard_deviation_are_distances_from_the_mean():
+    centred = AdvantageConfig(normalise="none")
+    assert group_advantages([1.0, 0.0, 0.5, 0.5], centred) == [0.5, -0.5, 0.0, 0.0]
+    assert group_advantages([1.0, None, 0.0, 0.5], centred) == [0.5, 0.0, -0.5, 0.0]
+    assert group_advantages([0.75, 0.75], centred) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0 - 0.1 * 1234 / 5500])
