@@ -102,9 +102,9 @@ def _check(arguments: argparse.Namespace) -> None:
 
     tokenizer = None
     if arguments.tokenizer:
-        from transformers import AutoTokenizer
+        from dccot.model.tokenizer import open_tokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+        tokenizer = open_tokenizer(arguments.tokenizer)
     report = check_set(arguments.file, workers=arguments.workers, tokenizer=tokenizer)
     print(json.dumps(report.to_json()) if arguments.json else report)
 

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from dccot.command import positive, run_cleanly
 from dccot.config import ConfigError, load_config
 from dccot.data.problems import load_problems
@@ -23,6 +21,7 @@ from dccot.data.prompting import PromptConfig, prompts_of
 from dccot.data.rollouts import Asked, Pair, missing_pairs, roll_out
 from dccot.files import JsonlWriter
 from dccot.model.folder import resolve_model
+from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.interface import open_engine
 from dccot.rollout.progress import RolloutProgress
@@ -43,7 +42,7 @@ def run(model: str, problems: Path, samples: int, out: Path, resume: bool, setti
     if out.exists() and out.stat().st_size and not resume:
         raise ConfigError(f"{out} exists already; add --resume to finish it, or choose another --out")
     folder = resolve_model(model)
-    asked = prompts_of(load_problems(problems), AutoTokenizer.from_pretrained(folder), settings.prompt)
+    asked = prompts_of(load_problems(problems), open_tokenizer(folder), settings.prompt)
     with JsonlWriter(out) as writer:
         pairs = missing_pairs(asked, range(samples), pairs_in(writer, asked))
         if pairs:

@@ -37,6 +37,7 @@ from dccot.eval.terminal import LengthProgress, show
 from dccot.files import BadData, JsonlWriter, read_jsonl, write_jsonl_atomic
 from dccot.model.config import read_config
 from dccot.model.folder import find_model, resolve_model
+from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.interface import Engine, open_engine
 from dccot.rollout.response import Rollout
@@ -86,7 +87,7 @@ def evaluate(
         runtime = _runtime(stack)
         path = resolve_model(model)
         open_folder(out, _settings(path, config), runtime)
-        tokenizer = engine.tokenizer if engine else _tokenizer(path)
+        tokenizer = engine.tokenizer if engine else open_tokenizer(path)
         care: dict[str, Any] = {"strict": strict, "report": log.warning if runtime.is_main else lambda message: None}
         asked = {b.name: prompts_of(b.problems(**care), tokenizer, config.prompt, **care) for b in benchmarks}
         _check_context(path, config, asked)
@@ -116,12 +117,6 @@ def _runtime(stack: ExitStack) -> Runtime:
     runtime = Runtime.start(PATIENCE)
     stack.callback(runtime.stop)
     return runtime
-
-
-def _tokenizer(path: Path):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path)
 
 
 def _check_context(path: Path, config: EvalConfig, asked: dict[str, list[Asked]]) -> None:

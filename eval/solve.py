@@ -124,9 +124,8 @@ class _Asked:
 
 
 def _ask(model: str | Path, problem: str, budget: int | None, temperature: float | None, sequential: bool) -> _Asked:
-    from transformers import AutoTokenizer  # here, so that --help and a wrong command line cost no seconds
-
     from dccot.model.folder import resolve_model
+    from dccot.model.tokenizer import open_tokenizer
 
     folder = resolve_model(model)
     prompt, rollout = settings_of(model)
@@ -138,7 +137,7 @@ def _ask(model: str | Path, problem: str, budget: int | None, temperature: float
         raise ConfigError('the problem is empty; write it in quotes after the model: dccot solve MODEL "What is 2 + 3?"')
     try:
         limit = read_config(folder).max_position
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = open_tokenizer(folder)
         ids = prompt.ids(tokenizer, problem)
     except (ValueError, OSError) as error:  # a model of another kind, no tokenizer, a chat token in the problem
         raise ConfigError(" ".join(str(error).split())) from None

@@ -219,13 +219,12 @@ def _own_run(path: Path) -> Path | None:
 
 def _helpers(model: str | Path, entropy: bool) -> tuple[Pieces, Scorer | None]:
     """What only a model knows. Imported here: a page without a model is made in a moment."""
-    from transformers import AutoTokenizer
-
     from dccot.eval.entropy import Scorer
     from dccot.model.folder import resolve_model
+    from dccot.model.tokenizer import open_tokenizer
 
     folder = resolve_model(model)
-    return Pieces(AutoTokenizer.from_pretrained(folder)), Scorer(folder, settings_of(model)[1].temperature) if entropy else None
+    return Pieces(open_tokenizer(folder)), Scorer(folder, settings_of(model)[1].temperature) if entropy else None
 
 
 def build(paths: Sequence[Path], out: Path, model: str | Path | None, entropy: bool, report=print) -> tuple[int, int]:

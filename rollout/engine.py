@@ -42,6 +42,7 @@ from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from dccot.model.tokenizer import check_same_ids, open_tokenizer, tokenizer_folder
 from dccot.rollout.director import Call, Completion, Stop
 from dccot.rollout.settings import EngineConfig
 from dccot.rollout.sync import differing
@@ -65,10 +66,11 @@ class VllmEngine:
         self.replicas = world // config.tensor_parallel
         self.replica = int(os.environ.get("RANK", "0")) // config.tensor_parallel
         self._made_the_group = not dist.is_initialized()
-        with _nothing_else_changes():
-            self._engine = LLMEngine.from_engine_args(_arguments(self.model, config, distributed=world > 1))
+        with _nothing_else_changes(), tokenizer_folder(self.model) as tokenizer:
+            self._engine = LLMEngine.from_engine_args(_arguments(self.model, tokenizer, config, distributed=world > 1))
         self.context: int = self._engine.model_config.max_model_len
         self.tokenizer = self._engine.get_tokenizer()
+        check_same_ids(open_tokenizer(self.model), self.tokenizer, self.model)
         self._engine.engine_core._finalizer.detach()  # it would destroy the trainer's process group when this object is collected
         self._network = self._engine.model_executor.driver_worker.worker.get_model()
         self._pending: dict[str, Call] = {}
@@ -251,10 +253,11 @@ def _names_in(folder: Path) -> set[str]:
     return names
 
 
-def _arguments(model: str, config: EngineConfig, distributed: bool) -> EngineArgs:
+def _arguments(model: str, tokenizer: str, config: EngineConfig, distributed: bool) -> EngineArgs:
     kv_cache_gb = config.kv_cache_gb if config.kv_cache_gb or ON_GPU else 1.0
     return EngineArgs(
         model=model,
+        tokenizer=tokenizer,
         dtype=config.dtype,
         max_model_len=config.context,
         max_num_seqs=config.max_sequences,

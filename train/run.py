@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from dccot.command import run_cleanly
 from dccot.config import ConfigError, at_least, load_config, require, to_yaml
@@ -24,6 +24,7 @@ from dccot.data.prompting import check_tokenizer
 from dccot.files import write_atomic
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import resolve_model
+from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.protocol import TagIds
 from dccot.runtime import Runtime
 
@@ -72,7 +73,7 @@ def open_model(path: str, prompt_kind: str, workers: int) -> tuple[Path, ModelCo
 
 def open_folder(folder: Path, prompt_kind: str, workers: int) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
     try:
-        model, tokenizer = read_config(folder), AutoTokenizer.from_pretrained(folder)
+        model, tokenizer = read_config(folder), open_tokenizer(folder)
         check_tokenizer(tokenizer, prompt_kind)
         TagIds.of(tokenizer, workers)
     except (ValueError, OSError) as error:

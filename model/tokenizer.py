@@ -1,0 +1,80 @@
+"""Opens a model's tokenizer: for the trainer, the engine and everything else, in this one place.
+
+    tokenizer = open_tokenizer(folder)                       what transformers opens, if it splits text as tokenizer.json says;
+                                                             tokenizer.json itself otherwise
+    with tokenizer_folder(folder) as path: …                 the same for a program that opens its own (vLLM)
+    check_same_ids(tokenizer, other, folder)                 … and whether it came to the same ids
+
+Published folders declare classes that rebuild the pipeline of tokenizer.json in their own way: transformers 5 opens the tokenizers of
+R1-Distill-Llama-8B and R1-0528-Qwen3-8B as LlamaTokenizer, which silently drops every space. Both are checked whenever a tokenizer
+is opened: a text with spaces, newlines, digits and tags gives the ids that tokenizer.json gives, and comes back with its white space.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SPACED = "Find $x^2$ when x = 12.\n\nLet's think  about 3,141 and\ta (b) case:\n    "
+TAGGED = "<spawn_workers>\n<worker_1>I'll try.</worker_1><worker_2>\n\nNo</worker_2></spawn_workers> Ünï cöde, 数学, ≤ 5\n"
+PROBE = SPACED + TAGGED
+
+
+def open_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model in `folder`; ValueError or OSError if there is none that keeps a text's white space."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # a second to import, which --help need not wait for
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    expected = _ids_of_file(Path(folder))
+    if expected is not None and _ids(tokenizer) != expected:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        if _ids(tokenizer) != expected:
+            raise ValueError(f"the tokenizer of {folder} splits text differently from its tokenizer.json; save it again with transformers")
+    if lost := lost_white_space(tokenizer):
+        raise ValueError(f"the tokenizer of {folder} loses white space: {lost[0]!r} comes back as {lost[1]!r}; fetch its files again")
+    return tokenizer
+
+
+@contextlib.contextmanager
+def tokenizer_folder(folder: str | Path) -> Iterator[str]:
+    """A folder from which AutoTokenizer opens what `open_tokenizer` does: the model's own, or a repaired copy, removed at the end."""
+    from transformers import AutoTokenizer
+
+    tokenizer = open_tokenizer(folder)
+    if _ids(AutoTokenizer.from_pretrained(folder)) == _ids(tokenizer):
+        yield str(folder)
+        return
+    with tempfile.TemporaryDirectory(prefix="dccot-tokenizer-") as repaired:
+        tokenizer.save_pretrained(repaired)
+        yield repaired
+
+
+def check_same_ids(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, folder: str | Path) -> None:
+    """Refuse an engine whose tokenizer splits text differently from the trainer's."""
+    if _ids(tokenizer) != _ids(other):
+        raise ValueError(f"the engine's tokenizer ({type(other).__name__}) splits text differently from the tokenizer of {folder}")
+
+
+def lost_white_space(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
+    """A text and what came back, if only its white space is different. A vocabulary that cannot spell the text says nothing."""
+    back = str(tokenizer.decode(tokenizer.encode(SPACED, add_special_tokens=False), clean_up_tokenization_spaces=False))
+    same_letters = "".join(back.split()) == "".join(SPACED.split())
+    return (SPACED, back) if same_letters and back.strip() != SPACED.strip() else None
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return list(tokenizer.encode(PROBE, add_special_tokens=False))
+
+
+def _ids_of_file(folder: Path) -> list[int] | None:
+    """What `tokenizers` makes of the probe by tokenizer.json alone; None for a model without that file."""
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    return Tokenizer.from_file(str(path)).encode(PROBE, add_special_tokens=False).ids if path.is_file() else None
