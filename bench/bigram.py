@@ -26,7 +26,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from dccot.rollout.protocol import SPAWN_OPEN, all_tags, worker_close
+from dccot.rollout.protocol import ANSWER_OPEN, SPAWN_OPEN, THINK_CLOSE, all_tags, worker_close
 
 BOS, EOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
 SPACE, NEWLINE = "Ġ", "Ċ"  # as byte-level tokenizers spell them
@@ -44,6 +44,7 @@ class Chances:
     spawn: float = 1 / 24
     close: float = 1 / 16  # for each worker's closing tag; the other workers' tags are noise in a worker's text
     eos: float = 1 / 64
+    answer: float = 0.0  # of </think>, which <answer> follows; single tags only
 
 
 def tokenizer(tags: str, workers: int = 3) -> PreTrainedTokenizerFast:
@@ -65,7 +66,8 @@ def bigrams(tokens: dict[str, int], tags: str, chances: Chances, workers: int) -
     """P(next | last) as a [V, V] table: plain text that may end after any token, and the spelling of the tags."""
     if tags == "single":
         ends = {SPAWN_OPEN: chances.spawn, EOS: chances.eos} | {worker_close(i): chances.close for i in range(1, workers + 1)}
-        spelling = {}
+        ends |= {THINK_CLOSE: chances.answer}
+        spelling = {THINK_CLOSE: {ANSWER_OPEN: 1.0}} if chances.answer else {}
     else:
         ends = {"<": chances.spawn, EOS: chances.eos, "</worker_": chances.close * workers}
         digits = [str(i) for i in range(1, workers + 1)]

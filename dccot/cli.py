@@ -22,6 +22,7 @@ COMMANDS = {
     "eval": ("dccot.eval.run", "accuracy and longest path on benchmarks; `dccot eval latency` for wall-clock"),
     "report": ("dccot.eval.report", "tables, plots and training curves of runs as one HTML page"),
     "solve": ("dccot.eval.solve", "one problem, live in the terminal, workers side by side"),
+    "serve": ("dccot.serve.launch", "a model behind the OpenAI API, workers included, with a page to watch"),
     "view": ("dccot.eval.view", "a page to browse rollouts"),
     "export": ("dccot.export", "a trained model with a model card, to give away or push to a hub"),
     "data": ("dccot.data.cli", "problem sets and the SFT set"),

@@ -15,7 +15,6 @@ writing, or the last worker of a round), prefills aside. The engine is warmed up
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import re
 import sys
@@ -25,8 +24,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dccot.command import positive, run_cleanly
-from dccot.config import ConfigError, read_yaml
+from dccot.config import ConfigError
 from dccot.data.prompting import PromptConfig
+from dccot.data.run_settings import settings_of
 from dccot.eval.live import view_for
 from dccot.eval.trace import Timeline
 from dccot.model.config import read_config
@@ -147,19 +147,6 @@ def _ask(model: str | Path, problem: str, budget: int | None, temperature: float
         raise ConfigError(f"the problem makes a prompt of {len(ids):,} tokens; {folder} takes {limit:,}: shorten it")
     workers = rollout.workers if prompt.parallel else 1  # a director reads at most so many times its longest path
     return _Asked(problem, folder, ids, prompt, rollout, min(limit, len(ids) + workers * rollout.budget), tokenizer)
-
-
-def settings_of(model: str | Path) -> tuple[PromptConfig, RolloutConfig]:
-    """How to ask a model: as its run was configured, or as the paper asks."""
-    path = Path(model) / "config.yaml"
-    tree = read_yaml(path) if path.is_file() else {}
-
-    def own(kind: type, key: str) -> Any:
-        names = {f.name for f in dataclasses.fields(kind)}
-        return kind(**{name: value for name, value in (tree.get(key) or {}).items() if name in names})
-
-    rollout = own(RolloutConfig, "rollout")
-    return own(PromptConfig, "prompt"), replace(rollout, workers=tree.get("workers", rollout.workers))  # an SFT run has no rollouts
 
 
 def _answer(asked: _Asked, seed: int, engine: Engine | None, timeline: Timeline) -> Solution:

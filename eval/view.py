@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from dccot.command import run_cleanly
 from dccot.config import ConfigError
-from dccot.eval.solve import Parser, answer_in, settings_of
+from dccot.data.run_settings import settings_of
+from dccot.eval.solve import Parser, answer_in
 from dccot.files import BadData, read_jsonl, write_atomic
 from dccot.rollout.protocol import SPAWN_CLOSE, SPAWN_OPEN, worker_close, worker_open
 from dccot.rollout.response import Response, Rollout

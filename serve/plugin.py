@@ -1,0 +1,137 @@
+"""The endpoint plugin of vLLM's server: `VLLM_PLUGINS=dccot vllm serve MODEL`, or `dccot serve MODEL`.
+
+    POST /v1/chat/completions      director and workers over the server's engine (replaces vLLM's)
+    GET  /v1/models                vLLM's list, with what this server does
+    GET  /                         a page to ask and to watch
+
+Everything else is vLLM's: /v1/completions, /metrics, /health, batching, prefix cache, parallelism, TLS, API keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from functools import cache
+from importlib.resources import files
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.datastructures import State
+from starlette.types import Receive, Scope, Send
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.serve.utils.api_utils import listen_for_disconnect
+
+from dccot.serve import metrics
+from dccot.serve.asking import MAX_BODY, Refused, read_ask
+from dccot.serve.chat import Chat, Job
+from dccot.serve.settings import from_environment
+
+log = logging.getLogger("vllm.dccot")
+
+
+class Plugin:
+    name = "dccot"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/models", models, methods=["GET"], response_model=None)
+        app.add_api_route("/", page, methods=["GET"], response_model=None, include_in_schema=False)
+
+    async def init_state(self, engine_client: EngineClient, state: State, args: Namespace) -> None:
+        names = args.served_model_name or [args.model]
+        state.dccot = Chat(engine_client, from_environment(), list(names))
+        if getattr(args, "api_process_rank", 0) in (0, None):
+            rollout, scheme = state.dccot.config.rollout, "https" if args.ssl_certfile else "http"
+            does = f"{rollout.workers} workers, budget {rollout.budget:,}" if rollout.parallel else f"sequential, budget {rollout.budget:,}"
+            where = f"{scheme}://{args.host or '0.0.0.0'}:{args.port}"
+            print(f"dccot serves {names[0]} at {where}/v1, page at {where}/ ({does})", file=sys.stderr, flush=True)
+
+
+async def chat_completions(request: Request) -> Response:
+    chat: Chat = request.app.state.dccot
+    try:
+        ask = read_ask(await _body(request))
+        job = await chat.admit(ask)
+        if ask.stream:
+            return EventStream(job)
+        return await _whole(job, request)
+    except Refused as refused:
+        metrics.REFUSED.labels(str(refused.status)).inc()
+        headers = {"Retry-After": str(refused.retry_after)} if refused.retry_after is not None else None
+        return JSONResponse(refused.body, refused.status, headers)
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY:
+            raise Refused(f"the request has more than {MAX_BODY:,} bytes")
+    return bytes(body)
+
+
+async def _whole(job: Job, request: Request) -> Response:
+    answer, gone = asyncio.create_task(job.whole()), asyncio.create_task(listen_for_disconnect(request))
+    try:
+        await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            return JSONResponse(answer.result())
+        return Response(status_code=499)  # nobody reads it
+    except Exception as error:
+        log.exception("request %s failed", job.name)
+        raise Refused(_said(error), status=500) from None
+    finally:
+        answer.cancel()
+        gone.cancel()
+        await job.close()
+
+
+def _said(error: Exception) -> str:
+    return f"the engine failed on this request ({type(error).__name__}); others are not affected: try again"
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of a job. When they end, or the client goes away, so does the job."""
+
+    def __init__(self, job: Job):
+        super().__init__(self._events(job), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._job.close()
+
+    @staticmethod
+    async def _events(job: Job) -> AsyncIterator[str]:
+        try:
+            async for chunk in job.chunks():
+                yield f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        except Exception as error:
+            log.exception("request %s failed", job.name)
+            yield f"data: {json.dumps(Refused(_said(error), status=500).body)}\n\n"
+        yield "data: [DONE]\n\n"
+
+
+async def models(request: Request) -> Response:
+    listed = (await request.app.state.openai_serving_models.show_available_models()).model_dump()
+    about = request.app.state.dccot.about()
+    return JSONResponse(listed | {"data": [card | {"dccot": about} for card in listed["data"]]})
+
+
+@cache
+def _page() -> str:
+    pages = files("dccot.serve") / "pages"
+    style = (files("dccot.eval") / "pages" / "view.css").read_text() + (pages / "serve.css").read_text()
+    html = (pages / "serve.html").read_text()
+    return html.replace("{{style}}", style).replace("{{script}}", (pages / "serve.js").read_text())
+
+
+async def page() -> Response:
+    return HTMLResponse(_page())

@@ -1,0 +1,198 @@
+"""The endpoint on real servers, asked by the official client: the tokens of `dccot solve`, whole and streamed."""
+
+import asyncio
+import contextlib
+import time
+from dataclasses import replace
+
+import pytest
+from openai import AsyncOpenAI, InternalServerError, OpenAI
+
+from dccot.data.prompting import PromptConfig
+from dccot.eval.solve import solve
+from dccot.rollout.director import RolloutConfig
+from dccot.rollout.generate import Request, generate
+from dccot.rollout.protocol import ANSWER_OPEN, THINK_CLOSE
+from tests.serve.conftest import BUDGET
+from tests.support.serve_faults import FAILING, STALLED
+from tests.support.servers import KEY
+
+QUESTION = "how many are there"
+SEEDS = (1, 2, 3, 4)
+
+
+def ask(client, seed=1, question=QUESTION, **more):
+    more.setdefault("model", client.models.list().data[0].id)
+    messages = [{"role": "user", "content": question}]
+    return client.chat.completions.create(messages=messages, seed=seed, extra_body={"return_token_ids": True}, **more)
+
+
+@pytest.fixture(params=["single", "spelled"])
+def both(request, servers, models, engines):
+    """(client, model folder, in-process engine)"""
+    kind = request.param
+    return OpenAI(base_url=f"{servers[kind].address}/v1", api_key=KEY, max_retries=0), models[kind], engines[kind]
+
+
+def test_the_same_seed_gives_the_token_ids_of_solve(both):
+    client, model, engine = both
+    for seed in SEEDS:
+        expected = solve(model, QUESTION, budget=BUDGET, seed=seed, engine=engine).response
+        answer = ask(client, seed)
+        assert answer.choices[0].token_ids == expected.as_read
+        assert answer.prompt_token_ids == expected.prompt
+        assert answer.usage.completion_tokens == expected.sampled_tokens
+        details = answer.usage.completion_tokens_details
+        assert details.longest_path_tokens == expected.longest_path
+        assert (details.rounds, details.workers) == (len(expected.rounds), 3 * len(expected.rounds))
+
+
+def test_reasoning_effort_none_is_solve_without_workers(both):
+    client, model, engine = both
+    expected = solve(model, QUESTION, budget=BUDGET, seed=5, sequential=True, engine=engine).response
+    answer = ask(client, 5, reasoning_effort="none")
+    assert answer.choices[0].token_ids == expected.as_read
+    assert answer.usage.completion_tokens_details.workers == 0
+
+
+def streamed(chunks):
+    """(reasoning, content, {(round, worker): text}, finish reason, usage) of one choice."""
+    reasoning, content, lanes, finish, usage = "", "", {}, None, None
+    for chunk in chunks:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            extra = choice.delta.model_extra or {}
+            reasoning += extra.get("reasoning", "")
+            content += choice.delta.content or ""
+            finish = choice.finish_reason or finish
+            if "worker" in extra:
+                lane = (extra["round"], extra["worker"])
+                lanes[lane] = lanes.get(lane, "") + extra["text"]
+    return reasoning, content, lanes, finish, usage
+
+
+def test_a_stream_says_what_the_whole_answer_says_and_its_lanes_do_too(both):
+    client, _, _ = both
+    for seed in SEEDS:
+        whole = ask(client, seed)
+        message = whole.choices[0].message
+        chunks = list(ask(client, seed, stream=True, stream_options={"include_usage": True}))
+        reasoning, content, lanes, finish, usage = streamed(chunks)
+        assert (reasoning, content, finish) == (message.reasoning, message.content, whole.choices[0].finish_reason)
+        assert usage == whole.usage
+        serial = "".join(lanes[lane] for lane in sorted(lanes, key=lambda lane: (lane[0], lane[1])))
+        assert serial.replace(THINK_CLOSE, "", serial.count(THINK_CLOSE)).replace(ANSWER_OPEN, "").split() == (
+            (reasoning + content).replace(THINK_CLOSE, "").replace(ANSWER_OPEN, "").split()
+        )
+
+
+def test_workers_are_streamed_side_by_side_although_the_reasoning_is_in_order(client):
+    lanes = [
+        (delta.model_extra["worker"], bool(delta.model_extra.get("reasoning")))
+        for chunk in ask(client, 2, stream=True)
+        for delta in [choice.delta for choice in chunk.choices]
+        if (delta.model_extra or {}).get("worker")
+    ]
+    first_of_two = next(at for at, (worker, _) in enumerate(lanes) if worker == 2)
+    last_of_one = max(at for at, (worker, _) in enumerate(lanes) if worker == 1)
+    assert first_of_two < last_of_one
+    assert not lanes[first_of_two][1]
+
+
+def test_choices_are_the_samples_of_one_seed_and_usage_is_their_sum(client, engines):
+    engine = engines["single"]
+    ids = PromptConfig().ids(engine.tokenizer, QUESTION)
+    requests = [Request("problem", sample, ids) for sample in range(3)]
+    expected = {r.sample: response for r, response in generate(engine, requests, RolloutConfig(budget=BUDGET), seed=(9,))}
+    answer = ask(client, 9, n=3)
+    assert [choice.token_ids for choice in answer.choices] == [expected[sample].as_read for sample in range(3)]
+    assert answer.usage.completion_tokens == sum(response.sampled_tokens for response in expected.values())
+    assert answer.usage.completion_tokens_details.longest_path_tokens == max(response.longest_path for response in expected.values())
+    streamed_choices = {choice.index for chunk in ask(client, 9, n=3, stream=True) for choice in chunk.choices}
+    assert streamed_choices == {0, 1, 2}
+
+
+def test_the_budget_bounds_the_longest_path_and_is_given_as_the_reason(client):
+    answer = ask(client, 1, max_completion_tokens=12, temperature=1.5)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].stop_reason == "budget"
+    assert answer.usage.completion_tokens_details.longest_path_tokens <= 12
+
+
+def test_temperature_and_top_p_are_those_of_the_request(client, engines):
+    engine = engines["single"]
+    ids = PromptConfig().ids(engine.tokenizer, QUESTION)
+    config = replace(RolloutConfig(budget=BUDGET), temperature=1.1, top_p=0.7)
+    [(_, expected)] = generate(engine, [Request("problem", 0, ids)], config, seed=(3,))
+    assert ask(client, 3, temperature=1.1, top_p=0.7).choices[0].token_ids == expected.as_read
+
+
+def test_a_stop_text_cuts_the_answer_and_leaves_the_reasoning_whole(client):
+    seed, plain = next((s, a) for s in range(1, 40) if len((a := ask(client, s)).choices[0].message.content.replace(" ", "")) > 6)
+    message = plain.choices[0].message
+    stop = message.content[3:5]
+    at = message.content.index(stop)
+    cut = ask(client, seed, stop=[stop])
+    assert cut.choices[0].message.content == message.content[:at].rstrip()
+    assert cut.choices[0].message.reasoning == message.reasoning
+    assert (cut.choices[0].finish_reason, cut.choices[0].stop_reason) == ("stop", stop)
+    assert cut.usage.completion_tokens <= plain.usage.completion_tokens
+
+
+def test_the_async_client_gets_many_answers_at_once(server, models, engines):
+    async def all_of_them():
+        async with AsyncOpenAI(base_url=f"{server.address}/v1", api_key=KEY, max_retries=0) as client:
+            messages = [{"role": "user", "content": QUESTION}]
+            name = (await client.models.list()).data[0].id
+            more = {"return_token_ids": True}
+            calls = [client.chat.completions.create(model=name, messages=messages, seed=s, extra_body=more) for s in range(10, 18)]
+            return await asyncio.gather(*calls)
+
+    answers = asyncio.run(all_of_them())
+    expected = [solve(models["single"], QUESTION, budget=BUDGET, seed=seed, engine=engines["single"]) for seed in range(10, 18)]
+    assert [answer.choices[0].token_ids for answer in answers] == [solution.response.as_read for solution in expected]
+
+
+def eventually(holds, seconds=2.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return holds()
+
+
+def test_a_client_that_goes_away_leaves_nothing_running(client, server):
+    for seed in range(20, 25):
+        stream = ask(client, seed, stream=True, n=4)
+        for _ in zip(range(6), stream, strict=False):
+            pass
+        stream.close()
+        assert eventually(lambda: server.running() == 0 and server.metric("dccot_responses_running") == 0)
+
+
+def test_a_client_that_goes_away_before_an_answer_leaves_nothing_running(client, server):
+    before = server.metric("dccot_responses_total")
+    with contextlib.suppress(Exception):
+        ask(client, STALLED, timeout=0.5)
+    assert eventually(lambda: server.metric("dccot_responses_running") == 0)
+    assert server.metric("dccot_responses_total") == before + 1
+
+
+def test_a_failing_worker_ends_its_request_with_an_error_and_not_the_server(client, server):
+    with pytest.raises(InternalServerError, match="failed on this request"):
+        ask(client, FAILING)
+    with pytest.raises(Exception, match="failed on this request"):
+        list(ask(client, FAILING, stream=True))
+    assert eventually(lambda: server.running() == 0)
+    assert ask(client, 1).choices[0].token_ids
+
+
+def test_more_than_the_server_takes_is_answered_503_with_retry_after(client, server):
+    streams = [ask(client, STALLED, n=4, stream=True) for _ in range(2)]  # eight places
+    with pytest.raises(InternalServerError) as refused:
+        ask(client, 1)
+    assert refused.value.status_code == 503
+    assert int(refused.value.response.headers["retry-after"]) >= 1
+    for stream in streams:
+        stream.close()
+    assert eventually(lambda: server.metric("dccot_responses_running") == 0)
+    assert ask(client, 1).choices[0].token_ids

@@ -1,0 +1,31 @@
+"""An endpoint plugin for tests: the real engine, except that calls with certain request seeds fail, or wait until they are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+
+from dccot.rollout.generate import seed_of
+
+FAILING, STALLED = 666, 667  # as `seed` of a chat completion: its second worker fails; nothing of it ever comes
+
+
+class Plugin:
+    name = "dccot_faults"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app) -> None: ...
+
+    async def init_state(self, engine_client, state, args) -> None:
+        generate = engine_client.generate
+        failing = seed_of(FAILING, "problem", 0, 0, 2)
+        stalled = {seed_of(STALLED, "problem", sample, 0, 0) for sample in range(16)}
+
+        async def faulty(prompt, params, request_id, **more):
+            if params.seed == failing:
+                raise RuntimeError("a worker failed, as it was told to")
+            if params.seed in stalled:
+                await asyncio.sleep(3600)
+            async for output in generate(prompt, params, request_id, **more):
+                yield output
+
+        engine_client.generate = faulty

@@ -1,0 +1,96 @@
+"""Real vLLM servers on loopback, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+KEY = "a key for tests"
+OPTIONS = ("--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", str(2**27), "--max-num-seqs", "64")
+PLAIN = ("--no-enable-chunked-prefill", "--enforce-eager", "--block-size", "32", "--scheduling-policy", "priority")
+PLUGINS = {"dccot": "dccot.serve.plugin:Plugin", "dccot_faults": "tests.support.serve_faults:Plugin"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Server:
+    """A server process; `address` is where it listens. Its output is in `log`."""
+
+    def __init__(self, command: Sequence[str], log: Path, environment: dict[str, str], port: int):
+        self.address, self.log = f"http://127.0.0.1:{port}", log
+        path = os.pathsep.join(filter(None, [environment.pop("PYTHONPATH", ""), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_") and name != "OMP_NUM_THREADS"}
+        with open(log, "w") as out:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, cwd=log.parent, env=kept | environment | {"PYTHONPATH": path}
+            )
+
+    def ready(self, seconds: float = 180) -> Server:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()[-3000:]}"
+            try:
+                urllib.request.urlopen(f"{self.address}/health", timeout=5).close()
+                return self
+            except OSError:
+                time.sleep(0.2)
+        raise AssertionError(f"the server was not ready after {seconds} s:\n{self.log.read_text()[-3000:]}")
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric over its labels."""
+        with urllib.request.urlopen(f"{self.address}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+        return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+
+    def running(self) -> float:
+        return self.metric("vllm:num_requests_running") + self.metric("vllm:num_requests_waiting")
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def plugins(folder: Path) -> str:
+    """A folder for PYTHONPATH that registers the plugins, so that no installation is needed."""
+    info = folder / "dccot_tests-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dccot-tests\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[vllm.endpoint_plugins]\n" + "".join(f"{k} = {v}\n" for k, v in PLUGINS.items()))
+    return str(folder)
+
+
+def dccot_serve(model: Path, folder: Path, *options: str) -> Server:
+    """`dccot serve`, with the plugin that injects faults beside ours."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    command = [sys.executable, "-m", "dccot.cli", "serve", str(model), "--port", str(port), *OPTIONS, *options]
+    environment = {"PYTHONPATH": plugins(folder / "plugins"), "VLLM_PLUGINS": "dccot_faults", "VLLM_API_KEY": KEY}
+    return Server(command, folder / "server.log", environment, port)
+
+
+def vllm_serve(model: Path, folder: Path, *options: str, port: int | None = None, plugin: bool = False) -> Server:
+    """A plain vLLM server; with `plugin`, ours by vLLM's own means."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port = port or free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"]
+    environment = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    if plugin:
+        environment |= {"PYTHONPATH": plugins(folder / "plugins"), "VLLM_PLUGINS": "dccot"}
+    return Server([*command, "--port", str(port), *OPTIONS, *PLAIN, *options], folder / "server.log", environment, port)
