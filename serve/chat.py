@@ -19,14 +19,13 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GracefulHTTPError
 
 from dccot.config import ConfigError
 from dccot.data.prompting import PromptConfig, check_tokenizer
-from dccot.rollout.director import Director
+from dccot.rollout.director import Director, RolloutConfig
 from dccot.rollout.protocol import all_tags
 from dccot.rollout.response import Finish
 from dccot.serve import metrics
@@ -85,15 +84,16 @@ class Chat:
         ]  # fmt: skip
         return Job(self, ask, name, thoughts)
 
-    def _settings(self, ask: Ask):
+    def _settings(self, ask: Ask) -> tuple[RolloutConfig, PromptConfig]:
         if ask.n > self.config.max_n:
             raise Refused(f"n is {ask.n}; this server answers at most {self.config.max_n} at once", "n")
         budget = ask.max_completion_tokens or self.config.rollout.budget
         if budget > self.config.rollout.budget:
             limit = f"the longest path of this server's responses has at most {self.config.rollout.budget:,} tokens"
             raise Refused(f"max_completion_tokens is {budget:,}; {limit}", "max_completion_tokens")
-        given = {"temperature": ask.temperature, "top_p": ask.top_p}
-        rollout = replace(self.config.rollout, budget=budget, **{key: value for key, value in given.items() if value is not None})
+        rollout = replace(self.config.rollout, budget=budget)
+        rollout.temperature = rollout.temperature if ask.temperature is None else ask.temperature
+        rollout.top_p = rollout.top_p if ask.top_p is None else ask.top_p
         if ask.reasoning_effort != "none" or not rollout.parallel:
             return rollout, self.config.prompt
         return replace(rollout, parallel=False), replace(self.config.prompt, kind="sequential")
@@ -227,16 +227,16 @@ class Job:
         while (item := await self._deltas.get()) is not None:
             index, delta, ids = item
             if delta:
-                yield self._chunk(index, delta, **({"token_ids": ids} if self.ask.return_token_ids else {}))
+                yield self._chunk(index, delta, {"token_ids": ids} if self.ask.return_token_ids else {})
             else:
                 finish, reason = self._finish(index)
-                yield self._chunk(index, {}, finish, stop_reason=reason)
+                yield self._chunk(index, {}, {"finish_reason": finish, "stop_reason": reason})
         await self._done()
         if self.ask.include_usage:
             yield self._object("chat.completion.chunk", []) | {"usage": self._usage()}
 
-    def _chunk(self, index: int, delta: dict, finish: str | None = None, **more: Any) -> dict:
-        return self._object("chat.completion.chunk", [{"index": index, "delta": delta, "finish_reason": finish, **more}])
+    def _chunk(self, index: int, delta: dict, more: dict | None = None) -> dict:
+        return self._object("chat.completion.chunk", [{"index": index, "delta": delta, "finish_reason": None, **(more or {})}])
 
     def _object(self, kind: str, choices: list[dict]) -> dict:
         model = self.ask.model or self.chat.models[0]

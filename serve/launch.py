@@ -24,6 +24,8 @@ from dccot.serve.settings import VARIABLE, ServeConfig
 
 OWN = {"workers": "rollout.workers", "budget": "rollout.budget", "max_n": "max_n", "max_requests": "max_requests"}
 
+QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
@@ -53,7 +55,7 @@ def overrides(model: str, given: dict) -> list[str]:
 def defaults(on_gpu: bool) -> list[str]:
     """How the in-process engine is set up, as options of `vllm serve`: the same seeds give the same tokens in both."""
     flags = ["--scheduling-policy", "priority", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
-    flags += ["--uvicorn-log-level", "warning", "--disable-uvicorn-access-log"]
+    flags += ["--uvicorn-log-level", "warning", "--disable-uvicorn-access-log", "--no-use-tqdm-on-load"]
     if not on_gpu:  # a CPU generator cannot be wound back, which a seeded prompt in several chunks needs
         flags += ["--no-enable-chunked-prefill", "--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(2**30)]
     return flags
@@ -72,8 +74,8 @@ def _serve(arguments: argparse.Namespace, passed_on: list[str]) -> None:
         raise ConfigError("vLLM cannot find the dccot endpoint: this installation is older than it; install dccot again (make setup)")
     os.environ[VARIABLE] = shlex.join(lines)
     os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [os.environ.get("VLLM_PLUGINS"), "dccot"]))
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     _run_vllm(folder, ["--port", arguments.port, "--host", arguments.host], passed_on, arguments.model)
 
 
