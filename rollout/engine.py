@@ -44,14 +44,11 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from dccot.model.tokenizer import check_same_ids, open_tokenizer, tokenizer_folder
 from dccot.rollout.director import Call, Completion, Stop
+from dccot.rollout.interface import EngineStalled
 from dccot.rollout.settings import EngineConfig
 from dccot.rollout.sync import differing
 
 ON_GPU = torch.cuda.is_available()
-
-
-class EngineStalled(RuntimeError):
-    pass
 
 
 class VllmEngine:

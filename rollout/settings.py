@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dccot.config import one_of, require
 
@@ -18,9 +18,12 @@ class EngineConfig:
     block_size: int | None = None  # tokens per prefix-cache block; None: vLLM decides on a GPU, 32 on a CPU
     compile: bool | None = None  # CUDA graphs and torch.compile inside the engine; None: on a GPU
     stall_seconds: float = 1800.0  # nothing finished for so long: an error names the pending calls
+    url: list[str] = field(default_factory=list)  # vLLM servers that sample instead of this process; not for training
 
     def check(self) -> None:
         one_of(self.dtype, ("auto", "bfloat16", "float16", "float32"), "engine.dtype")
         require(self.max_sequences > 0, f"engine.max_sequences is {self.max_sequences}; it must be at least 1")
         require(self.tensor_parallel > 0, f"engine.tensor_parallel is {self.tensor_parallel}; it must be at least 1")
+        wrong = [url for url in self.url if not url.startswith(("http://", "https://"))]
+        require(not wrong, f"engine.url holds {wrong[:1]}; write whole addresses: engine.url=[http://a:8000,http://b:8000]")
         require(0 < self.gpu_memory <= 1, f"engine.gpu_memory is {self.gpu_memory}; it must be in (0, 1]")

@@ -23,8 +23,7 @@ from dataclasses import replace
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GracefulHTTPError
 
-from dccot.config import ConfigError
-from dccot.data.prompting import PromptConfig, check_tokenizer
+from dccot.data.prompting import PromptConfig, check_tokenizer, format_of
 from dccot.rollout.director import Director, RolloutConfig
 from dccot.rollout.protocol import all_tags
 from dccot.rollout.response import Finish
@@ -75,13 +74,12 @@ class Chat:
         seed = secrets.randbits(63) if ask.seed is None else ask.seed
         order = next(self._order) if self._by_priority else 0  # a response that has begun comes before one that has not
         name = f"chatcmpl-{uuid.uuid4().hex}"
+        directors = [Director(ids, rollout, self.words.tags, self.context, prompt.parallel) for _ in range(ask.n)]
+        piecewise = ask.stream or bool(ask.stop)
         thoughts = [
-            Thinking(
-                self.engine, Director(ids, rollout, self.words.tags, self.context), rollout, self.words, name, seed, sample, order,
-                piecewise=ask.stream or bool(ask.stop),
-            )
-            for sample in range(ask.n)
-        ]  # fmt: skip
+            Thinking(self.engine, director, rollout, self.words, name, seed, sample, order, piecewise)
+            for sample, director in enumerate(directors)
+        ]
         return Job(self, ask, name, thoughts)
 
     def _settings(self, ask: Ask) -> tuple[RolloutConfig, PromptConfig]:
@@ -94,9 +92,8 @@ class Chat:
         rollout = replace(self.config.rollout, budget=budget)
         rollout.temperature = rollout.temperature if ask.temperature is None else ask.temperature
         rollout.top_p = rollout.top_p if ask.top_p is None else ask.top_p
-        if ask.reasoning_effort != "none" or not rollout.parallel:
-            return rollout, self.config.prompt
-        return replace(rollout, parallel=False), replace(self.config.prompt, kind="sequential")
+        without_workers = ask.reasoning_effort == "none" and self.config.prompt.parallel
+        return rollout, replace(self.config.prompt, kind="sequential") if without_workers else self.config.prompt
 
     def _prompt_ids(self, ask: Ask, prompt: PromptConfig) -> list[int]:
         limit = min(self.context - 1, prompt.max_prompt_tokens)
@@ -107,11 +104,8 @@ class Chat:
             found = next((token for token in self._reserved if token in message.content), None)
             if found is not None:
                 raise Refused(f"messages[{at}].content holds the special token {found!r}; remove it", f"messages[{at}].content")
-        try:
-            text = prompt_text(prompt, ask.messages, self.words.eos)
-            ids = list(self.words.tokenizer.encode(text, add_special_tokens=prompt.kind == "raw_sequential"))
-        except ConfigError as error:
-            raise Refused(str(error), "messages") from None
+        text = prompt_text(prompt, ask.messages, self.words.eos)
+        ids = list(self.words.tokenizer.encode(text, add_special_tokens=format_of(prompt.kind).raw))
         if len(ids) > limit:
             raise Refused(f"messages make a prompt of {len(ids):,} tokens; this server's have at most {limit:,}", "messages")
         return ids

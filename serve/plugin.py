@@ -46,8 +46,9 @@ class Plugin:
         names = args.served_model_name or [args.model]
         state.dccot = Chat(engine_client, from_environment(), list(names))
         if getattr(args, "api_process_rank", 0) in (0, None):
-            rollout, scheme = state.dccot.config.rollout, "https" if args.ssl_certfile else "http"
-            does = f"{rollout.workers} workers, budget {rollout.budget:,}" if rollout.parallel else f"sequential, budget {rollout.budget:,}"
+            config, scheme = state.dccot.config, "https" if args.ssl_certfile else "http"
+            does = f"{config.rollout.workers} workers" if config.prompt.parallel else "no workers"
+            does += f", budget {config.rollout.budget:,}"
             where = f"{scheme}://{args.host or '0.0.0.0'}:{args.port}"
             print(f"dccot serves {names[0]} at {where}/v1, page at {where}/ ({does})", file=sys.stderr, flush=True)
 

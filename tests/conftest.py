@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 
 # A test is slow when it uses one of these fixtures, directly or through another, or when its name begins with one of these.
-SLOW_FIXTURES = {"engine", "engines", "build_engine", "speaker_engine", "torchrun", "driver", "browser", "session"}
+SLOW_FIXTURES = {"engine", "engines", "build_engine", "speaker_engine", "torchrun", "driver", "browser", "session", "servers"}
 SLOW_TESTS = (
     "tests/data/test_grading.py::test_five_hundred_verdicts",
     "tests/data/test_grading.py::test_worker_dies",

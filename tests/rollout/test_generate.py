@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from dccot.bench import bigram as tiny
 from dccot.rollout.director import Call, Completion, RolloutConfig
-from dccot.rollout.engine import EngineStalled
 from dccot.rollout.generate import Request, Watch, generate, seed_of
+from dccot.rollout.interface import EngineStalled
 from dccot.rollout.response import Finish, Response
 
 CONFIG = RolloutConfig(budget=160)

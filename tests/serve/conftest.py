@@ -31,9 +31,9 @@ def servers(models, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def engines(models) -> dict:
-    from dccot.rollout.engine import Engine
+    from dccot.rollout.engine import VllmEngine
 
-    return {kind: Engine(models[kind], EngineConfig(dtype="float32", kv_cache_gb=0.125)) for kind in KINDS}
+    return {kind: VllmEngine(models[kind], EngineConfig(dtype="float32", kv_cache_gb=0.125)) for kind in KINDS}
 
 
 @pytest.fixture(params=KINDS)

@@ -38,7 +38,7 @@ class Server:
                 command, stdout=out, stderr=subprocess.STDOUT, cwd=log.parent, env=kept | environment | {"PYTHONPATH": path}
             )
 
-    def ready(self, seconds: float = 180) -> Server:
+    def ready(self, seconds: float = 480) -> Server:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()[-3000:]}"
