@@ -23,6 +23,7 @@ BENCHMARKS = {
     "rollout": "dccot.bench.rollout",
     "train": "dccot.bench.step",
     "eval": "dccot.bench.grading",
+    "serve": "dccot.bench.serve",
 }
 KERNEL_BENCHMARKS = ("attention", "logprob")  # have options of their own
 FOLDER = Path("runs/bench")

@@ -110,6 +110,7 @@ class RLConfig:
         named(FILTERS, self.filter, "filter")
         check_run(self)
         require(bool(self.data.train or self.replay), "data.train is not set; name a JSONL or parquet file of problems")
+        require(not self.engine.url, "engine.url is set; training streams its weights into an engine of its own: leave engine.url out")
         at_least(1, self.keep_rollouts, "keep_rollouts")
         at_least(0, self.max_bad_steps, "max_bad_steps")
         require(self.replay != "", "replay is ''; name a rollout JSONL that a training run wrote, or set it to null")

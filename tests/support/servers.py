@@ -35,7 +35,12 @@ class Server:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_") and name != "OMP_NUM_THREADS"}
         with open(log, "w") as out:
             self.process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, cwd=log.parent, env=kept | environment | {"PYTHONPATH": path}
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=log.parent,
+                env=kept | environment | {"PYTHONPATH": path},
+                start_new_session=True,
             )
 
     def ready(self, seconds: float = 480) -> Server:
