@@ -163,8 +163,14 @@ def helped(words: list[str], capsys) -> str:
     return capsys.readouterr().out
 
 
+def explained(words: list[str], capsys) -> str:
+    return helped([*words[:2], "--help"], capsys)
+
+
 # pattern → what `make test` does with such a command, and why it does no more
 QUICK = {
+    r"dccot serve .*": (explained, "runs until it is stopped; tests/serve starts it"),
+    r"dccot (eval|rollout) .* engine\.url=.*": (explained, "wants servers; tests/serve starts them"),
     r"make [\w-]+( (SETTINGS|ROOM)=.*)?": (dry, "takes minutes or hours, or is what runs this"),
     r"(srun )?torchrun .* -m dccot\.pipeline .*": (checked, "weeks on 8 GPUs"),
     r"dccot pipeline .*": (checked, "the same"),
