@@ -73,7 +73,7 @@ class Channels:
             return "", self._answer(text, piece.ended)
         if self._fresh:
             opening = text.lstrip()
-            if THINK_OPEN.startswith(opening) and opening != THINK_OPEN and not piece.ended:
+            if not piece.ended and (THINK_OPEN.startswith(opening) or opening.rstrip("\n") == THINK_OPEN):  # more may belong to the tag
                 self._held = text
                 return "", ""
             self._fresh = False

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dccot.rollout.response import Response, Round, Segment
@@ -43,6 +43,7 @@ def pieces(text: str, cuts: random.Random) -> list[Piece]:
     return [Piece((0, 0), part, [0]) for part in parts] + [Piece((0, 0), "", [0], ended=True)]
 
 
+@settings(max_examples=300)
 @given(TEXTS, st.randoms(use_true_random=False), st.sampled_from([(), ("STOP",), ("\n\n",), ("b", "STOP")]))
 def test_the_channels_do_not_depend_on_where_the_text_is_cut(text, cuts, stop):
     channels = Channels(stop)
