@@ -11,7 +11,6 @@ A checkpoint is written beside its final name and renamed when it is whole: whoe
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -151,14 +150,15 @@ def write_folder(
     parameters: Iterator[tuple[str, Tensor]],
     folder: str | Path,
     *,
-    source: str | Path | None = None,
+    source: str | Path | Mapping[str, bytes] | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """One process writes `parameters` (name, whole tensor) as a checkpoint; of `model` only names, shapes, dtype and config matter."""
     with written_whole(folder) as partial:
         _write(model, parameters, partial, dtype, max_shard_bytes)
-        _copy_companions(source, partial)
+        for name, content in (source if isinstance(source, Mapping) else read_companions(source)).items():
+            (partial / name).write_bytes(content)
 
 
 def _raise_everywhere(problem: Exception | None, what: str) -> None:
@@ -265,12 +265,17 @@ def _write_tokenizer(tokenizer, folder: Path) -> None:
         )
 
 
-def _copy_companions(source: str | Path | None, folder: Path) -> None:
+def read_companions(source: str | Path | None) -> dict[str, bytes]:
+    """Tokenizer and generation config of a model folder, by name. A link that leads out of the folder would copy somebody's other files."""
     if source is None:
-        return
-    for path in itertools.chain.from_iterable(Path(source).glob(pattern) for pattern in COMPANIONS):
-        if path.is_file():
-            shutil.copyfile(path, folder / path.name)
+        return {}
+    files = [path for pattern in COMPANIONS for path in Path(source).glob(pattern) if path.is_file()]
+    home = Path(source).resolve()
+    homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]  # a hub's cache links to its own blobs/
+    for path in files:
+        if not any(path.resolve().is_relative_to(each) for each in homes):
+            raise ValueError(f"{path} is a link to {path.resolve()}, outside its model's folder; replace it by a copy if you trust it")
+    return {path.name: path.read_bytes() for path in files}
 
 
 def _write_json(path: Path, content: Mapping) -> None:

@@ -37,10 +37,11 @@ from torch.optim import Optimizer
 
 from dccot.config import at_least, one_of
 from dccot.files import flush_to_disk, write_atomic
-from dccot.model.checkpoint_io import write_folder
+from dccot.model.checkpoint_io import read_companions, write_folder
 from dccot.model.folder import keep_in_manifest, step_of, verify_manifest, write_manifest
 from dccot.model.transformer import Transformer
 from dccot.runtime import Runtime
+from dccot.train.dcp_reader import load_shards
 
 log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", "torch.distributed is disabled, .* assuming the intent is to load in a single process")  # it is
@@ -66,7 +67,8 @@ class Checkpointer:
 
     def __init__(self, run: Path, config: CheckpointConfig, runtime: Runtime, source: str | Path):
         self.folder, self.latest = run / "checkpoints", run / "latest"
-        self.config, self.runtime, self.source = config, runtime, source  # source: where tokenizer and config.json come from
+        self.config, self.runtime = config, runtime
+        self.companions = read_companions(source) if runtime.is_main else {}  # now: the source may be deleted or changed during the run
         self._costs: dict[str, float] = {}
         self._group = dist.new_group(backend="gloo")
         self._writer = ThreadPoolExecutor(1, "checkpoint")
@@ -136,7 +138,7 @@ class Checkpointer:
         problems = [problem for problem in reported if problem]
         if self.runtime.is_main and not problems:
             try:
-                write_folder(shape, _read_back(partial / "dcp", shape), partial / "hf", source=self.source)
+                write_folder(shape, _read_back(partial / "dcp", shape), partial / "hf", source=self.companions)
                 (partial / "state.json").write_text(state)
                 write_manifest(partial)
                 if final.exists():
@@ -184,7 +186,7 @@ class Checkpointer:
         if self.config.resume == "never":
             raise FileExistsError(f"{folder} exists and checkpoint.resume is never; choose another name or set checkpoint.resume=auto")
         model_state, optimizer_state = get_state_dict(model, optimizer)
-        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / "dcp")
+        load_shards({"model": model_state, "optimizer": optimizer_state}, folder / "dcp")
         set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
         if self.runtime.is_main:
             write_atomic(self.latest, folder.name + "\n")  # it may name a damaged one, or lag behind if the run was killed before it moved
@@ -229,7 +231,7 @@ def _read_back(folder: Path, shape: Transformer) -> Iterator[tuple[str, Tensor]]
     """(name, whole tensor) of every parameter in a dcp/ folder, one at a time; needs no other rank."""
     for name, parameter in shape.named_parameters():
         whole = torch.empty_like(parameter, device="cpu")
-        dcp.load({"model": {name: whole}}, checkpoint_id=folder, no_dist=True)
+        load_shards({"model": {name: whole}}, folder, no_dist=True)
         yield name, whole
 
 

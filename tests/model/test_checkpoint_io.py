@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from dccot.model.checkpoint_io import create_checkpoint, load_weights, save_checkpoint
+from dccot.model.checkpoint_io import create_checkpoint, load_weights, read_companions, save_checkpoint
 from dccot.model.config import read_config
 from dccot.model.transformer import Transformer
 
@@ -188,3 +188,19 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_whole(raw_config, write_che
         save_checkpoint(model, folder, source=folder.parent / "source")
     assert digest(folder) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "source"]
+
+
+def test_a_link_out_of_a_model_folder_is_refused_and_a_hubs_cache_is_not(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("key")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "tokenizer.json").symlink_to(secret)
+    with pytest.raises(ValueError, match=r"tokenizer.json is a link to .*secret, outside its model's folder"):
+        read_companions(model)
+    hub = tmp_path / "models--a--b"
+    for folder in (hub / "blobs", hub / "snapshots" / "0123"):
+        folder.mkdir(parents=True)
+    (hub / "blobs" / "ab").write_text("{}")
+    (hub / "snapshots" / "0123" / "tokenizer.json").symlink_to("../../blobs/ab")
+    assert read_companions(hub / "snapshots" / "0123") == {"tokenizer.json": b"{}"}

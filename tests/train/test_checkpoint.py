@@ -2,6 +2,7 @@
 
 import json
 import logging
+import pickle
 import resource
 import shutil
 import threading
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dccot.train.checkpoint as checkpoint_module
@@ -18,6 +21,7 @@ from dccot.model.folder import resolve_model, verify_manifest
 from dccot.model.sharding import ShardingConfig, build_model
 from dccot.runtime import Runtime
 from dccot.train.checkpoint import CheckpointConfig, Checkpointer
+from dccot.train.dcp_reader import load_shards
 from dccot.train.update import OptimizerConfig, make_optimizer
 
 PROGRAM = Path(__file__).with_name("checkpoint_program.py")
@@ -289,6 +293,59 @@ def test_a_full_disk_on_one_rank_stops_neither(checkpoint, torchrun, tmp_path):
     printed = torchrun(2, PROGRAM, checkpoint, tmp_path)
     assert json.loads((tmp_path / "saved.json").read_text()) == [[True, False, False, True]] * 2
     assert "checkpoint of step 2 was not written (rank 0" in printed
+
+
+def test_a_source_that_is_deleted_during_the_run_costs_no_tokenizer(checkpoint, trained, runtime, tmp_path):
+    source = shutil.copytree(checkpoint, tmp_path / "source")
+    keeper = Checkpointer(tmp_path / "run", CheckpointConfig(), runtime, source=source)
+    shutil.rmtree(source)
+    assert saved(keeper, 1, *trained, {})
+    keeper.close()
+    names = {path.name for path in (keeper.folder / "step_000001" / "hf").iterdir()}
+    assert names == {path.name for path in checkpoint.iterdir()}
+
+
+class Bomb:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+def test_a_checkpoint_from_elsewhere_cannot_run_code(checkpointer, trained, tmp_path):
+    """The bomb is in the metadata; the manifest is in order, as whoever planted it would see to."""
+    saved(checkpointer(), 1, *trained, {})
+    step, crater = checkpointer().folder / "step_000001", tmp_path / "crater"
+    good = (step / "dcp" / ".metadata").read_bytes()
+    (step / "dcp" / ".metadata").write_bytes(pickle.dumps(Bomb(crater)))
+    (step / "manifest.json").unlink()
+    checkpoint_module.write_manifest(step)
+    with pytest.raises(BadData, match=r"\.metadata is refused"):
+        checkpointer().resume(*trained)
+    assert not crater.exists()
+    metadata = pickle.loads(good)
+    for place in metadata.storage_data.values():
+        place.relative_path = f"../../{place.relative_path}"
+    (step / "dcp" / ".metadata").write_bytes(pickle.dumps(metadata))
+    (step / "manifest.json").unlink()
+    checkpoint_module.write_manifest(step)
+    with pytest.raises(BadData, match="outside its folder"):
+        checkpointer().resume(*trained)
+
+
+def test_the_optimizers_numbers_cannot_run_code_either(tmp_path):
+    crater, saved_bomb = tmp_path / "crater", tmp_path / "dcp"
+    dcp.save({"optimizer": {"lr": Bomb(crater)}}, checkpoint_id=saved_bomb, no_dist=True)
+    with pytest.raises(CheckpointException, match="Weights only load failed"):
+        load_shards({"optimizer": {"lr": 0.1}}, saved_bomb, no_dist=True)
+    assert not crater.exists()
+    dcp.save({"optimizer": {"lr": 0.5, "betas": (0.9, 0.99)}}, checkpoint_id=saved_bomb, no_dist=True)
+    state = {"optimizer": {"lr": 0.1, "betas": (0.0, 0.0)}}
+    load_shards(state, saved_bomb, no_dist=True)
+    assert state == {"optimizer": {"lr": 0.5, "betas": (0.9, 0.99)}}
 
 
 def test_what_a_killed_writer_left_behind_is_removed(checkpointer, trained):
