@@ -21,7 +21,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -42,14 +42,26 @@ BLOCK = 32  # responses that are unpacked together
 HARDLY = 9999  # log-probs are kept as hundredths of a nat below zero, up to this
 
 
-def read_rollouts(paths: Iterable[Path], report=print) -> Iterator[Rollout]:
-    """Every rollout of the files; lines that hold none are reported and skipped."""
-    for path in paths:
-        for line, row in read_jsonl(path, report=report):
-            try:
-                yield Rollout.from_json(row)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                report(f"{path}:{line}: not a rollout ({type(error).__name__}: {error}); line left out")
+FIELDS: dict[str, Any] = {
+    "problem": str, "sample": int, "question": str, "gold": str | list, "text": str, "flaw": str | None, "verdict": str | None,
+    "reward": int | float | None, "advantage": int | float | None, "step": int | None,
+}  # fmt: skip
+
+
+def read_rollout(row: Any) -> Rollout:
+    """The rollout of a line, with every value of the kind that the page can show; an error says which is not."""
+    rollout = Rollout.from_json(row)
+    for name, kind in FIELDS.items():
+        if not isinstance(value := getattr(rollout, name), kind):
+            raise TypeError(f"{name} is {value!r:.40}")
+    for segment in rollout.response.segments():
+        for name, kind in (("inserted", int), ("sampled", int), ("logprobs", int | float)):
+            values = getattr(segment, name)
+            if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+                raise TypeError(f"{name} is {values!r:.40}")
+        if len(segment.logprobs) not in (0, len(segment.sampled)):
+            raise ValueError(f"{len(segment.logprobs)} logprobs of {len(segment.sampled)} sampled tokens")
+    return rollout
 
 
 def cut(text: str, response: Response) -> list[str]:
@@ -120,7 +132,7 @@ class Page:
     scorer: Scorer | None = None
     columns: dict[str, list] = field(default_factory=dict)
     problems: dict[tuple, int] = field(default_factory=dict)
-    _waiting: list[Rollout] = field(default_factory=list)
+    _waiting: list[tuple[Response, list[dict]]] = field(default_factory=list)
     _blocks: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -130,9 +142,10 @@ class Page:
         gold = rollout.gold if isinstance(rollout.gold, str) else " or ".join(rollout.gold)
         problem = (rollout.problem, rollout.question, gold)
         response = rollout.response
+        details = self._details(rollout)  # what may fail comes before what is kept
         logprobs = [value for segment in response.segments() for value in segment.logprobs]
         row = {
-            "problem": self.problems.setdefault(problem, len(self.problems)),
+            "problem": len(self.problems),
             "sample": rollout.sample,
             "step": rollout.step,
             "verdict": rollout.verdict,
@@ -146,9 +159,10 @@ class Page:
             "logprob": _number(sum(logprobs) / len(logprobs)) if logprobs else None,
             "shape": _shape(response),
         }
+        row["problem"] = self.problems.setdefault(problem, len(self.problems))
         for name, value in row.items():
             self.columns.setdefault(name, []).append(value)
-        self._waiting.append(rollout)
+        self._waiting.append((response, details))
         if len(self._waiting) == BLOCK:
             self._close_block()
 
@@ -168,13 +182,15 @@ class Page:
         return Path(path).stat().st_size
 
     def _close_block(self) -> None:
-        responses = [rollout.response for rollout in self._waiting]
-        entropies = self.scorer(responses) if self.scorer else [None] * len(responses)
-        self._blocks.append(packed([self._details(*pair) for pair in zip(self._waiting, entropies)]))
+        if self.scorer:
+            for (_, details), entropies in zip(self._waiting, self.scorer([response for response, _ in self._waiting])):
+                for row, values in zip(details, entropies):
+                    row["entropies"] = [_centinats(value) for value in values]
+        self._blocks.append(packed([details for _, details in self._waiting]))
         self._waiting = []
 
-    def _details(self, rollout: Rollout, entropies: list[list[float]] | None) -> list[dict]:
-        """Per segment: its text, how many tokens were inserted, each token's length in the text, log-probs, entropies."""
+    def _details(self, rollout: Rollout) -> list[dict]:
+        """Per segment: its text, how many tokens were inserted, each token's length in the text, log-probs."""
         segments = list(rollout.response.segments())
         texts = cut(rollout.text, rollout.response) if self.pieces is None else []
         rows = []
@@ -185,8 +201,6 @@ class Page:
             else:
                 pieces = self.pieces(segment.tokens)
                 row |= {"text": "".join(pieces), "lengths": [utf16_length(piece) for piece in pieces]}
-            if entropies is not None:
-                row["entropies"] = [_centinats(value) for value in entropies[number]]
             rows.append(row)
         return rows
 
@@ -209,7 +223,7 @@ def _number(value: float | None) -> float | None:
 
 
 def _centinats(nats: float) -> int:
-    return round(100 * nats) if nats < HARDLY / 100 else HARDLY  # not a number counts as hardly, too
+    return round(100 * max(nats, -HARDLY / 100)) if nats < HARDLY / 100 else HARDLY  # not a number counts as hardly, too
 
 
 def _own_run(path: Path) -> Path | None:
@@ -228,6 +242,16 @@ def _helpers(model: str | Path, entropy: bool) -> tuple[Pieces, Scorer | None]:
     return Pieces(open_tokenizer(folder)), Scorer(folder, settings_of(model)[1].temperature) if entropy else None
 
 
+def collect(page: Page, paths: Sequence[Path], report=print) -> None:
+    """Add every rollout of the files to the page; lines that hold none are reported and skipped."""
+    for path in paths:
+        for line, row in read_jsonl(path, report=report):
+            try:
+                page.add(read_rollout(row))
+            except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+                report(f"{path}:{line}: not a rollout ({type(error).__name__}: {error!s:.80}); line left out")
+
+
 def build(paths: Sequence[Path], out: Path, model: str | Path | None, entropy: bool, report=print) -> tuple[int, int]:
     """Write the page of these files; (responses, bytes)."""
     model = model or _own_run(paths[0])
@@ -235,8 +259,7 @@ def build(paths: Sequence[Path], out: Path, model: str | Path | None, entropy: b
         raise ConfigError("--entropy computes with the policy's weights; name it with --model")
     pieces, scorer = _helpers(model, entropy) if model is not None else (None, None)
     page = Page(pieces, scorer)
-    for rollout in read_rollouts(paths, report):
-        page.add(rollout)
+    collect(page, paths, report)
     if not len(page):
         raise BadData(f"{paths[0]}: no rollout found; `dccot view` reads what rl, eval and rollout write")
     size = page.write(out, ", ".join(path.name for path in paths))

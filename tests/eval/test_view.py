@@ -8,13 +8,13 @@ import re
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from dccot.bench.bigram import save, tokenizer
 from dccot.eval.entropy import Scorer
-from dccot.eval.view import BLOCK, Page, Pieces, cut, main, utf16_length
+from dccot.eval.view import BLOCK, Page, Pieces, collect, cut, main, utf16_length
 from dccot.files import write_jsonl_atomic
 from dccot.miniature.arithmetic import make_tokenizer
 from dccot.rollout.protocol import TagIds
@@ -215,6 +215,45 @@ def test_a_file_becomes_a_page_beside_it_and_bad_lines_are_reported(tmp_path, ca
     printed = capsys.readouterr().out
     assert f"{path}:2: not a rollout" in printed and f"{path}:4: not JSON" in printed and "2 responses" in printed
     assert unpacked((tmp_path / "step_000010.html").read_text("utf-8"), "index")["tokens"] is False
+
+
+JUNK = st.sampled_from(
+    [None, True, -1, 0, 10**400, 1e999, -1e999, math.nan, "", "x", "\\boxed{", [], [None], ["x"], [[1]], [-1], [math.nan], {}, {"x": 1}]
+)
+
+
+def places(value, at=()):
+    """The path of every value in a row, the row's own left out."""
+    for key, inside in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*at, key)
+        yield from places(inside, (*at, key))
+
+
+PLACES = list(places(rollout().to_json()))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(PLACES), JUNK, st.booleans(), st.booleans())
+def test_a_malformed_row_costs_itself_alone(tmp_path, place, junk, lost, tokens):
+    bad = rollout(1).to_json()
+    *above, last = place
+    inner = bad
+    for key in above:
+        inner = inner[key]
+    if lost:
+        del inner[last]
+    else:
+        inner[last] = junk
+    path, said = tmp_path / "rows.jsonl", []
+    path.write_text("".join(json.dumps(row) + "\n" for row in (rollout(0).to_json(), bad, rollout(2).to_json())))
+    page = Page(Pieces(WORDS) if tokens else None)
+    collect(page, [path], said.append)
+    page.write(tmp_path / "page.html", "title")
+    written = (tmp_path / "page.html").read_text("utf-8")
+    index = unpacked(written, "index")
+    shown = [index["problems"][number][0] for number in index["columns"]["problem"]]
+    assert len(shown) == len(unpacked(written, "block-0")) == len(index["columns"]["shape"]) == 3 - len(said)
+    assert (shown[0], shown[-1]) == ("p0", "p2") and all(f"{path}:2: not a rollout" in line for line in said)
 
 
 def test_rollouts_of_a_run_are_split_by_its_own_tokenizer(tmp_path):
