@@ -3,7 +3,7 @@
     world → base model → its own solutions → rewritten in parallel → SFT → RL stages 1–4 → high length penalty → evaluation → report
 
 The same trainer, engine and report as at full size (configs/mini/demo.yaml). Interrupted and run again, it continues. At the end: the
-table, what was learnt in three sentences computed from it, and where the report and the TensorBoard logs are.
+table, what was learnt in sentences computed from it, and where the report and the TensorBoard logs are.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from dccot.command import print_table, run_cleanly
+from dccot.config import read_yaml
 from dccot.eval.results import Evaluation
 from dccot.eval.seeds import rows_of
 from dccot.files import BadData
@@ -32,17 +33,34 @@ COLUMNS = {
     "maj@3 %": ("maj3_accuracy", 100),
     "longest path": ("longest_path", 1),
     "total tokens": ("total_tokens", 1),
+    "parallelism": ("parallelism", 1),
     "well-formed %": ("well_formed", 100),
 }
 
 
 def cell(evaluation: Evaluation, measure: str, scale: int) -> str:
     estimate = evaluation.results["test"].estimate(measure)
-    return f"{estimate.value * scale:.1f} ± {estimate.stderr * scale:.1f}" if estimate else ""
+    digits = 2 if measure == "parallelism" else 1
+    return f"{estimate.value * scale:.{digits}f} ± {estimate.stderr * scale:.{digits}f}" if estimate else ""
 
 
-def plain_words(rows: dict[str, Evaluation]) -> list[str]:
-    """Three sentences, each computed from the table."""
+def equally_penalised(rows: dict[str, Evaluation], run: Path) -> bool:
+    """Whether both penalised models had the same number of steps and lose the same reward per token; False where that is not known."""
+    found = []
+    for name in ("DC-CoT-HLP", "DSR-HLP-12K"):
+        model = Path(rows[name].model)  # RUN/STAGE/checkpoints/step_000180/hf
+        config = run / model.parents[2].name / "config.yaml" if len(model.parents) > 2 else run
+        if not config.is_file():
+            return False
+        settings = read_yaml(config)
+        step = int(model.parent.name.removeprefix("step_"))
+        reward, budget = settings["reward"], settings["rollout"]["budget"]
+        found.append((settings["steps"], step, reward["kind"], reward["length_penalty"] / (budget - reward["cutoff"]), reward["cutoff"]))
+    return found[0] == found[1]
+
+
+def plain_words(rows: dict[str, Evaluation], run: Path) -> list[str]:
+    """Sentences computed from the table of a finished run; the penalised models are compared only if they were penalised alike."""
 
     def of(name: str, measure: str) -> Estimate:
         estimate = rows[name].results["test"].estimate(measure)
@@ -57,15 +75,19 @@ def plain_words(rows: dict[str, Evaluation]) -> list[str]:
         change = 100 * (of(name, "longest_path").value / of(other, "longest_path").value - 1)
         return f"{abs(change):.0f}% {'longer' if change > 0 else 'shorter'}"
 
-    return [
+    said = [
         f"The sequential base solves {100 * of('DSR-32K', 'accuracy').value:.1f}% of the test problems; SFT on its own solutions, "
         f"rewritten for workers, changes that by {points('SFT', 'DSR-32K'):+.1f} points, and RL by a further "
         f"{points('DC-CoT', 'SFT'):+.1f} (well-formed: {points('DC-CoT', 'SFT', 'well_formed'):+.1f}).",
         f"The trained model thinks in parallel: its longest path is {against('DC-CoT', 'DSR-32K')} than the base's, "
         f"at {points('DC-CoT', 'DSR-32K'):+.1f} points of accuracy.",
-        f"Under a high length penalty it becomes {against('DC-CoT-HLP', 'DC-CoT')} ({points('DC-CoT-HLP', 'DC-CoT'):+.1f} points), "
-        f"where the penalised base becomes {against('DSR-HLP-12K', 'DSR-32K')} ({points('DSR-HLP-12K', 'DSR-32K'):+.1f} points).",
     ]
+    if equally_penalised(rows, run):
+        said.append(
+            f"Under the same high length penalty for the same number of steps, its longest path is {against('DC-CoT-HLP', 'DSR-HLP-12K')} "
+            f"than the penalised base's, at {points('DC-CoT-HLP', 'DSR-HLP-12K'):+.1f} points of accuracy."
+        )
+    return said
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,7 +130,7 @@ def _run(file: str, overrides: Sequence[str]) -> None:
     rows = rows_of(recipe.folder)
     cells = [[name, *(cell(evaluation, *how) for how in COLUMNS.values())] for name, evaluation in rows.items()]
     print_table("test split, mean ± standard error over problems", ["model", *COLUMNS], cells)
-    print("\n".join(plain_words(rows)))
+    print("\n".join(plain_words(rows, recipe.folder)))
     print(f"\nreport:      {recipe.folder}/report/report.html\nTensorBoard: tensorboard --logdir {recipe.folder}")
     print(f'try it:      dccot solve {recipe.folder}/stage4 "{_example(recipe.folder)}"')
     print(f"{(time.perf_counter() - began) / 60:.1f} minutes")

@@ -6,9 +6,9 @@ from dccot.config import ConfigError
 from dccot.eval.report import write_report
 from dccot.eval.results import BenchmarkResult, Evaluation
 from dccot.eval.seeds import main, rows_of, table
-from dccot.miniature.demo import plain_words
+from dccot.miniature.demo import COLUMNS, cell, plain_words
 
-ROWS = {"eval_base": "DSR", "eval_sft": "SFT", "eval_dc": "DC-CoT", "eval_hlp": "DC-CoT-HLP", "eval_dsr": "DSR-HLP"}
+ROWS = {"eval_base": "DSR-32K", "eval_sft": "SFT", "eval_dc": "DC-CoT", "eval_hlp": "DC-CoT-HLP", "eval_dsr": "DSR-HLP-12K"}
 
 
 def finished(folder, accuracies, lengths):
@@ -18,9 +18,10 @@ def finished(folder, accuracies, lengths):
                   "parallelism": 1.5, "truncated": 0.0}  # fmt: skip
         by_problem = {name: {"a": value * 1.01, "b": value * 0.99} for name, value in values.items()}
         (folder / stage).mkdir(parents=True)
-        Evaluation(stage, "m", "parallel", 10, {"test": BenchmarkResult("test", "Test", 1, {}, by_problem)}).save(folder / stage)
-    rows = "".join(f"      {stage}: {shown}\n" for stage, shown in ROWS.items())
-    (folder / "recipe.yaml").write_text(f"name: x\nstages:\n- name: report\n  run: report\n  set:\n    rows:\n{rows}")
+        model = f"runs/x/{stage.removeprefix('eval_')}/checkpoints/step_000016/hf"
+        Evaluation(stage, model, "parallel", 10, {"test": BenchmarkResult("test", "Test", 1, {}, by_problem)}).save(folder / stage)
+    rows = "".join(f"        {stage}: {shown}\n" for stage, shown in ROWS.items())
+    (folder / "recipe.yaml").write_text(f"name: x\nstages:\n  report:\n    run: report\n    set:\n      rows:\n{rows}")
     return folder
 
 
@@ -28,7 +29,7 @@ def test_a_cell_is_the_mean_over_seeds_and_every_seeds_value(tmp_path):
     one = finished(tmp_path / "one", [0.6, 0.5, 0.7, 0.7, 0.6], [200, 150, 100, 80, 160])
     two = finished(tmp_path / "two", [0.8, 0.5, 0.9, 0.8, 0.6], [220, 150, 110, 80, 160])
     lines = table([one, two], "test").splitlines()
-    assert lines[2].startswith("| DSR | 70.0 (60.0, 80.0) | – | 210.0 (200.0, 220.0) |")
+    assert lines[2].startswith("| DSR-32K | 70.0 (60.0, 80.0) | – | 210.0 (200.0, 220.0) |")
     assert lines[4].startswith("| DC-CoT | 80.0 (70.0, 90.0) | – | 105.0 (100.0, 110.0) |")
 
 
@@ -40,17 +41,43 @@ def test_the_report_shows_the_spread_over_seeds(tmp_path):
     assert "2 seeds" in text and "one, two" in text and "| DC-CoT | 80.0 (70.0, 90.0) |" in text
 
 
+def penalised(folder, stage, **changes):
+    """The configuration of a penalised run: 0.9 of the reward over the tokens between cutoff and budget."""
+    made = {"steps": 16, "budget": 448, "cutoff": 48, "length_penalty": 0.9, "kind": "high_length_penalty"} | changes
+    (folder / stage).mkdir()
+    reward = ", ".join(f"{name}: {made[name]}" for name in ("kind", "length_penalty", "cutoff"))
+    (folder / stage / "config.yaml").write_text(f"steps: {made['steps']}\nrollout: {{budget: {made['budget']}}}\nreward: {{{reward}}}\n")
+
+
 def test_the_demos_sentences_say_what_the_table_says(tmp_path):
-    said = " ".join(plain_words(rows_of(finished(tmp_path / "one", [0.6, 0.5, 0.7, 0.69, 0.6], [200, 150, 100, 80, 210]))))
+    run = finished(tmp_path / "one", [0.6, 0.5, 0.7, 0.69, 0.6], [200, 150, 100, 80, 160])
+    for stage in ("hlp", "dsr"):
+        penalised(run, stage)
+    said = " ".join(plain_words(rows_of(run), run))
     for fact in ("solves 60.0%", "by -10.0 points", "a further +20.0", "50% shorter than the base's", "at +10.0 points",
-                 "becomes 20% shorter (-1.0 points)", "penalised base becomes 5% longer (+0.0 points)"):  # fmt: skip
+                 "50% shorter than the penalised base's, at +9.0 points"):  # fmt: skip
         assert fact in said
 
 
+@pytest.mark.parametrize("unlike", [{"steps": 32}, {"budget": 224}, {"cutoff": 96}, {"length_penalty": 0.5}, None])
+def test_the_demo_says_nothing_about_models_that_were_penalised_unequally(tmp_path, unlike):
+    run = finished(tmp_path / "one", [0.6, 0.5, 0.7, 0.69, 0.6], [200, 150, 100, 80, 160])
+    penalised(run, "dsr")
+    if unlike is not None:  # else the other run's configuration is not there
+        penalised(run, "hlp", **unlike)
+    said = plain_words(rows_of(run), run)
+    assert len(said) == 2 and "penal" not in " ".join(said)
+
+
+def test_the_demos_table_shows_parallelism(tmp_path):
+    rows = rows_of(finished(tmp_path / "one", [0.6, 0.5, 0.7, 0.69, 0.6], [200, 150, 100, 80, 160]))
+    assert cell(rows["DC-CoT-HLP"], *COLUMNS["parallelism"]).startswith("1.50 ± 0.0")  # problems: 1.515 and 1.485
+
+
 def test_a_recipe_without_a_report_and_a_folder_without_a_recipe_cost_one_line(tmp_path, capsys):
-    (tmp_path / "recipe.yaml").write_text("stages: []\n")
+    (tmp_path / "recipe.yaml").write_text("stages: {}\n")
     with pytest.raises(ConfigError, match="no report stage"):
         rows_of(tmp_path)
     assert main([str(tmp_path / "nothing")]) == 2 and "nothing" in capsys.readouterr().err
     one = finished(tmp_path / "one", [0.6, 0.5, 0.7, 0.7, 0.6], [200, 150, 100, 80, 160])
-    assert main([str(one), "--benchmark", "larger"]) == 2 and "no results of DSR" in capsys.readouterr().err
+    assert main([str(one), "--benchmark", "larger"]) == 2 and "no results of DSR-32K" in capsys.readouterr().err
