@@ -3,6 +3,7 @@
 Names are `section/what`. metrics.jsonl holds one row per step under these names and is what reports read; a resumed run cuts it and
 TensorBoard back to the step it continues from, so no step appears twice. TensorBoard sorts by name and is read by people: what matters
 most is shown there under SHOWN's titles, numbered to come first, and explained in a table; LAYOUT arranges the same curves as charts.
+With `wandb: PROJECT` Weights & Biases gets the rows of metrics.jsonl as well.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
-from dccot.files import JsonlWriter, read_jsonl, write_jsonl_atomic
+from dccot.files import JsonlWriter, read_jsonl, write_atomic, write_jsonl_atomic
 from dccot.rollout.protocol import Flaw
 from dccot.rollout.response import Finish, Rollout
 from dccot.statistics import PERCENTILES, clustered_error, mean
@@ -138,11 +140,24 @@ def validation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-class Recorder:
-    """Writes metrics on rank 0; a no-op elsewhere."""
+def open_wandb(run: Path, project: str, settings: Mapping[str, Any]) -> Any:
+    """A Weights & Biases run for this run folder; restarts continue it. Keys and offline mode come from the environment (WANDB_…)."""
+    import wandb
 
-    def __init__(self, run: Path, first_step: int, active: bool):
-        self.writer = None
+    file = run / "wandb_id"
+    if not file.is_file():
+        write_atomic(file, uuid.uuid4().hex[:8])
+    quiet = wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True)
+    online = wandb.init(project=project, name=run.name, id=file.read_text(), resume="allow", dir=run, config=dict(settings), settings=quiet)
+    online.define_metric("*", step_metric="step")  # its own counter could not go back to the step of a checkpoint
+    return online
+
+
+class Recorder:
+    """Writes metrics on rank 0; a no-op elsewhere. `wandb` is a project of Weights & Biases that gets them, too, with the `settings`."""
+
+    def __init__(self, run: Path, first_step: int, active: bool, wandb: str | None = None, settings: Mapping[str, Any] | None = None):
+        self.writer = self.online = None
         if not active:
             return
         self.path = run / "metrics.jsonl"
@@ -152,6 +167,8 @@ class Recorder:
         self.lines = JsonlWriter(self.path)
         self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=first_step)
         self.arranged = False
+        if wandb:
+            self.online = open_wandb(run, wandb, settings or {})
 
     def write(self, step: int, metrics: dict[str, float], texts: dict[str, str] | None = None) -> None:
         if self.writer is None:
@@ -167,11 +184,15 @@ class Recorder:
             self.writer.add_text(name, text, step)
         self.writer.flush()
         self.lines.write({"step": step, **finite})
+        if self.online is not None:
+            self.online.log({"step": step, **finite})
 
     def close(self) -> None:
         if self.writer is not None:
             self.writer.close()
             self.lines.close()
+        if self.online is not None:
+            self.online.finish()
 
 
 def memory_metrics() -> dict[str, float]:

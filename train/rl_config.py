@@ -90,6 +90,7 @@ class RLConfig:
     keep_rollouts: int = 100  # newest steps whose rollouts stay on disk
     max_bad_steps: int = 5  # steps in a row that may be skipped for bad numbers
     timeout_seconds: float = 1800.0  # of a collective
+    wandb: str | None = None  # project of Weights & Biases that gets the metrics beside TensorBoard; None: off
     model: ModelPath = field(default_factory=ModelPath)
     data: RLData = field(default_factory=RLData)
     prompt: PromptConfig = field(default_factory=PromptConfig)

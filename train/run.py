@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import difflib
 import fcntl
+import importlib.util
 import logging
 import os
 import socket
@@ -63,6 +64,8 @@ def check_run(config: Any) -> None:
     require(bool(config.name.strip()), f"name is {config.name!r}; it names the run's folder below output")
     require(0 <= config.seed < 2**63, f"seed is {config.seed}; it must be in [0, 2^63)")
     at_least(1, config.steps, "steps")
+    installed = config.wandb is None or importlib.util.find_spec("wandb") is not None
+    require(installed, f"wandb is {config.wandb!r}, but Weights & Biases is not installed: pip install wandb, or leave wandb unset")
 
 
 def open_model(path: str, prompt_kind: str, workers: int) -> tuple[Path, ModelConfig, PreTrainedTokenizerBase]:

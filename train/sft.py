@@ -69,6 +69,7 @@ class SFTConfig:
     workers: int = 3
     validate_every: int = 100
     threads: int | None = None  # of the CPU, per rank; a tiny model is fastest with one. None: torch's choice
+    wandb: str | None = None  # project of Weights & Biases that gets the metrics beside TensorBoard; None: off
     model: ModelPath = field(default_factory=ModelPath)
     data: SFTData = field(default_factory=SFTData)
     prompt: PromptConfig = field(default_factory=lambda: PromptConfig(open_think=False))

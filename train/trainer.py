@@ -26,7 +26,7 @@ from dccot.train.flops import training_speed
 from dccot.train.forest import Forest
 from dccot.train.metrics import Recorder, console_line, memory_metrics
 from dccot.train.phases import Phases, ProfileConfig, profiled
-from dccot.train.run import open_run
+from dccot.train.run import flat, open_run
 from dccot.train.update import OptimizerConfig, StepReport, TokenLoss, make_optimizer, update
 
 
@@ -37,6 +37,7 @@ class TrainingConfig(Protocol):
     output: str
     seed: int
     steps: int
+    wandb: str | None
     optimizer: OptimizerConfig
     sharding: ShardingConfig
     checkpoint: CheckpointConfig
@@ -64,7 +65,7 @@ class Trainer(Generic[C]):
         self.first_step: int = state.get("step", 0)
         self.updates: int = state.get("updates", self.first_step)
         self.skipped: int = state.get("skipped", 0)
-        self.recorder = Recorder(self.run, self.first_step, runtime.is_main)
+        self.recorder = Recorder(self.run, self.first_step, runtime.is_main, config.wandb, flat(config))
         stack.callback(self.recorder.close)
         progress = Progress(config.name, config.steps, first=self.first_step, active=runtime.is_main, lines=True, pause=3.0)
         self.progress = stack.enter_context(progress)

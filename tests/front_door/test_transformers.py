@@ -1,6 +1,5 @@
 """Unchanged Transformers decoders on a forest: the log-probs and gradients of each row run alone."""
 
-import peft
 import pytest
 import torch
 from transformers import (
@@ -32,6 +31,7 @@ def build(family: str, dtype: torch.dtype = torch.float64, **changes):
     """A small random decoder; "lora" is a Qwen3 whose every linear layer has an adapter that is not zero."""
     torch.manual_seed(0)
     if family == "lora":
+        peft = pytest.importorskip("peft")  # make setup installs it
         adapters = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
         return peft.get_peft_model(build("qwen3", dtype), adapters).to(dtype)
     kinds = {

@@ -3,12 +3,17 @@
 import json
 import math
 import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
+from dccot.config import ConfigError, load_config
 from dccot.rollout.protocol import Flaw
 from dccot.rollout.response import Finish, Response, Rollout, Round, Segment
 from dccot.train.metrics import (
@@ -21,6 +26,7 @@ from dccot.train.metrics import (
     tag_of,
     validation_metrics,
 )
+from dccot.train.sft import SFTConfig
 
 
 def tokens(count: int) -> Segment:
@@ -156,3 +162,51 @@ def test_a_sample_is_shown_to_the_letter():
     text = sample_text(rollout)
     assert "longest path **15** of 20 tokens" in text
     assert "    <think>\n    *two*\n    </think>" in text  # indented: TensorBoard shows it as it is and not as markdown
+
+
+def offline_rows(run: Path) -> list[list[dict]]:
+    """What Weights & Biases wrote, one list per start: protobuf records in LevelDB's log format, 32 KB blocks after a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    found = []
+    for file in sorted(run.glob("wandb/offline-run-*/run-*.wandb")):
+        data, at, part, rows = file.read_bytes(), 7, b"", []
+        while at + 7 <= len(data):
+            if 32_768 - at % 32_768 < 7:
+                at += 32_768 - at % 32_768
+                continue
+            length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+            part, at = part + data[at + 7 : at + 7 + length], at + 7 + length
+            if kind in (1, 4):  # whole, or the last part
+                record, part = wandb_internal_pb2.Record.FromString(part), b""
+                if record.history.item:
+                    rows.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item})
+        found.append(rows)
+    return found
+
+
+def test_weights_and_biases_gets_the_rows_of_metrics_jsonl_and_a_restart_continues_its_run(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")  # make setup installs it; dccot itself does without
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    first = Recorder(tmp_path, 0, active=True, wandb="project", settings={"optimizer.learning_rate": 0.5})
+    for step in range(3):
+        first.write(step, {"reward/mean": step / 2, "validation/accuracy": math.nan})
+    first.close()
+    again = Recorder(tmp_path, 2, active=True, wandb="project")
+    again.write(2, {"reward/mean": 7.0})
+    again.close()
+    told = [[{name: row[name] for name in ("step", "reward/mean")} for row in rows] for rows in offline_rows(tmp_path)]
+    assert told == [[{"step": step, "reward/mean": step / 2} for step in range(3)], [{"step": 2, "reward/mean": 7.0}]]
+    assert not any("validation/accuracy" in row for rows in offline_rows(tmp_path) for row in rows)
+    assert len({file.stem for file in tmp_path.glob("wandb/offline-run-*/run-*.wandb")}) == 1  # one id
+
+
+def test_without_the_setting_weights_and_biases_is_not_even_imported(tmp_path):
+    program = "import sys; from pathlib import Path; from dccot.train.metrics import Recorder; Recorder(Path(sys.argv[1]), 0, True).close()"
+    subprocess.run([sys.executable, "-c", f"{program}; assert 'wandb' not in sys.modules", tmp_path], check=True)
+
+
+def test_a_project_is_refused_where_weights_and_biases_is_not_installed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="wandb is 'mine', but Weights & Biases is not installed: pip install wandb"):
+        load_config(SFTConfig, None, ["wandb=mine", "data.train=x.jsonl", "model.path=x"])
