@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SPACED = "Find $x^2$ when x = 12.\n\nLet's think  about 3,141 and\ta (b) case:\n    "
+SPACED = "Find $x^2$ when x = 12.\n\nLet's think  about 3,141 and  a (b) case:\n    "
 TAGGED = "<spawn_workers>\n<worker_1>I'll try.</worker_1><worker_2>\n\nNo</worker_2></spawn_workers> Ünï cöde, 数学, ≤ 5\n"
 PROBE = SPACED + TAGGED
 
