@@ -9,12 +9,13 @@ from typing import Any
 
 from dccot.config import read_yaml
 from dccot.data.prompting import PromptConfig
+from dccot.model.folder import run_and_checkpoint
 from dccot.rollout.director import RolloutConfig
 
 
 def settings_of(model: str | Path) -> tuple[PromptConfig, RolloutConfig]:
-    """Prompt and rollout settings of a run; the defaults for a plain model folder."""
-    path = Path(model) / "config.yaml"
+    """Prompt and rollout settings of a run, whichever checkpoint of it is meant; the defaults for a plain model folder."""
+    path = run_and_checkpoint(model)[0] / "config.yaml"
     tree = read_yaml(path) if path.is_file() else {}
 
     def own(kind: type, key: str) -> Any:

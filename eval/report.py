@@ -24,6 +24,7 @@ from dccot.eval.document import Block, Cell, Document, Figure, Heading, Paragrap
 from dccot.eval.results import SUMMARY, Evaluation
 from dccot.eval.tables import (
     Method,
+    checkpoints_table,
     compared_pairs,
     kinds_table,
     methods_of,
@@ -81,6 +82,8 @@ def write_report(
         learnt = [stage for stages in figures for stage in stages if "reward/correct" in stage.rows[0]]
         if learnt:
             blocks.append(stages_table([(stage.name, stage.config, stage.rows) for stage in learnt]))
+        if checkpoints := [table for run in training_runs if (table := checkpoints_table(Path(run)))]:
+            blocks += [Heading("Checkpoints"), *checkpoints]
     document = Document(title, blocks)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ from dccot.eval.results import Evaluation, Sample, by_problem, summarise
 from dccot.eval.terminal import LengthProgress, show
 from dccot.files import BadData, JsonlWriter, read_jsonl, write_jsonl_atomic
 from dccot.model.config import read_config
-from dccot.model.folder import find_model, resolve_model
+from dccot.model.folder import explain_best, find_model, resolve_model
 from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.interface import Engine, open_engine
@@ -275,6 +275,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         require(len(set(names)) == len(names), f"two benchmarks are called {max(names, key=names.count)!r}; rename one of the files")
         config = eval_config(arguments.method, arguments.budget, arguments.settings)
         out = arguments.out or Path("runs/eval") / default_name(arguments.model, config)
+        if os.environ.get("RANK", "0") == "0" and (best := explain_best(arguments.model)):
+            print(best)
         evaluation = evaluate(arguments.model, benchmarks, config, out, strict=arguments.strict)
         if os.environ.get("RANK", "0") == "0":
             show(evaluation)

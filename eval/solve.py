@@ -30,6 +30,7 @@ from dccot.data.run_settings import settings_of
 from dccot.eval.live import view_for
 from dccot.eval.trace import Timeline
 from dccot.model.config import read_config
+from dccot.model.folder import explain_best, resolve_model
 from dccot.rollout.director import Call, RolloutConfig
 from dccot.rollout.generate import Request, generate
 from dccot.rollout.interface import Engine, open_engine
@@ -124,7 +125,6 @@ class _Asked:
 
 
 def _ask(model: str | Path, problem: str, budget: int | None, temperature: float | None, sequential: bool) -> _Asked:
-    from dccot.model.folder import resolve_model
     from dccot.model.tokenizer import open_tokenizer
 
     folder = resolve_model(model)
@@ -231,6 +231,8 @@ def _run(arguments: argparse.Namespace, engine: Engine | None) -> None:
     if arguments.trace and not arguments.trace.absolute().parent.is_dir():
         raise ConfigError(f"--trace {arguments.trace}: there is no folder {arguments.trace.parent}")
     asked = _ask(arguments.model, problem, arguments.budget, arguments.temperature, arguments.sequential)
+    if best := explain_best(arguments.model):
+        print(best, file=sys.stderr)
     if arguments.json:
         solution = _answer(asked, arguments.seed, engine, Timeline())
         print(json.dumps(solution.to_json(), ensure_ascii=False))

@@ -14,6 +14,7 @@ from dccot.eval.benchmarks import BENCHMARKS
 from dccot.eval.document import Cell, Fold, Row, Table
 from dccot.eval.results import LABELS, Evaluation, shown
 from dccot.eval.seeds import MEASURES, by_seed
+from dccot.model.folder import best_checkpoint, kept_steps, validated_checkpoints
 from dccot.statistics import ByProblem, Estimate, difference, over_problems, relative_change
 
 PAPER = "paper"
@@ -264,6 +265,25 @@ def stages_table(stages: Sequence[tuple[str, Mapping, Sequence[Mapping]]]) -> Ta
         rows.append(Row(name, cells))
     caption = "What each stage of reinforcement learning did to its own rollouts: mean of its first → of its last quarter of steps."
     return Table(caption, "Stage", [("", ("steps", "objective", "filter", *STAGE_MEASURES))], rows)
+
+
+def checkpoints_table(run: Path) -> Fold | None:
+    """Every checkpoint of a run that was validated or is still there, so that choosing one is informed; None where there is none."""
+    validated, kept = {each.step: each for each in validated_checkpoints(run)}, kept_steps(run)
+    if not validated:
+        return None
+    best = best_checkpoint(run).step if validated.keys() & set(kept) else None
+    rows = []
+    for step in sorted({*validated, *kept}):
+        found = validated.get(step)
+        accuracy, longest = (100 * found.accuracy, found.longest_path) if found else (math.nan, math.nan)
+        cells = [Cell("–" if math.isnan(accuracy) else f"{accuracy:.2f}"), Cell("–" if math.isnan(longest) else f"{longest:,.0f}")]
+        weights = f"{run.name}@{step}" + (" (= @best)" if step == best else "") if step in kept else "not kept"
+        rows.append(Row(str(step), [*cells, _words(weights)]))
+    chosen = f"@best is step {best}" if best is not None else "no checkpoint that was validated is still there"
+    caption = "Validation of the weights after each step. @best: the highest accuracy of those still there, of equal ones the shortest."
+    columns = ("validation accuracy (%)", "longest path", "weights")
+    return Fold(f"{run.name}: {len(validated)} checkpoints validated; {chosen}", [Table(caption, "Step", [("", columns)], rows)])
 
 
 def seeds_table(runs: Sequence[Path], benchmark: str, title: str) -> Table:

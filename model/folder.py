@@ -60,11 +60,10 @@ def find_model(path: str | Path) -> Path:
     path = Path(path)
     if (path / "config.json").is_file():
         return path
-    name, at, chosen = str(path).rpartition("@")
-    run = Path(name) if at and not path.exists() else path
+    run, chosen = run_and_checkpoint(path)
     if not (run / "latest").is_file():
         raise FileNotFoundError(f"{str(run)!r} is neither a Hugging Face folder (no config.json) nor a run with a checkpoint (no latest)")
-    if run is path:
+    if chosen is None:
         return _newest(run)
     return _checkpoint(run, best_checkpoint(run).step if chosen == "best" else chosen)
 
@@ -83,6 +82,21 @@ def step_of(folder: Path) -> int | None:
     """The step whose checkpoint this is by its name; None for anything that people put beside them (`step_000010_keep`)."""
     match = _STEP.fullmatch(folder.name)
     return int(match[1]) if match else None
+
+
+def run_and_checkpoint(path: str | Path) -> tuple[Path, str | None]:
+    """`runs/hlp@180` → runs/hlp and 180; a path without @, or one that exists as it is, is the run itself."""
+    name, at, chosen = str(path).rpartition("@")
+    return (Path(name), chosen) if at and not Path(path).exists() else (Path(path), None)
+
+
+def explain_best(path: str | Path) -> str | None:
+    """Which step `RUN@best` is and why, for the person who named it so; None for any other path."""
+    run, chosen = run_and_checkpoint(path)
+    if chosen != "best":
+        return None
+    best = best_checkpoint(run)
+    return f"{path} is step {best.step}: validation accuracy {100 * best.accuracy:.2f}%, longest path {best.longest_path:,.0f} tokens"
 
 
 def kept_steps(run: Path) -> list[int]:

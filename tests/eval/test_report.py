@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dccot.config import ConfigError, read_yaml
+from dccot.data.run_settings import settings_of
 from dccot.eval import paper
 from dccot.eval.benchmarks import BENCHMARKS, Benchmark
 from dccot.eval.document import Cell
@@ -20,6 +21,7 @@ from dccot.eval.plots import smoothed
 from dccot.eval.report import chains, main, write_report
 from dccot.eval.results import BenchmarkResult, Evaluation, Sample, _share_error, summarise
 from dccot.eval.tables import (
+    checkpoints_table,
     compared_pairs,
     kinds_table,
     methods_of,
@@ -30,6 +32,7 @@ from dccot.eval.tables import (
     table_2,
     totals_table,
 )
+from dccot.model.folder import explain_best, resolve_model
 
 TITLES = {name: BENCHMARKS[name].title for name in paper.COLUMNS}
 PAPERS_TABLE_2 = {  # as printed
@@ -230,6 +233,43 @@ def test_the_shipped_recipe_compares_as_the_papers_table_2_does():
     assert row_labels(list(report["rows"].values())) == list(paper.LAYOUT)
 
 
+# ---- checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_listed_with_what_validation_found(tmp_path):
+    run = tmp_path / "hlp"
+    for step in (20, 30, 35):
+        (run / f"checkpoints/step_{step:06d}/hf").mkdir(parents=True)
+        (run / f"checkpoints/step_{step:06d}/hf/config.json").write_text("{}")
+    found = {9: (0.5, 900.0), 19: (0.4, 800.0), 29: (0.4, 700.0)}
+    rows = [{"step": i, "reward/correct": 0.5} for i in range(35)]
+    for step, (accuracy, longest) in found.items():
+        rows[step] |= {"validation/accuracy": accuracy, "validation/longest_path": longest}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fold = checkpoints_table(run)
+    assert fold.title == "hlp: 3 checkpoints validated; @best is step 30"
+    assert [[row.label, *(cell.text for cell in row.cells)] for row in fold.content[0].rows] == [
+        ["10", "50.00", "900", "not kept"],
+        ["20", "40.00", "800", "hlp@20"],
+        ["30", "40.00", "700", "hlp@30 (= @best)"],  # as accurate as 20, and shorter
+        ["35", "–", "–", "hlp@35"],
+    ]
+    (run / "latest").write_text("step_000035\n")
+    assert resolve_model(f"{run}@best") == run / "checkpoints/step_000030/hf"
+    assert explain_best(f"{run}@best") == f"{run}@best is step 30: validation accuracy 40.00%, longest path 700 tokens"
+    assert explain_best(run) is None and explain_best(f"{run}@20") is None
+    text = write_report([], [run], tmp_path / "out").with_suffix(".md").read_text()
+    assert "## Checkpoints" in text and "| 30 | 40.00 | 700 | hlp@30 (= @best) |" in text
+
+
+def test_a_model_named_by_its_step_is_asked_as_its_run_was(tmp_path):
+    (tmp_path / "hlp").mkdir()
+    (tmp_path / "hlp/config.yaml").write_text("prompt: {kind: sequential}\nrollout: {budget: 224}\n")
+    for name in ("hlp", "hlp@20", "hlp@best"):
+        prompt, rollout = settings_of(tmp_path / name)
+        assert (prompt.kind, rollout.budget) == ("sequential", 224)
+
+
 # ---- training curves -----------------------------------------------------------------------------------------------------
 
 
@@ -276,7 +316,7 @@ def test_the_page_shows_in_a_browser_and_requests_nothing(page, browser):
         "latency, on",
         "What each",
     ]
-    assert len(tables) == len(shown) + 3  # the paper's, folded away
+    assert len(tables) == len(shown) + 3 + 3  # the paper's and the checkpoints, folded away
     images = browser.run("return [...document.images].map(i => [i.alt, i.complete, i.naturalWidth, i.getBoundingClientRect().width])")
     assert len(images) == 2 + 1 + 2  # trade-offs, latency, two trainings
     assert all(complete and natural > 500 and width > 300 for _, complete, natural, width in images)
