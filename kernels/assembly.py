@@ -1,7 +1,7 @@
-"""Reads compiled kernels: registers and spills, and the instruction mix of the inner loop, from NVIDIA and AMD disassembly.
+"""Reads compiled kernels: registers and spills, the inner loops with their source lines, and what a GPU would wait for in them.
 
-An inner loop is a backward branch with no other backward branch inside. The one that counts does most of the kernel's matrix products, or
-exponentials where it has none. Attention kernels have two such loops, over unmasked and over masked tiles: the shorter one is unmasked.
+An inner loop is a backward branch with no other backward branch inside. The ones that count do most of the kernel's matrix products, or
+exponentials where it has none. Attention kernels have two, over unmasked and over masked tiles: the shorter one is unmasked.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 CLASSES = ("matrix", "special", "memory", "integer", "float", "other")
 
@@ -28,6 +30,29 @@ AMD = {
     "float": r"v_(pk_)?(add|sub|mul|fma|fmac|mac|mad|max|min|max3|cvt|ldexp|med3)\w*_(f16|f32|f64|bf16|f32_\w+|pk_\w+)|v_cvt",
     "integer": r"v_|s_(add|sub|mul|lshl|lshr|ashr|and|or|xor|cmp|mov|cselect|bfe|not|andn2|orn2|bfm|min|max)",
 }
+SERIALISED = {
+    "C7510": "wgmma is serialised",
+    "C7514": "wgmma is serialised: insufficient registers",
+    "C7515": "wgmma is serialised: its accumulators are touched by other instructions while it runs",
+}
+
+
+@dataclass(frozen=True)
+class Instruction:
+    mnemonic: str
+    operands: str
+    line: int = 0  # of the Python file it comes from
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One inner loop: instructions by class, how many of them run while a matrix product is under way, and the loads in flight."""
+
+    mix: dict[str, int]
+    overlapped: int
+    load_bytes: dict[str, int]  # width of a load in bytes → how many
+    prefetch: int | None = None  # iterations whose loads are under way while a tile's own are awaited
+    fused_masked: list[int] = field(default_factory=list)  # source lines where a fused multiply-add takes a masked score
 
 
 @dataclass(frozen=True)
@@ -36,38 +61,144 @@ class Code:
     stack: int
     spill_instructions: int
     matrix_instruction: str | None
-    loop: dict[str, int]
+    advisories: list[str]
+    loop: Loop
+    edge: Loop | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> Code:
+        loops = {name: Loop(**stored[name]) if stored[name] else None for name in ("loop", "edge")}
+        return cls(**{**stored, **loops})
 
 
-@dataclass(frozen=True)
-class Instruction:
-    mnemonic: str
-    operands: str
-
-
-def read(compiled) -> Code:
+def read(compiled: Any) -> Code:
     """`compiled` is what triton.compile returns."""
-    return _read_amd(compiled.asm["amdgcn"]) if "amdgcn" in compiled.asm else _read_nvidia(compiled.asm["cubin"], compiled.asm["ptx"])
+    return _read_amd(compiled.asm["amdgcn"]) if "amdgcn" in compiled.asm else _read_nvidia(compiled)
 
 
-def _read_nvidia(cubin: bytes, ptx: str) -> Code:
+def _read_nvidia(compiled: Any) -> Code:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _run(knobs.nvidia.cuobjdump.path, "-res-usage", file.name)
+    registers, stack = map(int, _find(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    stream = nvidia_stream(disassemble(compiled.asm["cubin"]))
+    used = re.search(r"tcgen05\.mma|wgmma\.mma_async|mma\.sync", compiled.asm["ptx"])
+    distances = prefetch_distances(compiled.asm["ttgir"])
+    loops = [
+        Loop(mix(body, NVIDIA), overlapped(body), load_widths(body), distance, fused_masked(body))
+        for body, distance in zip(inner_loops(stream, NVIDIA, r"BRA"), [*distances, None, None])
+    ]
+    spills = spill_count(stream, r"LDL|STL")
+    return Code(registers, stack, spills, used and used.group(), advisories(compiled), loops[0], loops[1] if len(loops) > 1 else None)
+
+
+def disassemble(cubin: bytes) -> str:
+    """SASS with source lines."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = _run(knobs.nvidia.cuobjdump.path, "-res-usage", file.name)
-        listing = _run(knobs.nvidia.nvdisasm.path, "-c", file.name)
-    registers, stack = map(int, _find(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    stream = nvidia_stream(listing)
-    used = re.search(r"tcgen05\.mma|wgmma\.mma_async|mma\.sync", ptx)
-    return Code(registers, stack, spill_count(stream, r"LDL|STL"), used and used.group(), mix(inner_loop(stream, NVIDIA, r"BRA"), NVIDIA))
+        return _run(knobs.nvidia.nvdisasm.path, "-c", "-g", file.name)
 
 
 def nvidia_stream(listing: str) -> list[str | Instruction]:
-    """Labels and instructions in order."""
-    code = re.findall(r"^\s*(\.L_x_\d+):|^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);", listing, re.MULTILINE)
-    return [label or Instruction(mnemonic, operands) for label, mnemonic, operands in code]
+    """Labels and instructions in order; each instruction knows the source line above it."""
+    pattern = r"^\s*(\.L_x_\d+):|^\s*//## File \"[^\"]*\", line (\d+)|^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);"
+    stream: list[str | Instruction] = []
+    line = 0
+    for label, source, mnemonic, operands in re.findall(pattern, listing, re.MULTILINE):
+        if source:
+            line = int(source)
+        else:
+            stream.append(label or Instruction(mnemonic, operands, line))
+    return stream
+
+
+def advisories(compiled: Any) -> list[str]:
+    """Performance advisories of ptxas, as its code and what it means."""
+    from triton import knobs
+
+    capability = compiled.metadata.target.arch
+    ptxas = knobs.nvidia.ptxas_blackwell if capability >= 100 else knobs.nvidia.ptxas
+    with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
+        file.write(compiled.asm["ptx"])
+        file.flush()
+        name = f"sm_{capability}{'a' if capability >= 90 else ''}"
+        said = subprocess.run([ptxas.path, "-v", f"--gpu-name={name}", file.name, "-o", "/dev/null"], capture_output=True, text=True)
+    if said.returncode:
+        raise ValueError(f"ptxas refuses its own kernel: {said.stderr[-300:]}")
+    codes = sorted(set(re.findall(r"\bC7\d{3}\b", said.stdout + said.stderr)))
+    return [f"{code}: {SERIALISED.get(code, 'see the PTX assembler’s manual')}" for code in codes]
+
+
+def prefetch_distances(ttgir: str) -> list[int | None]:
+    """Per inner loop, how many iterations' loads are under way when a tile's own are awaited; None where nothing is loaded ahead."""
+    found: list[int | None] = []
+    for match in re.finditer(r"^( *)\S+ = scf\.for .*?\n(.*?)^\1}", ttgir, re.MULTILINE | re.DOTALL):
+        body = match.group(2)
+        waits = [int(number) for number in re.findall(r"async_wait[^\n]*num = (\d+)", body)]
+        groups = body.count("async_commit_group")
+        distances = [min(waits) // groups] if waits and groups else []
+        if "async_tma_copy_global_to_local" in body:
+            rings = [int(number) for number in re.findall(r"memdesc<(\d+)x1xi64", ttgir[: match.start()] + body)]
+            distances.append(max(rings, default=1) - 2)
+        found.append(min(distances, default=None))
+    return found
+
+
+def overlapped(body: list[Instruction]) -> int:
+    """Instructions issued while a matrix product that nobody waits for yet is under way; the loop is walked twice, to carry over."""
+    pending: set[str] = set()
+    count = 0
+    for second in (False, True):
+        for item in body:
+            if re.match(NVIDIA["matrix"], item.mnemonic):
+                pending.add("issued")
+            elif item.mnemonic.startswith("UTCBAR"):
+                pending.discard("issued")
+                pending.add(item.operands.split(",")[0])
+            elif item.mnemonic.startswith("WARPGROUP.DEPBAR") and item.operands.rstrip().endswith("0x0"):
+                pending.clear()
+            elif item.mnemonic.startswith("SYNCS.PHASECHK"):
+                barrier = item.operands.split(",")[1].strip()
+                pending = pending - {barrier} if barrier in pending else set()
+            elif second and pending:
+                count += 1
+    return 0 if any(item.mnemonic.startswith("HMMA") for item in body) else count
+
+
+def load_widths(body: list[Instruction]) -> dict[str, int]:
+    """Global loads by their width in bytes; a tensor descriptor's are whole tiles."""
+    widths: Counter[str] = Counter()
+    for item in body:
+        if item.mnemonic.startswith("UTMALDG"):
+            widths["tile"] += 1
+        elif re.match(r"LDG(?!DEPBAR)", item.mnemonic):
+            bits = re.search(r"\.(32|64|128|256)\b", item.mnemonic)
+            widths[str(int(bits.group(1)) // 8 if bits else 4)] += 1
+    return dict(widths)
+
+
+def fused_masked(body: list[Instruction]) -> list[int]:
+    """Lines where a fused multiply-add multiplies what a select with anything but 0 has just written."""
+    masked: set[str] = set()
+    lines = set()
+    for item in body:
+        registers = re.findall(r"\bR(?:\d+|Z)\b", item.operands)
+        if item.mnemonic.startswith("FFMA") and masked & set(registers[1:3]):
+            lines.add(item.line)
+        if registers:
+            masked.discard(registers[0])
+            if item.mnemonic.startswith(("FSEL", "SEL")) and "RZ" not in registers:
+                masked.add(registers[0])
+    return sorted(lines)
 
 
 def _read_amd(listing: str) -> Code:
@@ -75,8 +206,10 @@ def _read_amd(listing: str) -> Code:
     code = re.findall(r"^(\.LBB\w+):|^\s+([a-z]\w+)\s*(.*)$", listing, re.MULTILINE)
     stream = [label or Instruction(mnemonic, operands) for label, mnemonic, operands in code]
     used = re.search(r"v_mfma\w+", listing)
-    loop = mix(inner_loop(stream, AMD, r"s_c?branch"), AMD)
-    return Code(value["vgpr_count"], value["private_segment_fixed_size"], spill_count(stream, r"scratch_"), used and used.group(), loop)
+    loops = [Loop(mix(body, AMD), 0, {}) for body in inner_loops(stream, AMD, r"s_c?branch")]
+    spills = spill_count(stream, r"scratch_")
+    edge = loops[1] if len(loops) > 1 else None
+    return Code(value["vgpr_count"], value["private_segment_fixed_size"], spills, used and used.group(), [], loops[0], edge)
 
 
 def spill_count(stream: list[str | Instruction], pattern: str) -> int:
@@ -97,8 +230,8 @@ def _is(item: str | Instruction, pattern: str) -> bool:
     return isinstance(item, Instruction) and re.match(pattern, item.mnemonic) is not None
 
 
-def inner_loop(stream: list[str | Instruction], classes: dict[str, str], branch: str) -> list[Instruction]:
-    """The inner loop that matters, or everything where there is none."""
+def inner_loops(stream: list[str | Instruction], classes: dict[str, str], branch: str) -> list[list[Instruction]]:
+    """The inner loops that matter, shortest first; everything where there is none."""
     labels = {item: index for index, item in enumerate(stream) if isinstance(item, str)}
     loops = []
     for index, item in enumerate(stream):
@@ -112,8 +245,8 @@ def inner_loop(stream: list[str | Instruction], classes: dict[str, str], branch:
     done = [sum(_is(item, work) for item in body) for body in [*bodies, everything]]
     most = max(done[:-1], default=0)
     if 8 * most < done[-1]:
-        return everything  # the compiler unrolled the loop away
-    return min((body for body, count in zip(bodies, done, strict=False) if count == most), key=len)
+        return [everything]  # the compiler unrolled the loop away
+    return sorted((body for body, count in zip(bodies, done, strict=False) if count == most), key=len)
 
 
 def mix(loop: list[Instruction], classes: dict[str, str]) -> dict[str, int]:

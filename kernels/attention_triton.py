@@ -1,31 +1,38 @@
-"""The Triton kernels of tree attention: forward, dQ and dK/dV.  FlashAttention-2 over the tiles of a schedule (schedule.py).
+"""The Triton kernels of tree attention: forward, dQ and dK/dV.  FlashAttention-2 over the tiles of a schedule (schedule.py, balance.py).
 
     S = scale·QKᵀ   P = exp(S − lse)   O = P V
     dP = dO Vᵀ   Δ = rowsum(dO∘O)   dS = P∘(dP − Δ)   dQ = scale·dS K   dK = scale·dSᵀ Q   dV = Pᵀ dO
 
 Softmax runs in base 2 and log-sum-exps are stored in base 2. One program owns one query tile and query head (forward, dQ) or one key
-tile and some query heads of one key head (dK/dV), so results need no atomics; the longest tiles start first. Masked scores are a large
-negative number, not −inf: a row that has seen nothing yet then carries a finite maximum, and what it summed up is wiped out by its
-first visible key. Loops carry the next tile's bounds along instead of loading their own: an address that comes from a load in the
-same iteration would cost keys and values a stage of the pipeline.
+tile and key head (dK/dV), or a piece of its list: then it writes fp32 to a slot, and the slots of a list are put together in their
+order. Results need no atomics. Masked scores are a large negative number, not −inf: a row that has seen nothing yet then carries a finite
+maximum, and what it summed up is wiped out by its first visible key. They are masked after scaling, so that no product ever rounds them.
+Loops carry the next tile's bounds along instead of loading their own: an address that comes from a load in the same iteration would cost
+keys and values a stage of the pipeline. With TMA, tensors arrive as descriptors over [N, row], where row is all heads of a token.
 Legend: N tokens, H heads, D head dim; `*_n` and `*_h` are strides over tokens and heads, the last one is 1; LSE and Δ are [H, N].
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dccot.kernels import balance
+from dccot.kernels.balance import Plan
 from dccot.kernels.mask import TreeMask
-from dccot.kernels.schedule import Schedule, build
+from dccot.kernels.schedule import build
 from dccot.kernels.tuning import Tile, architecture, tile_for
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MASKED = tl.constexpr(-1.0e30)
 # What changes with the tree is no part of a kernel's identity: neither values nor alignment may compile it again.
-DYNAMIC = ["N", "starts", "stops", "firsts", "middles", "lasts", "tile_start", "tile_stop"]
+DYNAMIC = ["N", "starts", "stops", "slots", "firsts", "middles", "lasts", "tile_start", "tile_stop"]
 
 
 @triton.jit
@@ -49,9 +56,26 @@ def _rows(base, stride, start, N, ROWS: tl.constexpr, D: tl.constexpr, CLAMPED: 
 
 
 @triton.jit
+def _load(source, n, h, head, start, N, ROWS: tl.constexpr, D: tl.constexpr, CLAMPED: tl.constexpr, TMA: tl.constexpr):
+    """`ROWS` rows of one head, from a descriptor (rows past the end are 0) or from a tensor with these strides."""
+    if TMA:
+        rows = source.load([start, head * h])
+    else:
+        rows = tl.load(_rows(source + head * h, n, start, N, ROWS, D, CLAMPED))
+    return rows
+
+
+@triton.jit
 def _store(base, stride, start, stop, N, value, ROWS: tl.constexpr, D: tl.constexpr):
     inside = start + tl.arange(0, ROWS) < stop
     tl.store(_rows(base, stride, start, N, ROWS, D, False), value.to(base.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def _slot(base, slot, head, ROWS: tl.constexpr, D: tl.constexpr):
+    """Pointers to one head of a slot, [ROWS, D]; slots are [slots, heads, ROWS, D]."""
+    tile = (slot * tl.num_programs(0) + head).to(tl.int64) * ROWS * D
+    return base + tile + (tl.arange(0, ROWS)[:, None] * D + tl.arange(0, D)[None, :])
 
 
 @triton.jit
@@ -63,22 +87,26 @@ def _visible_until(visible_until, start, stop, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _attend(
-    best, total, acc, q, k_base, v_base, k_n, v_n, visible_until, tile_start, tile_stop, first, last, queries, N, scale,
-    BLOCK_K: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, UPCAST: tl.constexpr,
+    best, total, acc, q, K, V, k_n, k_h, v_n, v_h, head, visible_until, tile_start, tile_stop, first, last, queries, N, scale,
+    BLOCK_K: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     start, stop = tl.load(tile_start + first), tl.load(tile_stop + first)
     for index in tl.range(first, last):
         next_start, next_stop = tl.load(tile_start + index + 1), tl.load(tile_stop + index + 1)
-        k = tl.load(_rows(k_base, k_n, start, N, BLOCK_K, D, EDGE))
+        k = _load(K, k_n, k_h, head, start, N, BLOCK_K, D, EDGE, TMA)
         scores = _dot(q, k.T, None, UPCAST)
         if EDGE:
             keys, until = _visible_until(visible_until, start, stop, BLOCK_K)
-            scores = tl.where((keys[None, :] <= queries[:, None]) & (queries[:, None] < until[None, :]), scores, MASKED / scale)
-        higher = tl.maximum(best, tl.max(scores, 1) * scale)
-        p = tl.math.exp2(scores * scale - higher[:, None])
+            visible = (keys[None, :] <= queries[:, None]) & (queries[:, None] < until[None, :])
+            scores = tl.where(visible, scores * scale, MASKED)
+            higher = tl.maximum(best, tl.max(scores, 1))
+            p = tl.math.exp2(scores - higher[:, None])
+        else:
+            higher = tl.maximum(best, tl.max(scores, 1) * scale)
+            p = tl.math.exp2(scores * scale - higher[:, None])
         shrink = tl.math.exp2(best - higher)
         total = total * shrink + tl.sum(p, 1)
-        v = tl.load(_rows(v_base, v_n, start, N, BLOCK_K, D, EDGE))
+        v = _load(V, v_n, v_h, head, start, N, BLOCK_K, D, EDGE, TMA)
         acc = _dot(p.to(v.dtype), v, acc * shrink[:, None], UPCAST)
         best, start, stop = higher, next_start, next_stop
     return best, total, acc
@@ -86,42 +114,77 @@ def _attend(
 
 @triton.jit(do_not_specialize=DYNAMIC)
 def forward_kernel(
-    Q, K, V, OUT, LSE, visible_until, starts, stops, firsts, middles, lasts, tile_start, tile_stop, N, scale,
+    Q, K, V, OUT, LSE, PART, PART_LSE, visible_until, starts, stops, slots, firsts, middles, lasts, tile_start, tile_stop, N, scale,
     q_n, q_h, k_n, k_h, v_n, v_h, o_n, o_h,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     head, program = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(starts + program), tl.load(stops + program)
     first, middle, last = tl.load(firsts + program), tl.load(middles + program), tl.load(lasts + program)
     queries = start + tl.arange(0, BLOCK_Q)
-    q = tl.load(_rows(Q + head * q_h, q_n, start, N, BLOCK_Q, D, True))
-    k_base, v_base = K + head // GROUP * k_h, V + head // GROUP * v_h
+    q = _load(Q, q_n, q_h, head, start, N, BLOCK_Q, D, True, TMA)
     scale *= LOG2_E
     best = tl.full([BLOCK_Q], MASKED, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, D], tl.float32)
     best, total, acc = _attend(
-        best, total, acc, q, k_base, v_base, k_n, v_n, visible_until, tile_start, tile_stop, first, middle, queries, N, scale,
-        BLOCK_K, D, False, UPCAST,
+        best, total, acc, q, K, V, k_n, k_h, v_n, v_h, head // GROUP, visible_until, tile_start, tile_stop, first, middle, queries, N,
+        scale, BLOCK_K, D, False, UPCAST, TMA,
     )  # fmt: skip
     best, total, acc = _attend(
-        best, total, acc, q, k_base, v_base, k_n, v_n, visible_until, tile_start, tile_stop, middle, last, queries, N, scale,
-        BLOCK_K, D, True, UPCAST,
+        best, total, acc, q, K, V, k_n, k_h, v_n, v_h, head // GROUP, visible_until, tile_start, tile_stop, middle, last, queries, N,
+        scale, BLOCK_K, D, True, UPCAST, TMA,
     )  # fmt: skip
+    lse, out, slot = best + tl.math.log2(total), acc / total[:, None], tl.load(slots + program)
+    if slot < 0:
+        tl.store(LSE + head * N + queries, lse, mask=queries < stop)
+        _store(OUT + head * o_h, o_n, start, stop, N, out, BLOCK_Q, D)
+    else:
+        tl.store(PART_LSE + (slot * tl.num_programs(0) + head) * BLOCK_Q + tl.arange(0, BLOCK_Q), lse)
+        tl.store(_slot(PART, slot, head, BLOCK_Q, D), out)
+
+
+@triton.jit(do_not_specialize=DYNAMIC)
+def merge_kernel(PART, PART_LSE, OUT, LSE, starts, stops, firsts, lasts, N, o_n, o_h, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Output and log-sum-exp of one query tile from those of the pieces of its list."""
+    head, program = tl.program_id(0), tl.program_id(1)
+    start, stop = tl.load(starts + program), tl.load(stops + program)
+    best = tl.full([BLOCK], MASKED, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK, D], tl.float32)
+    for slot in tl.range(tl.load(firsts + program), tl.load(lasts + program)):
+        lse = tl.load(PART_LSE + (slot * tl.num_programs(0) + head) * BLOCK + tl.arange(0, BLOCK))
+        higher = tl.maximum(best, lse)
+        shrink, weight = tl.math.exp2(best - higher), tl.math.exp2(lse - higher)
+        total = total * shrink + weight
+        acc = acc * shrink[:, None] + tl.load(_slot(PART, slot, head, BLOCK, D)) * weight[:, None]
+        best = higher
+    queries = start + tl.arange(0, BLOCK)
     tl.store(LSE + head * N + queries, best + tl.math.log2(total), mask=queries < stop)
-    _store(OUT + head * o_h, o_n, start, stop, N, acc / total[:, None], BLOCK_Q, D)
+    _store(OUT + head * o_h, o_n, start, stop, N, acc / total[:, None], BLOCK, D)
+
+
+@triton.jit(do_not_specialize=DYNAMIC)
+def sum_kernel(PART, OUT, starts, stops, firsts, lasts, N, o_n, o_h, D: tl.constexpr, BLOCK: tl.constexpr):
+    """One tile of a gradient from the pieces of its list, added in their order."""
+    head, program = tl.program_id(0), tl.program_id(1)
+    start, stop = tl.load(starts + program), tl.load(stops + program)
+    total = tl.zeros([BLOCK, D], tl.float32)
+    for slot in tl.range(tl.load(firsts + program), tl.load(lasts + program)):
+        total += tl.load(_slot(PART, slot, head, BLOCK, D))
+    _store(OUT + head * o_h, o_n, start, stop, N, total, BLOCK, D)
 
 
 @triton.jit
 def _grad_query(
-    dq, q, grad, lse, delta, k_base, v_base, k_n, v_n, visible_until, tile_start, tile_stop, first, last, queries, N, scale,
-    BLOCK_K: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, UPCAST: tl.constexpr,
+    dq, q, grad, lse, delta, K, V, k_n, k_h, v_n, v_h, head, visible_until, tile_start, tile_stop, first, last, queries, N, scale,
+    BLOCK_K: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     start, stop = tl.load(tile_start + first), tl.load(tile_stop + first)
     for index in tl.range(first, last):
         next_start, next_stop = tl.load(tile_start + index + 1), tl.load(tile_stop + index + 1)
-        k = tl.load(_rows(k_base, k_n, start, N, BLOCK_K, D, EDGE))
-        v = tl.load(_rows(v_base, v_n, start, N, BLOCK_K, D, EDGE))
+        k = _load(K, k_n, k_h, head, start, N, BLOCK_K, D, EDGE, TMA)
+        v = _load(V, v_n, v_h, head, start, N, BLOCK_K, D, EDGE, TMA)
         p = tl.math.exp2(_dot(q, k.T, None, UPCAST) * scale - lse[:, None])
         if EDGE:
             keys, until = _visible_until(visible_until, start, stop, BLOCK_K)
@@ -134,55 +197,58 @@ def _grad_query(
 
 @triton.jit(do_not_specialize=DYNAMIC)
 def grad_query_kernel(
-    Q, K, V, OUT, GRAD, LSE, DELTA, DQ, visible_until, starts, stops, firsts, middles, lasts, tile_start, tile_stop, N, scale,
+    Q, K, V, OUT, GRAD, LSE, DELTA, DQ, PART, visible_until, starts, stops, slots, firsts, middles, lasts, tile_start, tile_stop, N, scale,
     q_n, q_h, k_n, k_h, v_n, v_h, o_n, o_h, g_n, g_h, dq_n, dq_h,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dQ, and Δ on the way, which the dK/dV kernel reads."""
     head, program = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(starts + program), tl.load(stops + program)
     first, middle, last = tl.load(firsts + program), tl.load(middles + program), tl.load(lasts + program)
     queries = start + tl.arange(0, BLOCK_Q)
-    q = tl.load(_rows(Q + head * q_h, q_n, start, N, BLOCK_Q, D, True))
-    grad = tl.load(_rows(GRAD + head * g_h, g_n, start, N, BLOCK_Q, D, True))
+    q = _load(Q, q_n, q_h, head, start, N, BLOCK_Q, D, True, TMA)
+    grad = _load(GRAD, g_n, g_h, head, start, N, BLOCK_Q, D, True, TMA)
     out = tl.load(_rows(OUT + head * o_h, o_n, start, N, BLOCK_Q, D, True))
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
     tl.store(DELTA + head * N + queries, delta, mask=queries < stop)
     lse = tl.load(LSE + head * N + tl.minimum(queries, N - 1))
-    k_base, v_base = K + head // GROUP * k_h, V + head // GROUP * v_h
     dq = tl.zeros([BLOCK_Q, D], tl.float32)
     dq = _grad_query(
-        dq, q, grad, lse, delta, k_base, v_base, k_n, v_n, visible_until, tile_start, tile_stop, first, middle, queries, N, scale * LOG2_E,
-        BLOCK_K, D, False, UPCAST,
+        dq, q, grad, lse, delta, K, V, k_n, k_h, v_n, v_h, head // GROUP, visible_until, tile_start, tile_stop, first, middle, queries, N,
+        scale * LOG2_E, BLOCK_K, D, False, UPCAST, TMA,
     )  # fmt: skip
     dq = _grad_query(
-        dq, q, grad, lse, delta, k_base, v_base, k_n, v_n, visible_until, tile_start, tile_stop, middle, last, queries, N, scale * LOG2_E,
-        BLOCK_K, D, True, UPCAST,
+        dq, q, grad, lse, delta, K, V, k_n, k_h, v_n, v_h, head // GROUP, visible_until, tile_start, tile_stop, middle, last, queries, N,
+        scale * LOG2_E, BLOCK_K, D, True, UPCAST, TMA,
     )  # fmt: skip
-    _store(DQ + head * dq_h, dq_n, start, stop, N, dq * scale, BLOCK_Q, D)
+    slot = tl.load(slots + program)
+    if slot < 0:
+        _store(DQ + head * dq_h, dq_n, start, stop, N, dq * scale, BLOCK_Q, D)
+    else:
+        tl.store(_slot(PART, slot, head, BLOCK_Q, D), dq * scale)
 
 
 @triton.jit
 def _grad_key(
     dk, dv, k, v, Q, GRAD, LSE, DELTA, q_n, q_h, g_n, g_h, tile_start, tile_stop, first, last, head, keys, until, N, scale,
-    HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, UPCAST: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     # One loop over tiles and heads: nested ones would drain the pipeline, and empty the accumulators, once per head.
-    start = tl.load(tile_start + first)
-    for index in tl.range(first * HEADS, last * HEADS):
-        next_start = tl.load(tile_start + (index + 1) // HEADS)
-        h = head + index % HEADS
+    start = tl.load(tile_start + first // GROUP)
+    for index in tl.range(first, last):
+        next_start = tl.load(tile_start + (index + 1) // GROUP)
+        h = head + index % GROUP
         queries = start + tl.arange(0, BLOCK_Q)
         rows = h * N + (tl.minimum(queries, N - 1) if EDGE else queries)
-        q = tl.load(_rows(Q + h * q_h, q_n, start, N, BLOCK_Q, D, EDGE))
+        q = _load(Q, q_n, q_h, h, start, N, BLOCK_Q, D, EDGE, TMA)
         scores = _dot(k, q.T, None, UPCAST)
         # Row statistics are loaded as late as possible: in this orientation each thread holds one for every column.
         lse = tl.load(LSE + rows)
         p = tl.math.exp2(scores * scale - lse[None, :])
         if EDGE:
-            within = tl.minimum(until, tl.load(tile_stop + index // HEADS))  # later queries belong to the next tile
+            within = tl.minimum(until, tl.load(tile_stop + index // GROUP))  # later queries belong to the next tile
             p = tl.where((keys[:, None] <= queries[None, :]) & (queries[None, :] < within[:, None]), p, 0.0)
-        grad = tl.load(_rows(GRAD + h * g_h, g_n, start, N, BLOCK_Q, D, EDGE))
+        grad = _load(GRAD, g_n, g_h, h, start, N, BLOCK_Q, D, EDGE, TMA)
         dv = _dot(p.to(grad.dtype), grad, dv, UPCAST)
         dp = _dot(v, grad.T, None, UPCAST)
         delta = tl.load(DELTA + rows)
@@ -194,41 +260,49 @@ def _grad_key(
 
 @triton.jit(do_not_specialize=DYNAMIC)
 def grad_key_kernel(
-    Q, K, V, GRAD, LSE, DELTA, DK, DV, visible_until, starts, stops, firsts, middles, lasts, tile_start, tile_stop, N, scale,
-    q_n, q_h, k_n, k_h, v_n, v_h, g_n, g_h, dk_n, dk_h, dv_n, dv_h,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+    Q, K, V, GRAD, LSE, DELTA, DK, DV, PART_K, PART_V, visible_until, starts, stops, slots, firsts, middles, lasts, tile_start, tile_stop,
+    N, scale, q_n, q_h, k_n, k_h, v_n, v_h, g_n, g_h, dk_n, dk_h, dv_n, dv_h,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one key tile, summed over HEADS of the GROUP query heads that share a key head."""
-    part, program = tl.program_id(0), tl.program_id(1)
+    """dK and dV of one key tile, summed over the GROUP query heads that share its key head: a visit is a query tile and one of them."""
+    key_head, program = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(starts + program), tl.load(stops + program)
     first, middle, last = tl.load(firsts + program), tl.load(middles + program), tl.load(lasts + program)
     keys, until = _visible_until(visible_until, start, stop, BLOCK_K)
-    head = part * HEADS
-    k = tl.load(_rows(K + head // GROUP * k_h, k_n, start, N, BLOCK_K, D, True))
-    v = tl.load(_rows(V + head // GROUP * v_h, v_n, start, N, BLOCK_K, D, True))
+    head = key_head * GROUP
+    k = _load(K, k_n, k_h, key_head, start, N, BLOCK_K, D, True, TMA)
+    v = _load(V, v_n, v_h, key_head, start, N, BLOCK_K, D, True, TMA)
     dk = tl.zeros([BLOCK_K, D], tl.float32)
     dv = tl.zeros([BLOCK_K, D], tl.float32)
     dk, dv = _grad_key(
         dk, dv, k, v, Q, GRAD, LSE, DELTA, q_n, q_h, g_n, g_h, tile_start, tile_stop, first, middle, head, keys, until, N, scale * LOG2_E,
-        HEADS, BLOCK_Q, D, False, UPCAST,
+        GROUP, BLOCK_Q, D, False, UPCAST, TMA,
     )  # fmt: skip
     dk, dv = _grad_key(
         dk, dv, k, v, Q, GRAD, LSE, DELTA, q_n, q_h, g_n, g_h, tile_start, tile_stop, middle, last, head, keys, until, N, scale * LOG2_E,
-        HEADS, BLOCK_Q, D, True, UPCAST,
+        GROUP, BLOCK_Q, D, True, UPCAST, TMA,
     )  # fmt: skip
-    _store(DK + part * dk_h, dk_n, start, stop, N, dk * scale, BLOCK_K, D)
-    _store(DV + part * dv_h, dv_n, start, stop, N, dv, BLOCK_K, D)
+    slot = tl.load(slots + program)
+    if slot < 0:
+        _store(DK + key_head * dk_h, dk_n, start, stop, N, dk * scale, BLOCK_K, D)
+        _store(DV + key_head * dv_h, dv_n, start, stop, N, dv, BLOCK_K, D)
+    else:
+        tl.store(_slot(PART_K, slot, key_head, BLOCK_K, D), dk * scale)
+        tl.store(_slot(PART_V, slot, key_head, BLOCK_K, D), dv)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> tuple[Tensor, Tensor]:
     """q [N, Hq, D], k and v [N, Hk, D] → output [N, Hq, D] and log-sum-exp [Hq, N] in base 2."""
     tile, (tokens, heads, dim) = _tile_for("forward", q), q.shape
     out, lse = q.new_empty(q.shape), q.new_empty(heads, tokens, dtype=torch.float32)
-    lists = _schedule(mask, tile).by_query
-    forward_kernel[heads, len(lists.start)](
-        q, k, v, out, lse, mask.visible_until, *lists, tokens, scale, *_strides(q, k, v, out),
-        heads // k.shape[1], dim, tile.block_q, tile.block_k, _upcast(q), num_warps=tile.warps, num_stages=tile.stages,
+    plan = _plan(mask, tile, "by_query", heads, 1)
+    part, part_lse = _slots(plan, lse, heads, tile.block_q, dim), _slots(plan, lse, heads, tile.block_q)
+    forward_kernel[heads, len(plan.programs.start)](
+        *_sources(tile, q=(q,), k=(k, v)), out, lse, part, part_lse, mask.visible_until, *plan.programs, tokens, scale,
+        *_strides(q, k, v, out), heads // k.shape[1], dim, *_constants(tile, q, k, v), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    if plan.slots:
+        merge_kernel[heads, len(plan.merges.start)](part, part_lse, out, lse, *plan.merges, tokens, *_strides(out), dim, tile.block_q)
     return out, lse
 
 
@@ -237,44 +311,78 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = grad.contiguous()
     (tokens, heads, dim), key_heads = q.shape, k.shape[1]
-    group = heads // key_heads
-    dq, delta = q.new_empty(q.shape), torch.empty_like(lse)
+    dq, dk, dv, delta = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), torch.empty_like(lse)
     tile = _tile_for("grad_query", q)
-    lists = _schedule(mask, tile).by_query
-    grad_query_kernel[heads, len(lists.start)](
-        q, k, v, out, grad, lse, delta, dq, mask.visible_until, *lists, tokens, scale, *_strides(q, k, v, out, grad, dq),
-        group, dim, tile.block_q, tile.block_k, _upcast(q), num_warps=tile.warps, num_stages=tile.stages,
+    plan = _plan(mask, tile, "by_query", heads, 1)
+    part = _slots(plan, lse, heads, tile.block_q, dim)
+    (described_q, described_grad, *described_kv) = _sources(tile, q=(q, grad), k=(k, v))
+    grad_query_kernel[heads, len(plan.programs.start)](
+        described_q, *described_kv, out, described_grad, lse, delta, dq, part, mask.visible_until, *plan.programs, tokens, scale,
+        *_strides(q, k, v, out, grad, dq), heads // key_heads, dim, *_constants(tile, q, grad, k, v),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    _sum_slots(plan, part, dq, tile.block_q)
     tile = _tile_for("grad_key", q)
-    lists = _schedule(mask, tile).by_key
-    parts = _parts(len(lists.start) * key_heads, group, q.device)
-    dk, dv = (x.new_empty(tokens, key_heads * parts, dim, dtype=torch.float32 if parts > 1 else x.dtype) for x in (k, v))
-    grad_key_kernel[key_heads * parts, len(lists.start)](
-        q, k, v, grad, lse, delta, dk, dv, mask.visible_until, *lists, tokens, scale, *_strides(q, k, v, grad, dk, dv),
-        group, group // parts, dim, tile.block_q, tile.block_k, _upcast(q), num_warps=tile.warps, num_stages=tile.stages,
+    plan = _plan(mask, tile, "by_key", key_heads, heads // key_heads)
+    part_k, part_v = (_slots(plan, lse, key_heads, tile.block_k, dim) for _ in range(2))
+    (described_q, described_grad, *described_kv) = _sources(tile, q=(q, grad), k=(k, v))
+    grad_key_kernel[key_heads, len(plan.programs.start)](
+        described_q, *described_kv, described_grad, lse, delta, dk, dv, part_k, part_v, mask.visible_until, *plan.programs, tokens, scale,
+        *_strides(q, k, v, grad, dk, dv), heads // key_heads, dim, *_constants(tile, q, grad, k, v),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    if parts > 1:
-        dk, dv = (x.view(tokens, key_heads, parts, dim).sum(2).to(q.dtype) for x in (dk, dv))
+    _sum_slots(plan, part_k, dk, tile.block_k)
+    _sum_slots(plan, part_v, dv, tile.block_k)
     return dq, dk, dv
+
+
+def _sum_slots(plan: Plan, part: Tensor, out: Tensor, block: int) -> None:
+    if plan.slots:
+        sum_kernel[out.shape[1], len(plan.merges.start)](part, out, *plan.merges, len(out), *_strides(out), out.shape[2], block)
 
 
 def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:2]]
 
 
-def _schedule(mask: TreeMask, tile: Tile) -> Schedule:
-    return mask.derive((tile.block_q, tile.block_k), lambda: build(mask.visible_until, tile.block_q, tile.block_k))
+def _slots(plan: Plan, like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(plan.slots, *shape)
+
+
+def _plan(mask: TreeMask, tile: Tile, side: Literal["by_query", "by_key"], copies: int, repeat: int) -> Plan:
+    blocks, device = (tile.block_q, tile.block_k), mask.visible_until.device
+    schedule = mask.derive(blocks, lambda: build(mask.visible_until, *blocks))
+    make = lambda: balance.plan(getattr(schedule, side), _processors(device), copies, repeat, device)
+    return mask.derive((*blocks, side, copies, repeat), make)
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _tile_for(kernel: str, q: Tensor) -> Tile:
     return tile_for(kernel, architecture(q.device), q.shape[-1], q.dtype)
 
 
-def _upcast(q: Tensor) -> bool:
-    return q.device.type == "cpu" and q.dtype == torch.bfloat16
+def _constants(tile: Tile, *described: Tensor) -> tuple[int, int, bool, bool]:
+    """BLOCK_Q, BLOCK_K, UPCAST and TMA."""
+    q = described[0]
+    return tile.block_q, tile.block_k, q.device.type == "cpu" and q.dtype == torch.bfloat16, _use_tma(tile, described)
 
 
-def _parts(programs: int, group: int, device: torch.device) -> int:
-    """Into how many programs the query heads of a key head are divided: the fewest that give every multiprocessor two."""
-    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return next((parts for parts in range(1, group) if group % parts == 0 and programs * parts >= wanted), group)
+def _sources(tile: Tile, q: tuple[Tensor, ...], k: tuple[Tensor, ...]) -> list:
+    """What the kernels read tiles of queries and of keys from: descriptors or the tensors themselves."""
+    if not _use_tma(tile, q + k):
+        return [*q, *k]
+    return [_descriptor(x, block) for tensors, block in ((q, tile.block_q), (k, tile.block_k)) for x in tensors]
+
+
+def _use_tma(tile: Tile, tensors: Sequence[Tensor]) -> bool:
+    """TMA wants rows that hold all heads of a token and start on 16 bytes; other layouts use plain pointers."""
+    row = lambda x: (x.shape[1] - 1) * x.stride(1) + x.shape[2]
+    return tile.tma and all(row(x) <= x.stride(0) and x.stride(0) * x.itemsize % 16 == x.data_ptr() % 16 == 0 for x in tensors)
+
+
+def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
+    tokens, heads, dim = x.shape
+    return TensorDescriptor(x, [tokens, (heads - 1) * x.stride(1) + dim], [x.stride(0), 1], [block, dim])

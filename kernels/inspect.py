@@ -1,13 +1,13 @@
-"""Compiles every kernel for GPUs that are not here, and reads what the compiler made of it.
+"""The critic: compiles every kernel for GPUs that are not here, reads the machine code, says what is wrong, and predicts the speed.
 
     dccot inspect                                     # the whole table: sm_80, sm_90, sm_100, gfx942
-    dccot inspect --arch sm_90 --json inspect.json
+    dccot inspect --arch sm_90 --tree shared-7x200 --json inspect.json --roofline roofline.png
+    dccot inspect --sweep --arch sm_90                # tile sizes, warps and stages, ranked by the prediction
+    dccot inspect --sass forward --arch sm_90         # machine code of the inner loops beside its source lines
+    dccot inspect --diff HEAD~1 HEAD                  # two commits (or two JSON files), kernel by kernel
 
-Per kernel: registers, spills (stack frame, local loads and stores), shared memory, resident warps, the matrix instructions used, the
-instruction mix of the inner loop over unmasked tiles, and what bounds that loop. The bound is an estimate: cycles a multiprocessor needs
-per iteration for matrix products, for exponentials, for issuing all instructions and for memory (a tile from L2, logits from DRAM);
-the largest wins.
-Triton compiles without a GPU, and its package brings ptxas, cuobjdump and nvdisasm along.
+Per kernel: registers, spills, shared memory, resident warps, matrix instructions, the instruction mix of the loop over unmasked tiles, how
+many iterations loads run ahead, the cost of a masked tile, what bounds the loop (predict.py) and TFLOP/s on the visible pairs of a tree.
 """
 
 from __future__ import annotations
@@ -16,35 +16,23 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from dccot.kernels import assembly
-from dccot.kernels.gpus import Gpu, of_architecture
-from dccot.kernels.tuning import ATTENTION_KERNELS, STRETCH, STRETCH_WARPS, TABLE, Tile
+from torch import Tensor
+
+from dccot.files import write_atomic
+from dccot.kernels import trees
+from dccot.kernels.compiling import Configuration, Examined, configurations, examine
+from dccot.kernels.gpus import GPUS, Gpu, of_architecture
+from dccot.kernels.predict import Prediction, backward_tflops, cycles, predict
+from dccot.kernels.tuning import TABLE
 
 DEFAULT_ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
-GROUP = 6  # query heads per key head; it does not change what is compiled but for two divisions
-
-
 TENSOR_MEMORY_COLUMNS = 512  # of a Blackwell multiprocessor
-
-
-@dataclass(frozen=True)
-class Configuration:
-    kernel: str
-    arch: str
-    head_dim: int = 0  # 0: the LM head's kernels have none
-    tile: Tile | None = None
-    dtype: str = "bf16"
-
-    def __str__(self) -> str:
-        if self.tile is None:
-            return f"{self.arch} {self.kernel}"
-        return f"{self.arch} {self.kernel} head_dim {self.head_dim} {self.tile.block_q}×{self.tile.block_k}"
 
 
 @dataclass(frozen=True)
@@ -58,154 +46,179 @@ class Report:
     warps: int
     occupancy: float
     matrix_instruction: str | None
-    loop: dict[str, int]  # instructions of the inner loop by class
+    loop: dict[str, int]  # instructions of the inner loop over unmasked tiles, by class
+    edge_loop: dict[str, int] | None
+    load_bytes: dict[str, int]
+    prefetch: list[int | None]  # per inner loop
     cycles: dict[str, float]  # estimated, per iteration of the inner loop
     bound: str
+    findings: list[str]
+    prediction: Prediction | None = None
 
 
-def configurations(archs: Iterable[str] = DEFAULT_ARCHITECTURES) -> list[Configuration]:
-    """Everything that ships: the attention table for each architecture, and the two kernels of the LM head."""
-    found = []
-    for arch in archs:
-        if arch not in TABLE:
-            raise ValueError(f"unknown architecture {arch!r}: choose from {', '.join(TABLE)}")
-        for head_dim, tiles in TABLE[arch].items():
-            found += [Configuration(kernel, arch, head_dim, tile) for kernel, tile in zip(ATTENTION_KERNELS, tiles, strict=True)]
-        found += [Configuration("statistics", arch), Configuration("gradient", arch)]
-    return found
+@dataclass(frozen=True)
+class Workload:
+    """What predictions are made for."""
+
+    tree: str = "paper"
+    tokens: int = 16_384
+    heads: int = 12
+    key_heads: int = 2
+
+    def visible_until(self) -> Tensor:
+        return trees.tree(self.tree, self.tokens)
 
 
-def inspect(configs: list[Configuration]) -> list[Report]:
+def inspect(configs: Sequence[Configuration], workload: Workload | None = None) -> list[Report]:
     """Compiles on all cores; what was compiled before comes from Triton's cache."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("TRITON_INTERPRET=1 replaces the compiler by an interpreter: unset it to inspect compiled kernels")
     with ProcessPoolExecutor(min(len(configs), os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        return list(pool.map(inspect_one, configs))
+        examined = list(pool.map(examine, configs))
+    visible_until = workload.visible_until() if workload else None
+    return [report(config, each, visible_until, workload or Workload()) for config, each in zip(configs, examined, strict=True)]
 
 
-def inspect_one(config: Configuration) -> Report:
-    compiled = compile_kernel(config)
-    code = assembly.read(compiled)
-    machine = of_architecture(config.arch)
-    warps = config.tile.warps if config.tile else STRETCH_WARPS
-    programs = _resident(machine, warps, code.registers, compiled.metadata.shared, getattr(compiled.metadata, "tmem_size", 0) or 0)
-    cycles = _cycles(config, machine, warps, code.loop)
+def report(config: Configuration, examined: Examined, visible_until: Tensor | None, workload: Workload) -> Report:
+    code, gpu = examined.code, of_architecture(config.arch)
+    programs = resident(gpu, config.warps, examined)
+    estimated = cycles(config, gpu, code.loop, programs)
+    prediction = None
+    if visible_until is not None and config.tile and programs:
+        prediction = predict(config, examined, programs, gpu, visible_until, workload.heads, workload.key_heads)
     return Report(
-        config, code.registers, code.stack, code.spill_instructions, compiled.metadata.shared, programs, programs * warps,
-        programs * warps / machine.max_warps, code.matrix_instruction, code.loop, cycles, max(cycles, key=lambda name: cycles[name]),
+        config, code.registers, code.stack, code.spill_instructions, examined.shared_memory, programs, programs * config.warps,
+        programs * config.warps / gpu.max_warps, code.matrix_instruction, code.loop.mix, code.edge.mix if code.edge else None,
+        code.loop.load_bytes, [loop.prefetch for loop in (code.loop, code.edge) if loop], estimated,
+        max(estimated, key=lambda name: estimated[name]), criticise(config, examined, programs), prediction,
     )  # fmt: skip
 
 
-def compile_kernel(config: Configuration):
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    from dccot.kernels import attention_triton, logprob_triton
-
-    module = attention_triton if config.tile else logprob_triton
-    kernel = getattr(module, f"{config.kernel}_kernel")
-    signature = {name: _type(name, config.dtype) for name in kernel.arg_names}
-    # What the launcher finds out about its arguments: tensors and their strides are multiples of 16, the rest may be anything.
-    known = [p.name for p in kernel.params if not p.do_not_specialize]
-    aligned = [name for name in known if signature[name][0] == "*" or name.endswith(("_n", "_h", "_stride"))]
-    constants = {"BLOCK": STRETCH}
-    if config.tile:
-        sizes = {"D": config.head_dim, "BLOCK_Q": config.tile.block_q, "BLOCK_K": config.tile.block_k}
-        constants = {"GROUP": GROUP, "HEADS": GROUP, "UPCAST": False} | sizes
-    source = triton.compiler.ASTSource(
-        kernel, signature,
-        {name: value for name, value in constants.items() if name in signature},
-        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )  # fmt: skip
-    target = GPUTarget("hip", config.arch, 64) if config.arch.startswith("gfx") else GPUTarget("cuda", int(config.arch[3:]), 32)
-    options = {"num_warps": config.tile.warps, "num_stages": config.tile.stages} if config.tile else {"num_warps": STRETCH_WARPS}
-    return triton.compile(source, target=target, options=options)
+def criticise(config: Configuration, examined: Examined, programs: int) -> list[str]:
+    """What is wrong, each in a sentence."""
+    code, nvidia = examined.code, not config.arch.startswith("gfx")
+    found = [f"ptxas {advisory}" for advisory in code.advisories]
+    if code.stack or code.spill_instructions:
+        found.append(f"{code.stack} bytes of registers spill ({code.spill_instructions} instructions): use smaller tiles or more warps")
+    if not programs:
+        found.append(f"no multiprocessor has room for it ({examined.shared_memory / 1024:.0f} KB of shared memory): use fewer stages")
+    for name, loop in (("full", code.loop), ("edge", code.edge)):
+        if loop is None or not nvidia:
+            continue
+        if config.tile and loop.prefetch == 0:
+            found.append(f"the {name} loop waits for the tile it has just requested: add a stage")
+        if not {"16", "32", "tile"} & set(loop.load_bytes):
+            found.append(f"the {name} loop loads no vectors of 16 bytes ({loop.load_bytes}): something is not known to be a multiple of 16")
+        found += [f"line {line}: a fused multiply-add takes a masked score, which may overflow" for line in loop.fused_masked]
+    return found
 
 
-def _type(argument: str, dtype: str) -> str:
-    """Triton's type of a kernel argument, by the naming rule of the kernels: UPPER tensors of numbers, lower integers."""
-    if argument in ("Q", "K", "V", "OUT", "GRAD", "DQ", "DK", "DV"):
-        return f"*{dtype}"
-    if argument in ("LSE", "DELTA", "LOGITS", "STATISTICS", "ROW_VALUES"):
-        return "*fp32"
-    if argument in ("visible_until", "starts", "stops", "firsts", "middles", "lasts", "tile_start", "tile_stop"):
-        return "*i32"
-    if argument == "targets":
-        return "*i64"
-    if argument in ("scale", "inverse_temperature"):
-        return "fp32"
-    return "i32" if argument == "N" or argument.islower() or argument.endswith(("_n", "_h")) else "constexpr"
-
-
-def _resident(machine: Gpu, warps: int, registers: int, shared_memory: int, tensor_memory: int) -> int:
+def resident(gpu: Gpu, warps: int, examined: Examined) -> int:
     """Programs that fit on a multiprocessor at once."""
-    granted = -(registers // -8) * 8 * machine.threads_per_warp * warps
-    limits = [machine.max_warps // warps, machine.registers // granted, machine.shared_memory // (shared_memory + 1024)]
-    if machine.threads_per_warp == 64:
-        limits[2] = machine.shared_memory // max(shared_memory, 1)
-    if tensor_memory:
-        limits.append(TENSOR_MEMORY_COLUMNS // tensor_memory)
+    granted = -(examined.code.registers // -8) * 8 * gpu.threads_per_warp * warps
+    reserved = 1024 if gpu.threads_per_warp == 32 else 0
+    limits = [gpu.max_warps // warps, gpu.registers // granted, gpu.shared_memory // max(examined.shared_memory + reserved, 1)]
+    if examined.tensor_memory:
+        limits.append(TENSOR_MEMORY_COLUMNS // examined.tensor_memory)
     return min(limits)
 
 
-def _cycles(config: Configuration, machine: Gpu, warps: int, loop: dict[str, int]) -> dict[str, float]:
-    """Estimated cycles of a multiprocessor per iteration of the inner loop, by what they are spent on."""
-    lanes = warps * machine.threads_per_warp
-    cycles = {
-        "exponential": loop["special"] * lanes / machine.exponentials,
-        "issue": sum(loop.values()) * warps / machine.issue,
-    }
-    if config.tile is None:
-        return cycles | {"memory": 4 * STRETCH * (2 if config.kernel == "gradient" else 1) / machine.dram_bytes}
-    products = {"forward": 2, "grad_query": 3, "grad_key": 4}[config.kernel]
-    streamed = config.tile.block_q if config.kernel == "grad_key" else config.tile.block_k
-    pairs = config.tile.block_q * config.tile.block_k
-    return cycles | {
-        "matrix": 2 * products * pairs * config.head_dim / machine.matrix_flops,
-        "memory": 2 * 2 * streamed * config.head_dim / machine.l2_bytes,
-    }
-
-
-def table(reports: list[Report]) -> str:
+def table(reports: Sequence[Report]) -> str:
     """For people; the JSON has everything."""
     from rich.console import Console
     from rich.table import Table
 
-    columns = "arch kernel D tile warps stages registers spills shared resident matrix mix bound"
+    columns = "arch kernel D tile warps stages registers spills shared resident ahead matrix mix edge bound TFLOP/s"
     grid = Table(*columns.split())
-    for report in reports:
-        config, tile = report.configuration, report.configuration.tile
-        size = (str(config.head_dim), f"{tile.block_q}×{tile.block_k}", str(tile.warps), str(tile.stages)) if tile else ("", "", "", "")
-        total = sum(report.loop.values())
-        mix = " ".join(f"{name} {count / total:.0%}" for name, count in report.loop.items() if count)
-        spills = f"{report.stack} B, {report.spill_instructions} instr." if report.stack or report.spill_instructions else "0"
+    for each in reports:
+        config, tile, prediction = each.configuration, each.configuration.tile, each.prediction
+        size = ("", "", "", "")
+        if tile:
+            size = str(config.head_dim), f"{tile.block_q}×{tile.block_k}", str(tile.warps), f"{tile.stages}{' TMA' * tile.tma}"
+        mix = " ".join(f"{name} {count / sum(each.loop.values()):.0%}" for name, count in each.loop.items() if count)
         grid.add_row(
-            config.arch, config.kernel, *size, str(report.registers), spills, f"{report.shared_memory / 1024:.0f} KB",
-            f"{report.warps} warps, {report.occupancy:.0%}", report.matrix_instruction or "", mix, report.bound,
+            config.arch, config.kernel, *size, str(each.registers), str(each.spill_instructions), f"{each.shared_memory / 1024:.0f} KB",
+            f"{each.warps} warps, {each.occupancy:.0%}", "/".join("–" if p is None else str(p) for p in each.prefetch),
+            each.matrix_instruction or "", mix, f"{prediction.edge_cost:.2f}×" if prediction else "", each.bound,
+            f"{prediction.tflops:.0f}" if prediction else "",
         )  # fmt: skip
-    console = Console(width=200)
+    console = Console(width=220)
     with console.capture() as captured:
         console.print(grid)
     return captured.get()
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="dccot inspect", description="Compile every kernel without a GPU; report registers, spills, occupancy, instruction mix.",
+def summary(reports: Sequence[Report], workload: Workload) -> str:
+    """Findings, and forward and backward per architecture and head dim."""
+    lines = [f"{each.configuration}: {finding}" for each in reports for finding in each.findings] or ["nothing to object to"]
+    lines.append(f"predicted, not measured: {workload.tree} tree, {workload.heads}/{workload.key_heads} heads, TFLOP/s on visible pairs")
+    groups: dict[tuple[str, int], dict[str, Prediction]] = {}
+    for each in reports:
+        if each.prediction:
+            groups.setdefault((each.configuration.arch, each.configuration.head_dim), {})[each.configuration.kernel] = each.prediction
+    for (arch, head_dim), kernels in groups.items():
+        if {"forward", "grad_query", "grad_key"} <= set(kernels):
+            name = next(name for name, gpu in GPUS.items() if gpu.arch == arch)
+            forward = kernels["forward"]
+            lines.append(
+                f"  {name} ({arch}), head dim {head_dim}: forward {forward.tflops:.0f}, backward {backward_tflops(kernels):.0f}; "
+                f"useful work {min(each.useful for each in kernels.values()):.2f}, busy {min(each.busy for each in kernels.values()):.2f}"
+            )
+    return "\n".join(lines)
+
+
+def profile_commands() -> str:
+    """For whoever has the GPU."""
+    return (
+        "measure on a GPU:\n"
+        "  ncu --set full --import-source on -k 'regex:(forward|grad_query|grad_key)_kernel' -o tree_attention dccot bench attention\n"
+        "  dccot bench attention --profile && proton-viewer -m time/ms runs/bench/attention.trace.proton.hatchet"
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="dccot inspect", description="Compile every kernel without a GPU; say what is wrong, and predict its speed.",
         epilog="example: dccot inspect --arch sm_90,gfx942 --json inspect.json",
     )  # fmt: skip
-    parser.add_argument("--arch", default=",".join(DEFAULT_ARCHITECTURES), help=f"comma-separated, of {', '.join(TABLE)}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything found as JSON")
-    arguments = parser.parse_args(argv)
+    top.add_argument("--arch", default=",".join(DEFAULT_ARCHITECTURES), help=f"comma-separated, of {', '.join(TABLE)}")
+    top.add_argument("--tree", default="paper", help="paper, one, shared-7x200, packs, causal, or the path of a rollout JSONL")
+    top.add_argument("--tokens", type=int, default=16_384)
+    top.add_argument("--heads", type=int, default=12, help="query heads")
+    top.add_argument("--key-heads", type=int, default=2)
+    top.add_argument("--json", type=Path, metavar="FILE", help="write everything found as JSON")
+    top.add_argument("--roofline", type=Path, metavar="FILE", help="draw the predictions below their ceilings (PNG)")
+    top.add_argument("--sweep", action="store_true", help="compile other tile sizes, warps and stages, and rank them")
+    top.add_argument("--sass", metavar="KERNEL", help="print the inner loops of a kernel as machine code with source lines")
+    top.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two commits, or two files written with --json")
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    workload = Workload(arguments.tree, arguments.tokens, arguments.heads, arguments.key_heads)
     try:
-        reports = inspect(configurations(arguments.arch.split(",")))
+        if arguments.diff or arguments.sass or arguments.sweep:
+            from dccot.kernels import inspect_tools as tools
+
+            archs = arguments.arch.split(",")
+            if arguments.diff:
+                print(tools.diff(*arguments.diff, arguments.arch))
+            else:
+                print(tools.sass(arguments.sass, archs[0]) if arguments.sass else tools.sweep(archs, workload))
+            return 0
+        reports = inspect(configurations(arguments.arch.split(",")), workload)
     except (ValueError, RuntimeError) as error:
         print(f"dccot inspect: {error}", file=sys.stderr)
         return 2
-    print(table(reports))
+    print(table(reports), summary(reports, workload), profile_commands(), sep="\n")
     if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(report) for report in reports], indent=1))
-    return 0
+        write_atomic(arguments.json, json.dumps([asdict(each) for each in reports], indent=1) + "\n")
+    if arguments.roofline:
+        from dccot.kernels.inspect_tools import roofline
+
+        roofline(reports, arguments.roofline)
+    return 1 if any(each.findings for each in reports) else 0
 
 
 if __name__ == "__main__":

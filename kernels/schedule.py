@@ -7,7 +7,7 @@ From the smallest and largest `visible_until` in a key tile follows, exactly and
     full    smallest > last query, all keys lie before all queries, and the tile being streamed is whole: no mask arithmetic
     edge    anything else: visited with the mask
 This takes O(N + tiles²) and nothing N×N ever exists. A schedule is a list of tiles per query tile (for the forward and dQ) and per key
-tile (for dK/dV), full ones first; the longest lists come first, so that short ones fill up the end.
+tile (for dK/dV), full ones first, the longest lists first; balance.py cuts it to fit a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 # Tiles start anew between branches of at least this many tiles each.
@@ -24,15 +23,15 @@ LONG_BRANCH_TILES = 2
 
 
 class Lists(NamedTuple):
-    """Program p owns tokens start[p]:stop[p].  It visits the tiles [first[p], middle[p]) without, [middle[p], last[p]) with the mask."""
+    """Tokens start[p]:stop[p] visit the tiles [first[p], middle[p]) without, [middle[p], last[p]) with the mask."""
 
-    start: Tensor
-    stop: Tensor
-    first: Tensor
-    middle: Tensor
-    last: Tensor
-    tile_start: Tensor
-    tile_stop: Tensor
+    start: np.ndarray
+    stop: np.ndarray
+    first: np.ndarray
+    middle: np.ndarray
+    last: np.ndarray
+    tile_start: np.ndarray
+    tile_stop: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,9 @@ def build(visible_until: Tensor, block_q: int, block_k: int) -> Schedule:
     visited, unmasked = classify(ends, queries, keys)
     by_query = visited, unmasked & (np.diff(keys) == block_k)
     by_key = visited.T, (unmasked & (np.diff(queries) == block_q)[:, None]).T
-    visits, device = int(visited.sum()), visible_until.device
+    visits = int(visited.sum())
     edges = visits - int(by_query[1].sum()), visits - int(by_key[1].sum())
-    return Schedule(_lists(*by_query, queries, keys, device), _lists(*by_key, keys, queries, device), visits, edges)
+    return Schedule(_lists(*by_query, queries, keys), _lists(*by_key, keys, queries), visits, edges)
 
 
 def cut(ends: np.ndarray, block: int) -> np.ndarray:
@@ -76,7 +75,7 @@ def classify(ends: np.ndarray, queries: np.ndarray, keys: np.ndarray) -> tuple[n
     return visited, visited & (past_key <= first_query + 1) & (past_query <= smallest)
 
 
-def _lists(visited: np.ndarray, full: np.ndarray, own: np.ndarray, streamed: np.ndarray, device: torch.device) -> Lists:
+def _lists(visited: np.ndarray, full: np.ndarray, own: np.ndarray, streamed: np.ndarray) -> Lists:
     """One list per row of the tile matrix."""
     visited, full = np.ascontiguousarray(visited), np.ascontiguousarray(full)
     counts, fulls = np.count_nonzero(visited, axis=1), np.count_nonzero(full, axis=1)
@@ -86,6 +85,4 @@ def _lists(visited: np.ndarray, full: np.ndarray, own: np.ndarray, streamed: np.
     last = np.cumsum(counts[order])
     first = last - counts[order]
     tiles = np.append(tiles, 0)  # kernels look one tile ahead
-    arrays = own[order], own[order + 1], first, first + fulls[order], last, streamed[tiles], streamed[tiles + 1]
-    packed = torch.from_numpy(np.concatenate(arrays).astype(np.int32)).to(device, non_blocking=True)
-    return Lists(*packed.split([len(array) for array in arrays]))
+    return Lists(own[order], own[order + 1], first, first + fulls[order], last, streamed[tiles], streamed[tiles + 1])

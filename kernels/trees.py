@@ -1,8 +1,11 @@
 """Shapes of forests to measure kernels on: `visible_until` of responses given by their lengths.
 
-    paper        prompt ~200, director ~1,500, three workers ~700 each, director ~1,500 tokens, one or two rounds
-    causal       one plain sequence
-    FILE.jsonl   the responses of a rollout file
+    paper         prompt ~200, director ~1,500, three workers ~700 each, director ~1,500 tokens, one or two rounds
+    one           a single response of that kind, scaled to all the tokens
+    shared-7x200  seven such responses to one prompt of 200 tokens, which they share
+    packs         plain sequences of 20 to 120 tokens
+    causal        one plain sequence
+    FILE.jsonl    the responses of a rollout file
 
 In training layout only workers 2..K have a branch of their own, since worker 1 as written and as read is the same text in the same place:
     prompt S1 | W2 | W3 | W1 W2' W3' S2
@@ -13,12 +16,20 @@ With `duplicates` every worker has one (the layout of the paper), which is what 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+
+SHARED = re.compile(r"shared-(\d+)x(\d+)")
+# What promises about kernels are checked on: kind and tokens.
+MEASURED = (
+    ("paper", 16_384), ("paper", 32_768), ("shared-3x200", 0), ("shared-7x200", 0), ("shared-3x1500", 0), ("shared-7x1500", 0),
+    ("packs", 32_768), ("one", 60_000),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,14 +65,34 @@ def forest(shapes: list[Shape], duplicates: bool = False) -> Tensor:
     return torch.from_numpy(np.concatenate([tree + offset for tree, offset in zip(trees, offsets, strict=False)]))
 
 
+def tree(name: str, tokens: int, seed: int = 0) -> Tensor:
+    """`visible_until` of about `tokens` tokens of a kind named above; the name of shared ones says their size."""
+    packed = shapes(name, tokens, seed)
+    if not (sizes := SHARED.fullmatch(name)):
+        return forest(packed)
+    prompt = int(sizes[2])
+    after = [Shape((shape.director[0] - prompt, *shape.director[1:]), shape.rounds) for shape in packed]
+    responses = prompt + forest(after)
+    return torch.cat([torch.full((prompt,), prompt + len(responses)), responses])
+
+
 def shapes(name: str, tokens: int, seed: int = 0) -> list[Shape]:
-    """Responses that make about `tokens` packed tokens: `paper`, `causal` or the path of a rollout JSONL."""
+    """The responses of such a forest, each with its prompt."""
+    rng = np.random.default_rng(seed)
     if name == "paper":
         return paper_like(tokens, seed)
+    if name == "one":
+        shape = paper_shape(rng)
+        return [shape.scaled(tokens / len(shape.visible_until()))]
+    if sizes := SHARED.fullmatch(name):
+        drawn = [paper_shape(rng, prompt=0) for _ in range(int(sizes[1]))]
+        return [Shape((shape.director[0] + int(sizes[2]), *shape.director[1:]), shape.rounds) for shape in drawn]
+    if name == "packs":
+        return [Shape((int(length),)) for length in rng.integers(20, 121, size=max(1, tokens // 70))]
     if name == "causal":
         return [Shape((tokens,))]
     if not Path(name).is_file():
-        raise ValueError(f"no tree shape {name!r}: use paper, causal or the path of a rollout JSONL")
+        raise ValueError(f"no tree shape {name!r}: use paper, one, shared-7x200, packs, causal or the path of a rollout JSONL")
     return from_rollouts(Path(name), tokens)
 
 

@@ -19,6 +19,7 @@ class Tile:
     block_k: int
     warps: int
     stages: int
+    tma: bool = False  # tiles are fetched through tensor descriptors
 
 
 ATTENTION_KERNELS = ("forward", "grad_query", "grad_key")
@@ -34,12 +35,12 @@ TABLE: dict[str, dict[int, tuple[Tile, Tile, Tile]]] = {
         128: (Tile(64, 64, 4, 3), Tile(64, 32, 4, 3), Tile(32, 64, 4, 3)),
     },
     "sm_90": {
-        64: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
-        128: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+        64: (Tile(128, 128, 8, 3, tma=True), Tile(128, 64, 8, 3, tma=True), Tile(64, 128, 8, 3, tma=True)),
+        128: (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3, tma=True), Tile(64, 128, 8, 3)),
     },
     "sm_100": {
-        64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
-        128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+        64: (Tile(128, 64, 8, 3, tma=True), Tile(128, 64, 8, 3, tma=True), Tile(64, 128, 8, 3, tma=True)),
+        128: (Tile(128, 64, 8, 3, tma=True), Tile(128, 64, 8, 3, tma=True), Tile(64, 128, 8, 3, tma=True)),
     },
     "gfx942": {
         64: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),

@@ -45,6 +45,13 @@ def test_paper_like_trees_have_the_requested_size_and_are_forests(tokens):
     assert abs(len(forest(paper_like(tokens, seed=3))) - tokens) <= 0.01 * tokens + 10
 
 
+def test_responses_that_share_a_prompt_hold_it_once():
+    responses = trees.shapes("shared-3x200", 0)
+    shared, apart = trees.tree("shared-3x200", 0), forest(responses)
+    validate(shared)
+    assert len(apart) - len(shared) == 2 * 200 and shared[:200].unique().tolist() == [len(shared)] and shared[200] < len(shared)
+
+
 def segment(inserted: int, sampled: int) -> dict:
     return {"inserted": [7] * inserted, "sampled": [7] * sampled, "logprobs": [0.0] * sampled}
 
@@ -63,7 +70,7 @@ def test_shapes_come_from_a_rollout_file(tmp_path):
 
 def test_an_unknown_shape_is_an_error_with_the_choices(capsys):
     assert bench.main(["attention", "--tree", "bush"]) == 2
-    assert "no tree shape 'bush': use paper, causal or the path of a rollout JSONL" in capsys.readouterr().err
+    assert "no tree shape 'bush': use paper, one, shared-7x200, packs, causal or the path of a rollout JSONL" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["attention", "--tokens", "300", "--heads", "2", "--key-heads", "1", "--head-dim", "16"],

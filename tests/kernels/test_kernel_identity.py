@@ -12,10 +12,12 @@ KERNELS = [
     attention_triton.forward_kernel,
     attention_triton.grad_query_kernel,
     attention_triton.grad_key_kernel,
+    attention_triton.merge_kernel,
+    attention_triton.sum_kernel,
     logprob_triton.statistics_kernel,
     logprob_triton.gradient_kernel,
 ]
-LISTS = ("starts", "stops", "firsts", "middles", "lasts", "tile_start", "tile_stop")
+LISTS = ("starts", "stops", "slots", "firsts", "middles", "lasts", "tile_start", "tile_stop")
 
 
 def identity(kernel, length: int, aligned: bool, stride: int = 128) -> list:
@@ -23,7 +25,7 @@ def identity(kernel, length: int, aligned: bool, stride: int = 128) -> list:
     integers, numbers = torch.zeros(64, dtype=torch.int32), torch.zeros(64)
     slices = dict.fromkeys(LISTS, integers[0 if aligned else 1 :])
     slices |= dict.fromkeys(("STATISTICS", "ROW_VALUES"), numbers[0 if aligned else 1 :])
-    lengths = {"N": length, "width": length, "plane": length, "scale": 0.125, "inverse_temperature": 1.5}
+    lengths = {"N": length, "width": 8192, "plane": length, "scale": 0.125, "inverse_temperature": 1.5}
     values = slices | {"targets": integers.long()[0 if aligned else 1 :], "visible_until": integers} | lengths
     default = lambda p: 128 if p.is_constexpr else stride if p.name.endswith(("_n", "_h", "_stride")) else numbers
     bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))

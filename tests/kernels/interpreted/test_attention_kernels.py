@@ -4,12 +4,16 @@ The bound: at most twice (gradients three times) the error that dense PyTorch ma
 last place in fp32) for trees so small that dense PyTorch makes no error at all.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from kernel_forests import SHAPES, forests
 
 from dccot.kernels import attention_triton, tuning
+from dccot.kernels.attention_triton import _descriptor as described
+from dccot.kernels.balance import Plan
 from dccot.kernels.tree_attention import TreeMask, tree_attention
 from dccot.kernels.tuning import Tile
 
@@ -66,10 +70,38 @@ def test_tiles_of_any_proportion(tile, monkeypatch):
     check(SHAPES["forty branches"], inputs(98, 1, 32, torch.float32))
 
 
-@pytest.mark.parametrize("parts", [1, 3, 6])
-def test_the_heads_of_a_group_may_be_divided_among_programs(parts, monkeypatch):
-    monkeypatch.setattr(attention_triton, "_parts", lambda *_: parts)
-    check(SHAPES["a tile and one token"], inputs(33, 6, 32, torch.float32, key_heads=2))
+SHARED_PROMPT = torch.tensor([113] * 33 + [73] * 40 + [113] * 40)
+
+
+@pytest.mark.parametrize("processors", [3, 50])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cut_lists_give_the_same_results(processors, dtype, monkeypatch):
+    monkeypatch.setattr(attention_triton, "_processors", lambda _: processors)
+    check(SHARED_PROMPT, inputs(113, 3, 32, dtype, key_heads=2))
+
+
+def test_a_gpu_larger_than_the_forest_cuts_all_three_kernels(monkeypatch):
+    monkeypatch.setattr(attention_triton, "_processors", lambda _: 50)
+    mask = TreeMask(SHARED_PROMPT)
+    with_gradients(*inputs(113, 3, 32, torch.float32, key_heads=2), mask, "triton")
+    plans = [plan for plan in mask._derived.values() if isinstance(plan, Plan)]
+    assert len(plans) == 3 and all(plan.slots > 1 for plan in plans)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensor_descriptors_give_the_same_results(dtype, monkeypatch):
+    monkeypatch.setattr(tuning, "INTERPRETER", tuple(replace(tile, tma=True) for tile in tuning.INTERPRETER))
+    made = []
+    monkeypatch.setattr(attention_triton, "_descriptor", lambda x, block: made.append(block) or described(x, block))
+    check(SHARED_PROMPT, inputs(113, 2, 32, dtype, key_heads=2))
+    assert len(made) == 3 + 4 + 4, "forward describes q, k, v; each backward kernel the gradient as well"
+
+
+def test_layouts_that_descriptors_cannot_express_fall_back_to_pointers(monkeypatch):
+    monkeypatch.setattr(tuning, "INTERPRETER", tuple(replace(tile, tma=True) for tile in tuning.INTERPRETER))
+    monkeypatch.setattr(attention_triton, "_descriptor", None)
+    heads_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs(40, 2, 32, torch.float32, key_heads=2)]
+    check(torch.full((40,), 40), heads_first)
 
 
 def test_strided_views_and_a_broadcast_gradient():
@@ -85,7 +117,9 @@ def test_nothing_behind_the_last_token_is_used():
     check(SHAPES["a tile and one token"], [x[:33] for x in guarded])
 
 
-def test_the_same_inputs_give_the_same_bits():
+@pytest.mark.parametrize("processors", [1, 50])
+def test_the_same_inputs_give_the_same_bits(processors, monkeypatch):
+    monkeypatch.setattr(attention_triton, "_processors", lambda _: processors)
     tensors, mask = inputs(77, 2, 32, torch.float32), TreeMask(SHAPES["plain causal"])
     first, second = (with_gradients(*tensors, mask, "triton") for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

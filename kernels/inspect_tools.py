@@ -1,0 +1,144 @@
+"""The rest of `dccot inspect`: --sweep, --sass, --diff and --roofline."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dccot.kernels import assembly, attention_triton, logprob_triton
+from dccot.kernels.compiling import Configuration, compile_kernel, configurations
+from dccot.kernels.gpus import of_architecture
+from dccot.kernels.inspect import Report, Workload, inspect
+from dccot.kernels.predict import PRODUCTS, SUSTAINED
+from dccot.kernels.tuning import ATTENTION_KERNELS, TABLE, Tile
+
+COMPARED = ("registers", "stack", "spill_instructions", "shared_memory", "programs", "prefetch", "loop", "edge_loop", "bound", "findings")
+
+
+def candidates(kernel: str, arch: str, head_dim: int) -> Iterator[Tile]:
+    """Tiles whose accumulators fit the registers and whose pipeline fits the shared memory."""
+    gpu = of_architecture(arch)
+    descriptors = (True, False) if arch in ("sm_90", "sm_100") else (False,)
+    for own, streamed, warps, stages, tma in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3), descriptors):
+        block_q, block_k = (streamed, own) if kernel == "grad_key" else (own, streamed)
+        kept, scores = {"forward": (1, 1), "grad_query": (1, 2), "grad_key": (2, 2)}[kernel]
+        numbers = (kept * own * head_dim + scores * block_q * block_k) / (32 * warps)
+        owned = {"forward": 1, "grad_query": 2, "grad_key": 2}[kernel] * own
+        if numbers <= 200 and 2 * head_dim * (owned + 2 * stages * streamed) <= gpu.shared_memory_per_program and own >= 16 * warps:
+            yield Tile(block_q, block_k, warps, stages, tma)
+
+
+def rank(kernel: str, arch: str, head_dim: int, tiles: Sequence[Tile], workload: Workload) -> list[Report]:
+    """Fastest first by the prediction; what spills, serialises or does not fit comes last, with its findings."""
+    reports = inspect([Configuration(kernel, arch, head_dim, tile) for tile in tiles], workload)
+    return sorted(reports, key=lambda each: (bool(each.findings), each.prediction.seconds if each.prediction else float("inf")))
+
+
+def sweep(archs: Sequence[str], workload: Workload) -> str:
+    lines = []
+    for arch, head_dim, kernel in itertools.product(archs, (64, 128), ATTENTION_KERNELS):
+        shipped = TABLE[arch][head_dim][ATTENTION_KERNELS.index(kernel)]
+        ranked = rank(kernel, arch, head_dim, [*dict.fromkeys([shipped, *candidates(kernel, arch, head_dim)])], workload)
+        print(f"[sweep] {arch} {kernel} head dim {head_dim}: {len(ranked)} compiled", file=sys.stderr, flush=True)
+        for each in ranked[:4] + [each for each in ranked[4:] if each.configuration.tile == shipped]:
+            speed = f"{each.prediction.tflops:.0f} TFLOP/s" if each.prediction else ""
+            marks = ["shipped"] * (each.configuration.tile == shipped) + each.findings
+            lines.append(f"{arch} {kernel} {head_dim}: {each.configuration.tile} {speed} {'; '.join(marks)}".rstrip())
+    return "\n".join(lines)
+
+
+def sass(kernel: str, arch: str) -> str:
+    """The inner loops of every shipped configuration of `kernel`, under the source lines they come from."""
+    found = [config for config in configurations([arch]) if config.kernel == kernel]
+    if not found or arch.startswith("gfx"):
+        known = ", ".join(dict.fromkeys(config.kernel for config in configurations([arch])))
+        raise ValueError(f"no NVIDIA machine code of kernel {kernel!r} for {arch}: choose one of {known} and an sm_ architecture")
+    source = Path((attention_triton if found[0].tile else logprob_triton).__file__).read_text().splitlines()
+    lines = []
+    for config in found:
+        stream = assembly.nvidia_stream(assembly.disassemble(compile_kernel(config).asm["cubin"]))
+        for name, body in zip(("full", "edge"), assembly.inner_loops(stream, assembly.NVIDIA, "BRA")):
+            lines.append(f"═══ {config}: {name} loop, {len(body)} instructions")
+            for line, group in itertools.groupby(body, key=lambda item: item.line):
+                lines.append(f"── {line}: {source[line - 1].strip() if 0 < line <= len(source) else ''}")
+                lines += [f"      {item.mnemonic:<28} {item.operands}" for item in group]
+    return "\n".join(lines)
+
+
+def diff(before: str, after: str, archs: str) -> str:
+    """What changed between two commits, or two files written with --json, kernel by kernel."""
+    old, new = (_rows(each, archs) for each in (before, after))
+    lines = []
+    for key in dict.fromkeys([*old, *new]):
+        if key not in old or key not in new:
+            lines.append(f"{key}: only in {before if key in old else after}")
+            continue
+        changes = [f"{name} {old[key].get(name)} → {new[key].get(name)}" for name in COMPARED if old[key].get(name) != new[key].get(name)]
+        speeds = [(row.get("prediction") or {}).get("tflops") for row in (old[key], new[key])]
+        if all(speeds) and speeds[0] != speeds[1]:
+            changes.append(f"predicted {speeds[0]:.0f} → {speeds[1]:.0f} TFLOP/s")
+        lines += [f"{key}: {'; '.join(changes)}"] if changes else []
+    return "\n".join(lines) or "no difference"
+
+
+def _rows(origin: str, archs: str) -> dict[str, dict]:
+    if Path(origin).is_file():
+        rows = json.loads(Path(origin).read_text())
+    else:
+        rows = _inspect_commit(origin, archs)
+    key = lambda row: f"{row['configuration']['arch']} {row['configuration']['kernel']} {row['configuration']['head_dim'] or ''}".strip()
+    return {key(row): row for row in rows}
+
+
+def _inspect_commit(commit: str, archs: str) -> list[dict]:
+    root = Path(__file__).resolve().parents[1]
+    with tempfile.TemporaryDirectory() as folder:
+        tree, file = Path(folder) / "tree", Path(folder) / "inspect.json"
+        git = ["git", "-C", str(root), "worktree"]
+        added = subprocess.run([*git, "add", "--detach", str(tree), commit], capture_output=True, text=True)
+        if added.returncode:
+            raise ValueError(f"{commit!r} is neither a file nor a commit of {root}: {added.stderr.strip()}")
+        try:
+            command = [sys.executable, "-m", "dccot.kernels.inspect", "--arch", archs, "--json", str(file)]
+            done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tree)}, capture_output=True, text=True, cwd=tree)
+            if not file.is_file():
+                raise RuntimeError(f"dccot inspect failed at {commit}: {done.stderr[-500:]}")
+            return json.loads(file.read_text())
+        finally:
+            subprocess.run([*git, "remove", "--force", str(tree)], capture_output=True)
+
+
+def roofline(reports: Sequence[Report], file: Path) -> None:
+    """Predicted speed of every attention kernel over its arithmetic intensity (flops per byte from L2), below what each GPU sustains."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    reports = [each for each in reports if each.prediction]
+    colours = dict(zip(dict.fromkeys(each.configuration.arch for each in reports), pyplot.rcParams["axes.prop_cycle"].by_key()["color"]))
+    for arch, colour in colours.items():
+        gpu = of_architecture(arch)
+        slope = gpu.l2_bytes * gpu.multiprocessors * gpu.clock / 1e12
+        intensities = [2**power for power in range(3, 12)]
+        axes.plot(intensities, [min(SUSTAINED * gpu.tflops, slope * x) for x in intensities], color=colour, label=arch)
+    for each in reports:
+        config, tile = each.configuration, each.configuration.tile
+        assert tile is not None and each.prediction is not None
+        own = tile.block_k if config.kernel == "grad_key" else tile.block_q
+        intensity = 2 * PRODUCTS[config.kernel] * own / 4  # per streamed row: two tensors of 2 bytes per number
+        axes.plot(intensity, each.prediction.tflops, "o", color=colours[config.arch])
+        label = re.sub("_", " ", f"{config.kernel} {config.head_dim}")
+        axes.annotate(label, (intensity, each.prediction.tflops), fontsize=6, xytext=(4, 0), textcoords="offset points")
+    axes.set(xscale="log", yscale="log", xlabel="flops per byte from L2", ylabel="TFLOP/s on visible pairs (predicted)")
+    axes.legend()
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)

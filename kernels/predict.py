@@ -1,0 +1,88 @@
+"""From machine code to TFLOP/s: what a kernel would reach on a GPU that is not here.  A prediction, never a measurement.
+
+Cycles of one iteration of an inner loop, per multiprocessor (rates from gpus.py, instructions from assembly.py):
+
+    matrix       matrix products / peak rate
+    exponential  special-function instructions / their rate
+    issue        all instructions / instructions per cycle
+    memory       bytes of the streamed tile / L2 bandwidth
+    in sequence  matrix + max(exponential, issue) − what the code issues while a product is under way, over the resident programs
+
+The largest is the iteration. It is laid over the simulated schedule of a tree (balance.py), with masked tiles at the cost of their own
+loop. Peak rates are never sustained: SUSTAINED is what large matrix products reach of them (power limits the clock).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from dccot.kernels import balance, schedule
+from dccot.kernels.assembly import Loop
+from dccot.kernels.compiling import Configuration, Examined
+from dccot.kernels.gpus import Gpu
+from dccot.kernels.mask import positions
+from dccot.kernels.tuning import STRETCH
+
+SUSTAINED = 0.75
+PRODUCTS = {"forward": 2, "grad_query": 3, "grad_key": 4}
+COUNTED_BACKWARD = 5  # products that are counted for dQ and dK/dV together, as everybody does; 7 are computed
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One attention kernel over one tree."""
+
+    seconds: float
+    tflops: float  # on visible pairs, counting this kernel's own products
+    busy: float  # share of the multiprocessors at work
+    useful: float  # visible pairs of what is computed, masked tiles at their own cost
+    edge_cost: float  # a masked tile in unmasked ones
+
+
+def cycles(config: Configuration, gpu: Gpu, loop: Loop, programs: int) -> dict[str, float]:
+    """Estimated cycles of a multiprocessor per iteration, by what they are spent on."""
+    scalar = {
+        "exponential": loop.mix["special"] * config.warps * gpu.threads_per_warp / gpu.exponentials,
+        "issue": sum(loop.mix.values()) * config.warps / gpu.issue,
+    }
+    if config.tile is None:
+        return scalar | {"memory": 4 * STRETCH * (1.5 if config.kernel == "gradient" else 1) / gpu.dram_bytes}
+    matrix = 2 * PRODUCTS[config.kernel] * config.tile.block_q * config.tile.block_k * config.head_dim / gpu.matrix_flops
+    streamed = config.tile.block_q if config.kernel == "grad_key" else config.tile.block_k
+    hidden = min(matrix, loop.overlapped * config.warps / gpu.issue)
+    return scalar | {
+        "matrix": matrix,
+        "memory": 2 * 2 * streamed * config.head_dim / gpu.l2_bytes,
+        "in sequence": (matrix + max(scalar.values()) - hidden) / max(programs, 1),
+    }
+
+
+def predict(
+    config: Configuration, examined: Examined, programs: int, gpu: Gpu, visible_until: Tensor, heads: int, key_heads: int
+) -> Prediction:
+    assert config.tile is not None
+    iteration = max(cycles(config, gpu, examined.code.loop, programs).values())
+    edge = max(cycles(config, gpu, examined.code.edge or examined.code.loop, programs).values())
+    built = schedule.build(visible_until, config.tile.block_q, config.tile.block_k)
+    by_key = config.kernel == "grad_key"
+    lists, copies, repeat = (built.by_key, key_heads, heads // key_heads) if by_key else (built.by_query, heads, 1)
+    plan = balance.plan(lists, gpu.multiprocessors, copies, repeat)
+    _, _, slot, first, middle, last = (column.numpy() for column in plan.programs[:6])
+    overhead = balance.PROGRAM_COST + balance.SLOT_COST * (slot >= 0)
+    costs = iteration * ((middle - first) + overhead) + edge * (last - middle)
+    busy, makespan = balance.simulate(costs, gpu.multiprocessors, copies)
+    pairs = int((positions(visible_until) + 1).sum())
+    seconds = makespan / (gpu.clock * SUSTAINED)
+    flops = 2.0 * PRODUCTS[config.kernel] * config.head_dim * heads * pairs
+    visits = np.array([built.visited - built.edges[by_key], built.edges[by_key]]) @ [1, edge / iteration]
+    useful = pairs / (float(visits) * config.tile.block_q * config.tile.block_k)
+    return Prediction(seconds, flops / seconds / 1e12, busy, useful, edge / iteration)
+
+
+def backward_tflops(predictions: dict[str, Prediction]) -> float:
+    """dQ and dK/dV together, with the products that published figures count."""
+    counted = COUNTED_BACKWARD / PRODUCTS["grad_query"] * predictions["grad_query"].tflops * predictions["grad_query"].seconds
+    return counted / (predictions["grad_query"].seconds + predictions["grad_key"].seconds)
