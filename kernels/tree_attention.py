@@ -1,7 +1,8 @@
-"""Attention over a packed forest: query q sees key k ⇔ k ≤ q < visible_until[k].  One entry point, three backends.
+"""Attention over a packed forest: query q sees key k ⇔ k ≤ q < visible_until[k].  One entry point, four backends.
 
     triton   GPU; on a CPU only in Triton's interpreter (TRITON_INTERPRET=1), which is for tests
     cpu      CPU at speed: the tree cut into strips of ordinary attention (attention_cpu.py)
+    flash    torch's FlexAttention with the same tiles (attention_flash.py), whose FLASH kernels may be faster on the newest GPUs
     dense    the whole N×N matrix: the oracle
 
     mask = TreeMask(visible_until)                   # once per forest, shared by all layers and the backward
@@ -43,6 +44,10 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, *, scale: fl
     _check(q, k, v, mask, scale, backend)
     if backend == "dense":
         return dense_attention(q, k, v, mask.visible_until, scale)
+    if backend == "flash":
+        from dccot.kernels import attention_flash  # takes a second to import, and nothing else needs it
+
+        return attention_flash.attend(q, k, v, mask, scale)
     return _forward(q, k, v, mask.visible_until, mask.handle, scale, backend)[0]
 
 
@@ -66,8 +71,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, backen
         _check_triton(q, k, v)
     elif backend == "cpu" and q.device.type != "cpu":
         raise ValueError(f"backend 'cpu' is for tensors on a CPU, got {q.device}: use 'triton'")
-    elif backend not in (*BACKENDS, "dense"):
-        raise ValueError(f"unknown backend {backend!r}: use {', '.join(map(repr, BACKENDS))} or 'dense'")
+    elif backend == "flash" and q.device.type == "cpu" and any(x.requires_grad for x in (q, k, v)):
+        raise ValueError("backend 'flash' has no backward on a CPU: use 'cpu'")
+    elif backend not in (*BACKENDS, "flash", "dense"):
+        raise ValueError(f"unknown backend {backend!r}: use {', '.join(map(repr, BACKENDS))}, 'flash' or 'dense'")
 
 
 def _check_triton(q: Tensor, k: Tensor, v: Tensor) -> None:

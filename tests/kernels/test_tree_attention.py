@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_forests import SHAPES, forests, from_depths, visible_pairs
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from dccot.kernels import attention_cpu
+from dccot.kernels import attention_cpu, attention_flash
 from dccot.kernels.tree_attention import TreeMask, tree_attention
 
 
@@ -69,6 +70,32 @@ def test_paths_equal_the_oracle_in_fp64_on_a_tree_long_enough_for_slices():
     assert len(pieces.causal) == 4 and len(pieces.full) == 1 and not pieces.chains
     inputs = tensors(1400, 2, 1, 8)
     assert largest_difference(with_gradients(*inputs, mask), with_gradients(*inputs, mask, backend="dense")) < 1e-9
+
+
+@settings(deadline=None, max_examples=60)
+@given(forests(90), st.sampled_from([4, 16, 128]))
+def test_the_block_mask_of_the_flash_backend_shows_what_the_oracle_shows(visible_until, block):
+    made, tokens = attention_flash.block_mask(visible_until, block), len(visible_until)
+    index = torch.arange(tokens)
+    shown = torch.zeros(tokens, tokens, dtype=torch.bool)
+    for count, tiles, masked in ((made.kv_num_blocks, made.kv_indices, True), (made.full_kv_num_blocks, made.full_kv_indices, False)):
+        for row, (length, columns) in enumerate(zip(count[0, 0].tolist(), tiles[0, 0].tolist(), strict=True)):
+            for column in columns[:length]:
+                q, k = (index[number * block : (number + 1) * block] for number in (row, column))
+                assert not shown[q[0], k[0]], "a tile is listed twice"
+                shown[q[:, None], k[None]] = made.mask_mod(0, 0, q[:, None], k[None]) if masked else True
+    assert torch.equal(shown, visible_pairs(visible_until))
+
+
+def test_flash_compiled_from_the_tile_lists_equals_the_oracle():
+    """FlexAttention's compiled CPU kernel walks the lists; it has no backward there."""
+    visible_until = torch.tensor([400] * 140 + [240] * 100 + [300] * 60 + [400] * 100)
+    mask, (q, k, v, _) = TreeMask(visible_until), tensors(400, 4, 2, 16, dtype=torch.float32)
+    q, k, v = (x.detach() for x in (q, k, v))
+    heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    walked = torch.compile(flex_attention)(*heads_first, block_mask=attention_flash.block_mask(mask.visible_until), enable_gqa=True)
+    expected = tree_attention(q, k, v, mask, backend="dense")
+    assert largest_difference([walked[0].transpose(0, 1), tree_attention(q, k, v, mask, backend="flash")], [expected] * 2) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -153,7 +180,8 @@ def test_torch_compile_takes_it_as_one_step_and_other_trees_need_no_new_graph():
         ({"k": torch.randn(9, 2, 16).half()}, TypeError, "one floating-point dtype, got torch.float32, torch.float16, torch.float32: cast"),
         ({"q": torch.randn(9, 16, 4).transpose(1, 2)}, ValueError, r"last dimension must be contiguous.*call \.contiguous\(\)"),
         ({"scale": 0.0}, ValueError, "scale must be positive, got 0.0"),
-        ({"backend": "flash"}, ValueError, "unknown backend 'flash': use 'triton', 'cpu' or 'dense'"),
+        ({"backend": "fast"}, ValueError, "unknown backend 'fast': use 'triton', 'cpu', 'flash' or 'dense'"),
+        ({"backend": "flash", "q": torch.randn(9, 4, 16, requires_grad=True)}, ValueError, "has no backward on a CPU: use 'cpu'"),
         ({"backend": "triton"}, ValueError, "head_dim .32, 64, 128., got 16"),
     ],
 )
