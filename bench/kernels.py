@@ -16,15 +16,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dccot.kernels import balance, schedule, trees
 from dccot.kernels import linear_logprob as fused
-from dccot.kernels import schedule, trees
 from dccot.kernels.mask import TreeMask, positions
 from dccot.kernels.reference import dense_mask
 from dccot.kernels.tree_attention import tree_attention
@@ -43,7 +43,8 @@ def run(quick: bool = False) -> list[dict]:
     """Everything that has a target; `quick` uses smaller sizes, to see that it runs."""
     torch.set_num_threads(THREADS)
     tokens = 2048 if quick else WORK_TOKENS
-    rows = work_rows("paper", tokens) + schedule_rows(tokens)
+    rows = work_rows("paper", tokens) + schedule_rows(tokens) + balance_rows(trees.MEASURED[:1] if quick else trees.MEASURED)
+    rows += [] if quick else predicted_rows()
     if torch.cuda.is_available():
         from dccot.bench import kernels_gpu as bench_gpu
 
@@ -65,7 +66,7 @@ def fastest(functions: dict[str, Callable[[], object]], repeats: int = 3) -> dic
 
 def work_rows(tree: str, tokens: int) -> list[dict]:
     """How much of what the Triton kernels compute is wanted, over all shipped tiles: the worst one counts."""
-    visible_until = trees.forest(trees.shapes(tree, tokens))
+    visible_until = trees.tree(tree, tokens)
     pairs = int((positions(visible_until) + 1).sum())
     efficiency, edges = [], []
     shipped = [tiles for by_head_dim in TABLE.values() for tiles in by_head_dim.values()]
@@ -77,6 +78,46 @@ def work_rows(tree: str, tokens: int) -> list[dict]:
         row(f"attention: wanted pairs of visited ones, {len(visible_until):,} tokens, worst tile", min(efficiency), "share", 0.85),
         row(f"attention: edge tiles of visited ones, {len(visible_until):,} tokens, worst tile", max(edges), "share", 0.15, "lower"),
     ]
+
+
+def balance_rows(measured: Sequence[tuple[str, int]]) -> list[dict]:
+    """Simulated share of multiprocessors at work, the worst of three GPUs and three models: forward, dQ and dK/dV."""
+    rows = []
+    for kind, tokens in measured:
+        visible_until = trees.tree(kind, tokens)
+        for name, blocks in (("forward", (128, 128)), ("dQ", (128, 64)), ("dK/dV", (64, 128))):
+            built = schedule.build(visible_until, *blocks)
+            busy = [
+                balance.plan(
+                    *((built.by_key, gpu, key_heads, heads // key_heads) if name == "dK/dV" else (built.by_query, gpu, heads, 1))
+                ).busy
+                for gpu in (108, 132, 148)
+                for heads, key_heads in ((12, 2), (28, 4), (32, 8))
+            ]
+            rows.append(row(f"attention: balance of {name}, {kind}, {len(visible_until):,} tokens", min(busy), "share", 0.95))
+    return rows
+
+
+def predicted_rows() -> list[dict]:
+    """What the critic predicts for head dim 128 and 12/2 heads; masked tiles count at the cost of their own loop."""
+    from dccot.kernels import inspect
+    from dccot.kernels.compiling import configurations
+    from dccot.kernels.predict import backward_tflops
+
+    rows = []
+    configs = [config for config in configurations(["sm_90", "sm_100"]) if config.head_dim == 128]
+    for tree, tokens in (("paper", WORK_TOKENS), ("shared-7x200", 0), ("packs", 2 * WORK_TOKENS)):
+        reports = inspect.inspect(configs, inspect.Workload(tree, tokens))
+        for gpu, arch in (("H100", "sm_90"), ("B200", "sm_100")):
+            found = {each.configuration.kernel: each.prediction for each in reports if each.configuration.arch == arch and each.prediction}
+            target = (400, 260, 0.85) if (tree, gpu) == ("paper", "H100") else (None, None, 0.85 if tree == "paper" else None)
+            useful = min(each.useful for each in found.values())
+            rows += [
+                row(f"predicted, not measured: {gpu} forward, {tree}", found["forward"].tflops, "TFLOP/s", target[0]),
+                row(f"predicted, not measured: {gpu} backward, {tree}", backward_tflops(found), "TFLOP/s", target[1]),
+                row(f"predicted, not measured: {gpu} useful work with masked tiles at their cost, {tree}", useful, "share", target[2]),
+            ]
+    return rows
 
 
 def schedule_rows(tokens: int) -> list[dict]:
@@ -128,7 +169,7 @@ def attention_rows(tree: str, tokens: int, query_heads: int, key_heads: int, dim
     seconds = {"cpu": 0.0, "dense": 0.0, "duplicates": 0.0}
     for seed in range(seeds):
         shapes = trees.shapes(tree, tokens, seed)
-        packed, duplicates = trees.forest(shapes), trees.forest(shapes, duplicates=True)
+        packed, duplicates = trees.tree(tree, tokens, seed), trees.forest(shapes, duplicates=True)
         mask = TreeMask(packed)
         inputs = attention_inputs(len(packed), query_heads, key_heads, dim)
         functions = {
@@ -251,7 +292,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="dccot bench", description="Time a kernel against its alternatives.")
     kinds = top.add_subparsers(dest="kernel", required=True)
     attention = kinds.add_parser("attention", epilog="example: dccot bench attention --tree paper --tokens 16384 --profile")
-    attention.add_argument("--tree", default="paper", help="paper, causal, or the path of a rollout JSONL")
+    attention.add_argument("--tree", default="paper", help="paper, one, shared-7x200, packs, causal, or a rollout JSONL")
     attention.add_argument("--tokens", type=int, default=4096, help="packed tokens")
     attention.add_argument("--heads", type=int, default=4, help="query heads")
     attention.add_argument("--key-heads", type=int, default=2)
@@ -297,7 +338,7 @@ def _attention(arguments: argparse.Namespace) -> tuple[list[dict], Callable]:
     else:
         rows += attention_rows(arguments.tree, arguments.tokens, *size)
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    mask = TreeMask(trees.forest(trees.shapes(arguments.tree, arguments.tokens)).to(device))
+    mask = TreeMask(trees.tree(arguments.tree, arguments.tokens).to(device))
     return rows, forward_backward(lambda q, k, v: tree_attention(q, k, v, mask), *attention_inputs(len(mask), *size, device, dtype))
 
 

@@ -26,7 +26,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def attention_rows(tree: str, tokens: int, query_heads: int, key_heads: int, dim: int) -> list[dict]:
-    visible_until = trees.forest(trees.shapes(tree, tokens)).cuda()
+    visible_until = trees.tree(tree, tokens).cuda()
     causal = TreeMask.causal([len(visible_until)], device="cuda")
     mask = TreeMask(visible_until)
     inputs = attention_inputs(len(visible_until), query_heads, key_heads, dim, device="cuda", dtype=torch.bfloat16)

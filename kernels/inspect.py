@@ -82,7 +82,7 @@ def inspect(configs: Sequence[Configuration], workload: Workload | None = None) 
 def report(config: Configuration, examined: Examined, visible_until: Tensor | None, workload: Workload) -> Report:
     code, gpu = examined.code, of_architecture(config.arch)
     programs = resident(gpu, config.warps, examined)
-    estimated = cycles(config, gpu, code.loop, programs)
+    estimated = cycles(config, gpu, code.loop, programs, bool(code.advisories))
     prediction = None
     if visible_until is not None and config.tile and programs:
         prediction = predict(config, examined, programs, gpu, visible_until, workload.heads, workload.key_heads)

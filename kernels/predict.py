@@ -6,7 +6,8 @@ Cycles of one iteration of an inner loop, per multiprocessor (rates from gpus.py
     exponential  special-function instructions / their rate
     issue        all instructions / instructions per cycle
     memory       bytes of the streamed tile / L2 bandwidth
-    in sequence  matrix + max(exponential, issue) − what the code issues while a product is under way, over the resident programs
+    in sequence  matrix + max(exponential, issue) − what the code issues while a product is under way, over the resident programs;
+                 nothing is hidden where ptxas serialises the products, and loads that do not run ahead are waited for
 
 The largest is the iteration. It is laid over the simulated schedule of a tree (balance.py), with masked tiles at the cost of their own
 loop. Peak rates are never sustained: SUSTAINED is what large matrix products reach of them (power limits the clock).
@@ -26,7 +27,7 @@ from dccot.kernels.gpus import Gpu
 from dccot.kernels.mask import positions
 from dccot.kernels.tuning import STRETCH
 
-SUSTAINED = 0.75
+SUSTAINED = 0.70
 PRODUCTS = {"forward": 2, "grad_query": 3, "grad_key": 4}
 COUNTED_BACKWARD = 5  # products that are counted for dQ and dK/dV together, as everybody does; 7 are computed
 
@@ -42,7 +43,7 @@ class Prediction:
     edge_cost: float  # a masked tile in unmasked ones
 
 
-def cycles(config: Configuration, gpu: Gpu, loop: Loop, programs: int) -> dict[str, float]:
+def cycles(config: Configuration, gpu: Gpu, loop: Loop, programs: int, serialised: bool = False) -> dict[str, float]:
     """Estimated cycles of a multiprocessor per iteration, by what they are spent on."""
     scalar = {
         "exponential": loop.mix["special"] * config.warps * gpu.threads_per_warp / gpu.exponentials,
@@ -52,20 +53,21 @@ def cycles(config: Configuration, gpu: Gpu, loop: Loop, programs: int) -> dict[s
         return scalar | {"memory": 4 * STRETCH * (1.5 if config.kernel == "gradient" else 1) / gpu.dram_bytes}
     matrix = 2 * PRODUCTS[config.kernel] * config.tile.block_q * config.tile.block_k * config.head_dim / gpu.matrix_flops
     streamed = config.tile.block_q if config.kernel == "grad_key" else config.tile.block_k
-    hidden = min(matrix, loop.overlapped * config.warps / gpu.issue)
-    return scalar | {
-        "matrix": matrix,
-        "memory": 2 * 2 * streamed * config.head_dim / gpu.l2_bytes,
-        "in sequence": (matrix + max(scalar.values()) - hidden) / max(programs, 1),
-    }
+    memory = 2 * 2 * streamed * config.head_dim / gpu.l2_bytes
+    hidden = 0 if serialised else min(matrix, loop.overlapped * config.warps / gpu.issue)
+    waited = memory if loop.prefetch == 0 else 0
+    in_sequence = (matrix + max(scalar.values()) - hidden + waited) / max(programs, 1)
+    return scalar | {"matrix": matrix, "memory": memory, "in sequence": in_sequence}
 
 
 def predict(
     config: Configuration, examined: Examined, programs: int, gpu: Gpu, visible_until: Tensor, heads: int, key_heads: int
 ) -> Prediction:
     assert config.tile is not None
-    iteration = max(cycles(config, gpu, examined.code.loop, programs).values())
-    edge = max(cycles(config, gpu, examined.code.edge or examined.code.loop, programs).values())
+    code = examined.code
+    iteration, edge = (
+        max(cycles(config, gpu, each, programs, bool(code.advisories)).values()) for each in (code.loop, code.edge or code.loop)
+    )
     built = schedule.build(visible_until, config.tile.block_q, config.tile.block_k)
     by_key = config.kernel == "grad_key"
     lists, copies, repeat = (built.by_key, key_heads, heads // key_heads) if by_key else (built.by_query, heads, 1)
