@@ -81,7 +81,7 @@ class Endpoint:
         await self._client.close()
 
     async def ask(self, system: str, user: str) -> Reply:
-        """The model's reply, however often the SDK has to ask for it."""
+        """The model's reply, however often the SDK has to ask for it. An empty `system` is left out."""
         try:
             async with asyncio.timeout(self.config.patience_seconds):
                 while True:
@@ -107,8 +107,8 @@ class Endpoint:
         reply = await self._client.messages.create(
             model=self.config.model,
             max_tokens=self.config.max_tokens,
-            system=instruction,
             messages=[{"role": "user", "content": user}],
+            **({"system": instruction} if system else {}),
             **sampling,
         )
         with _readable():
@@ -121,7 +121,7 @@ class Endpoint:
         sampling = {} if self.config.temperature is None else {"temperature": self.config.temperature}
         reply = await self._client.chat.completions.create(
             model=self.config.model,
-            messages=[{"role": "system", "content": system}, {"role": "user", "content": user}],
+            messages=[*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": user}],
             **{self.config.max_tokens_field: self.config.max_tokens},
             **sampling,
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
@@ -40,7 +41,7 @@ class RewriteConfig:
     workers: int = 3
     concurrency: int = 16  # requests under way at once
     by: str = ENDPOINT  # endpoint: a stronger model; or a function of your own, my_package.my_module:my_rule
-    instruction: str | None = None  # a file with another instruction; None: ours
+    instruction: str | None = None  # a file with another; with {question} and {assistant_response} it is the whole message; None: ours
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     grading: GradingConfig = field(default_factory=lambda: GradingConfig(workers=1))
 
@@ -105,15 +106,28 @@ def rule(rewrite: Callable[..., str]) -> Rewriter:
 
 
 def by_endpoint(endpoint: Endpoint, instruction: str) -> Rewriter:
-    """A rewriter that asks a stronger model."""
+    """A rewriter that asks a stronger model: the instruction and then the task, or one message if the instruction is a template."""
     task = prompt_text("rewrite_task.txt")
 
     async def reply(solution: Solution, attempt: int) -> Reply:
+        if is_template(instruction):
+            return await endpoint.ask("", fill_template(instruction, solution))
         before, _, rest = task.partition("{{question}}")
         between, _, after = rest.partition("{{solution}}")
         return await endpoint.ask(instruction, f"{before}{solution.problem.question}{between}{solution.text}{after}".strip())
 
     return reply
+
+
+def is_template(instruction: str) -> bool:
+    """Whether an instruction has places for the problem and its solution; then it is the whole message."""
+    return "{question}" in instruction and "{assistant_response}" in instruction
+
+
+def fill_template(template: str, solution: Solution) -> str:
+    """The template with both texts in place and doubled braces made single. What is filled in stays as it is."""
+    meant = {"{{": "{", "}}": "}", "{question}": solution.problem.question, "{assistant_response}": solution.text}
+    return re.sub(r"\{\{|\}\}|\{question\}|\{assistant_response\}", lambda found: meant[found.group()], template)
 
 
 def prompt_text(name: str) -> str:

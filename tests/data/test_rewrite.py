@@ -331,3 +331,23 @@ def test_worked_example_of_our_instruction_obeys_its_own_rules(grader):
     assert all(verbatim_share(worker, word_runs(given)) > 0.95 for worker in block.workers)
     assert list(leaks_in(block.workers, problem.question + block.director)) == []
     assert flaw_of(text.partition("# Who knows")[0].split("looks like\n\n")[1].split("\n\n- ")[0]) is None
+
+
+@pytest.mark.parametrize("protocol", ["openai", "anthropic"])
+def test_an_instruction_with_places_for_problem_and_solution_is_one_message(tmp_path, monkeypatch, protocol):
+    monkeypatch.setenv("TEST_KEY", KEY)
+    template = tmp_path / "instruction.txt"
+    template.write_text("Problem:\n\n{question}\n\nIn \\boxed{{}}, {{question}}: {assistant_response} {more} {{{question}}}")
+    server = Server(protocol, {})
+    try:
+        config = config_for(server, tmp_path, ["fine"])
+        config.instruction = str(template)
+        rewrite(config)
+    finally:
+        server.shutdown()
+        server.server_close()
+    solution = "<think>\nthought 0</think>\\boxed{7}"
+    [(*_, body, _)] = server.requests
+    expected = "Problem:\n\nfine\n\nIn \\boxed{}, {question}: " + solution + " {more} {fine}"
+    assert body["messages"] == [{"role": "user", "content": expected}]
+    assert "system" not in body
