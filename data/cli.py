@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(description="Problem sets and the SFT set.", epilog="example: dccot data fetch aime24 math500")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    known = "; ".join(f"{name} ({wanted.about})" for name, wanted in PRESETS.items())
+    known = "; ".join(f"{name} ({wanted.about}{f', {wanted.count:,}' if wanted.count else ''})" for name, wanted in PRESETS.items())
     one = commands.add_parser("fetch", help="download problem sets from the Hugging Face hub", epilog="example: dccot data fetch aime24")
     one.add_argument("names", nargs="+", metavar="NAME", help=known)
     one.add_argument("--folder", default="runs/data", help="where NAME.jsonl is written (default: %(default)s)")

@@ -33,6 +33,7 @@ class Fields:
     id: str = "id"
     question: str = "question"
     gold: str = "gold"
+    gold_after: str | None = None  # the gold is what follows this mark in its field, without commas
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class HubSet:
     fields: Fields
     config: str = "default"
     about: str = ""
+    count: int | None = None  # problems in it
 
     @property
     def file(self) -> str:
@@ -52,14 +54,15 @@ class HubSet:
 
 PRESETS = {
     "deepscaler": HubSet("agentica-org/DeepScaleR-Preview-Dataset", "train", Fields(question="problem", gold="answer"), about="training"),
-    "aime24": HubSet("HuggingFaceH4/aime_2024", "train", Fields(question="problem", gold="answer"), about="AIME 2024, 30"),
-    "amc23": HubSet("math-ai/amc23", "test", Fields(gold="answer"), about="AMC 23, 40"),
-    "hmmt25": HubSet("MathArena/hmmt_feb_2025", "train", Fields("problem_idx", "problem", "answer"), about="HMMT Feb 2025, 30"),
-    "math500": HubSet("HuggingFaceH4/MATH-500", "test", Fields("unique_id", "problem", "answer"), about="MATH-500, 500"),
-    "minerva": HubSet("math-ai/minervamath", "test", Fields(gold="answer"), about="Minerva Math, 272"),
+    "aime24": HubSet("HuggingFaceH4/aime_2024", "train", Fields(question="problem", gold="answer"), about="AIME 2024", count=30),
+    "amc23": HubSet("math-ai/amc23", "test", Fields(gold="answer"), about="AMC 23", count=40),
+    "hmmt25": HubSet("MathArena/hmmt_feb_2025", "train", Fields("problem_idx", "problem", "answer"), about="HMMT Feb 2025", count=30),
+    "math500": HubSet("HuggingFaceH4/MATH-500", "test", Fields("unique_id", "problem", "answer"), about="MATH-500", count=500),
+    "minerva": HubSet("math-ai/minervamath", "test", Fields(gold="answer"), about="Minerva Math", count=272),
     "olympiadbench": HubSet(
-        "Hothan/OlympiadBench", "train", Fields(gold="final_answer"), "OE_TO_maths_en_COMP", about="English, text only, open-ended, 674"
+        "Hothan/OlympiadBench", "train", Fields(gold="final_answer"), "OE_TO_maths_en_COMP", "English, text only, open-ended", count=674
     ),
+    "gsm8k": HubSet("openai/gsm8k", "train", Fields(gold="answer", gold_after="####"), "main", "grade school, training", count=7473),
 }
 
 
@@ -68,7 +71,8 @@ def load_problems(
 ) -> list[Problem]:
     """Problems of a JSONL or parquet file in file order. Bad rows and repeated ids are reported and skipped; `strict` raises.
 
-    `preset` names the fields of a raw file of that set. A file with no usable row at all is always an error.
+    `preset` names the fields of a raw file of that set, and another count than the set's is reported. A file with no usable row at
+    all is always an error.
     """
     path = Path(path)
     fields = fields or (hub_set(preset).fields if preset else Fields())
@@ -89,8 +93,11 @@ def load_problems(
     if skipped:
         report(f"{path}: {len(problems):,} problems, {skipped:,} rows skipped")
     if not problems:
-        wanted = ", ".join(asdict(fields).values())
+        wanted = ", ".join((fields.id, fields.question, fields.gold))
         raise BadData(f"{path}: no usable row; it needs the fields {wanted} (another name: fields.question=…, fields.gold=…)")
+    expected = hub_set(preset).count if preset else None
+    if expected not in (None, len(problems)):
+        report(f"{path}: {len(problems):,} problems, {preset} usually has {expected:,}; compare results with that in mind")
     return list(problems.values())
 
 
@@ -124,12 +131,22 @@ def _problem(row: dict, fields: Fields, index: int) -> Problem:
     if not isinstance(question, str) or not question.strip():
         raise BadData(f"field {fields.question!r} must be a text that is not empty, found {_short(question)}")
     candidates = gold if isinstance(gold, list) else [gold]
+    if fields.gold_after is not None:
+        candidates = [_marked(value, fields) for value in candidates]
     golds = [text for text in map(_gold, candidates) if text is not None]
     if not golds or len(golds) < len(candidates):
         raise BadData(f"field {fields.gold!r} must be a number, a text or a list of them, found {_short(gold)}")
     if id_ is not None and not isinstance(id_, str | int):
         raise BadData(f"field {fields.id!r} must be a text or an integer, found {_short(id_)}")
     return Problem(str(index if id_ is None else id_), question, golds if isinstance(gold, list) else golds[0])
+
+
+def _marked(value, fields: Fields) -> str:
+    """What follows the mark in a solution that ends with it, e.g. `… #### 1,234`."""
+    _, found, gold = value.rpartition(fields.gold_after) if isinstance(value, str) else ("", "", "")
+    if not found:
+        raise BadData(f"field {fields.gold!r} has no {fields.gold_after!r}, found {_short(value)}")
+    return gold.replace(",", "")
 
 
 def _gold(value) -> str | None:
@@ -158,7 +175,7 @@ def fetch(name: str, folder: str | Path = "runs/data", *, report: Report = print
     """Download a preset and write it as `folder/name.jsonl` with the fields id, question, gold."""
     wanted = hub_set(name)
     target = Path(folder) / f"{name}.jsonl"
-    problems = load_problems(_download(wanted, target), fields=wanted.fields, report=report)
+    problems = load_problems(_download(wanted, target), preset=name, report=report)
     write_jsonl_atomic(target, map(asdict, problems))
     return target
 

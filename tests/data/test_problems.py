@@ -89,6 +89,7 @@ HUB_ROWS = {
         Problem("test/a/1.json", "q", "\\pi"),
     ),
     "minerva": ({"question": "q", "answer": "4.5e33"}, Problem("0", "q", "4.5e33")),
+    "gsm8k": ({"question": "q", "answer": "24 * 50 = <<24*50=1200>>1,200\n#### 1,200"}, Problem("0", "q", "1200")),
     "olympiadbench": ({"id": 1606, "question": "q", "final_answer": ["2"], "unit": None}, Problem("1606", "q", ["2"])),
 }
 
@@ -100,6 +101,25 @@ def test_fetch_normalises_the_hubs_rows(tmp_path, monkeypatch, name):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), raw)
     monkeypatch.setattr(module, "_download", lambda *_: raw)
     assert load_problems(fetch(name, tmp_path)) == [expected]
+
+
+def test_another_count_than_the_presets_is_reported_and_no_error(tmp_path):
+    said = []
+    path = jsonl(tmp_path / "p.jsonl", [{"id": n, "question": "q", "answer": "1"} for n in range(41)])
+    assert len(load_problems(path, preset="amc23", report=said.append)) == 41
+    assert said == [f"{path}: 41 problems, amc23 usually has 40; compare results with that in mind"]
+    assert (
+        len(load_problems(jsonl(path, [{"id": n, "question": "q", "answer": "1"} for n in range(40)]), preset="amc23", report=said.append))
+        == 40
+    )
+    assert len(said) == 1
+
+
+def test_a_gsm8k_row_without_its_mark_is_skipped_and_named(tmp_path):
+    said = []
+    path = jsonl(tmp_path / "p.jsonl", [{"question": "q", "answer": "it is 4"}, {"question": "q", "answer": "2 + 2\n#### 4"}])
+    assert load_problems(path, preset="gsm8k", report=said.append) == [Problem("1", "q", "4")]
+    assert said[0] == f"{path}:1: field 'answer' has no '####', found 'it is 4'; row skipped"
 
 
 def test_fetch_without_a_network_fails_with_one_sentence():
