@@ -132,7 +132,7 @@ def _problem(row: dict, fields: Fields, index: int) -> Problem:
         raise BadData(f"field {fields.question!r} must be a text that is not empty, found {_short(question)}")
     candidates = gold if isinstance(gold, list) else [gold]
     if fields.gold_after is not None:
-        candidates = [_marked(value, fields) for value in candidates]
+        candidates = [_marked(value, fields.gold, fields.gold_after) for value in candidates]
     golds = [text for text in map(_gold, candidates) if text is not None]
     if not golds or len(golds) < len(candidates):
         raise BadData(f"field {fields.gold!r} must be a number, a text or a list of them, found {_short(gold)}")
@@ -141,11 +141,11 @@ def _problem(row: dict, fields: Fields, index: int) -> Problem:
     return Problem(str(index if id_ is None else id_), question, golds if isinstance(gold, list) else golds[0])
 
 
-def _marked(value, fields: Fields) -> str:
+def _marked(value, field: str, mark: str) -> str:
     """What follows the mark in a solution that ends with it, e.g. `… #### 1,234`."""
-    _, found, gold = value.rpartition(fields.gold_after) if isinstance(value, str) else ("", "", "")
+    _, found, gold = value.rpartition(mark) if isinstance(value, str) else ("", "", "")
     if not found:
-        raise BadData(f"field {fields.gold!r} has no {fields.gold_after!r}, found {_short(value)}")
+        raise BadData(f"field {field!r} has no {mark!r}, found {_short(value)}")
     return gold.replace(",", "")
 
 
