@@ -123,7 +123,7 @@ def _results(
 def _unjudged(evaluations: Sequence[Evaluation]) -> list[str]:
     return [
         f"{evaluation.name} on {result.title}: {result.unjudged:,} of {sum(result.verdicts.values()):,} answers could not be judged "
-        "(the grader ran out of time or memory); they are left out of the accuracies."
+        "(the grader ran out of time or memory); they count as wrong in the accuracies."
         for evaluation in evaluations
         for result in evaluation.results.values()
         if result.unjudged

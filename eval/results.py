@@ -4,7 +4,7 @@
     runs/eval/NAME/settings.json                    what decides a response: model, prompt, sampling, seed
     runs/eval/NAME/summary.json                     this file's Evaluation                   read by reports
 
-An answer that the grader could not judge (timed out, crashed) is neither right nor wrong: it is left out of the accuracies and counted.
+An answer that the grader could not judge (timed out, crashed) counts as wrong in the accuracies, and how many there are is shown apart.
 """
 
 from __future__ import annotations
@@ -54,10 +54,6 @@ class Sample:
     @property
     def correct(self) -> bool:
         return self.verdict == Verdict.CORRECT
-
-    @property
-    def judged(self) -> bool:
-        return self.verdict not in UNJUDGED
 
 
 MEASURES = {
@@ -118,42 +114,40 @@ class BenchmarkResult:
 
 
 def summarise(benchmark: Benchmark, samples: Iterable[Sample], classes: Mapping[str, Sequence[int]]) -> BenchmarkResult:
-    """The table of one benchmark. `classes` has, per problem, the equivalence class of every judged answer in order of its sample."""
+    """The table of one benchmark. `classes` has, per problem, the equivalence class of every answer in order of its sample."""
     groups = by_problem(samples)
     verdicts = Counter(s.verdict for group in groups.values() for s in group)
     table: dict[str, dict[str, float]] = {}
     for name, measure in MEASURES.items():
-        counted = {problem: [s for s in group if s.judged or name != "accuracy"] for problem, group in groups.items()}
-        table[name] = {problem: mean([measure(s) for s in group]) for problem, group in counted.items() if group}
+        table[name] = {problem: mean([measure(s) for s in group]) for problem, group in groups.items()}
     votes = {}
-    judged = {problem: [s for s in group if s.judged] for problem, group in groups.items()}
-    for problem, group in judged.items():
+    for problem, group in groups.items():
         if len(group) >= 3:
             votes[problem] = majority_of_three(classes[problem], [s.correct for s in group], [s.longest_path for s in group])
     table["maj3_accuracy"] = {problem: vote.accuracy for problem, vote in votes.items()}
     table["maj3_longest_path"] = {problem: vote.longest_path for problem, vote in votes.items()}
     table["maj3_total_tokens"] = {problem: 3 * table["total_tokens"][problem] for problem in votes}
-    pooled = pooled_errors(list(groups.values()), list(judged.values()), {problem: vote.accuracy for problem, vote in votes.items()})
+    pooled = pooled_errors(list(groups.values()), {problem: vote.accuracy for problem, vote in votes.items()})
     return BenchmarkResult(benchmark.name, benchmark.title, benchmark.samples, dict(verdicts), table, pooled)
 
 
-def pooled_errors(groups: Sequence[Sequence[Sample]], judged: Sequence[Sequence[Sample]], votes: ByProblem) -> dict[str, float]:
+def pooled_errors(groups: Sequence[Sequence[Sample]], votes: ByProblem) -> dict[str, float]:
     """Standard errors as the paper has them: all responses, or all subsets of three, as if they were independent.
 
     accuracy  √(p(1−p) / PN)          length  s / √PN          votes: the same over the subsets, P · C(N, 3) of them
     """
     every = [sample for group in groups for sample in group]
-    right = [sample.correct for group in judged for sample in group]
+    right = [sample.correct for sample in every]
     found = {
         "accuracy": _share_error(mean(right), len(right)),
         "longest_path": _length_error([(sample.longest_path, 1) for sample in every]),
         "total_tokens": _length_error([(sample.total_tokens, 1) for sample in every]),
     }
     if votes:
-        subsets = {group[0].problem: comb(len(group), 3) for group in judged if len(group) >= 3}
+        subsets = {group[0].problem: comb(len(group), 3) for group in groups if len(group) >= 3}
         count = sum(subsets.values())
         found["maj3_accuracy"] = _share_error(sum(votes[problem] * n for problem, n in subsets.items()) / count, count)
-        paths = [sorted(sample.longest_path for sample in group) for group in judged if len(group) >= 3]
+        paths = [sorted(sample.longest_path for sample in group) for group in groups if len(group) >= 3]
         found["maj3_longest_path"] = _length_error([(path, comb(rank, 2)) for group in paths for rank, path in enumerate(group)])
     return {name: error for name, error in found.items() if not math.isnan(error)}
 

@@ -231,8 +231,8 @@ def grade_file(file: Path, judge: Judge) -> None:
 
 
 def _classes(samples: Sequence[Sample], judge: Judge, runtime: Runtime) -> dict[str, list[int]]:
-    """Per problem, which of its judged answers are equal; each rank takes its share of the problems."""
-    groups = list(by_problem(s for s in samples if s.judged).items())
+    """Per problem, which of its answers are equal; each rank takes its share of the problems."""
+    groups = list(by_problem(samples).items())
     mine = [(problem, judge.equivalence_classes([s.text for s in group])) for problem, group in groups[runtime.rank :: runtime.ranks]]
     return dict(entry for part in runtime.gather(mine) for entry in part)
 

@@ -190,19 +190,19 @@ def sample(problem: str, number: int, verdict: str, longest_path: int, total: in
     return Sample(problem=problem, sample=number, verdict=verdict, longest_path=longest_path, total_tokens=total, **{**usual, **other})
 
 
-def test_problems_count_alike_however_many_answers_were_judged():
+def test_an_answer_that_could_not_be_judged_counts_as_wrong_and_is_shown_apart():
     samples = [
         sample("a", 0, "correct", 100, 150), sample("a", 1, "wrong", 200, 250), sample("a", 2, "crashed", 300, 350),
         sample("b", 0, "correct", 400, 400), sample("b", 1, "correct", 400, 400), sample("b", 2, "correct", 700, 700, answered=False),
     ]  # fmt: skip
-    result = summarise(Benchmark("x", "X", 3), samples, {"a": [0, 1], "b": [0, 0, 0]})
-    assert result.estimate("accuracy").value == pytest.approx((1 / 2 + 1) / 2)  # the crashed one is neither right nor wrong
-    assert result.estimate("accuracy").stderr == pytest.approx(0.25)
+    result = summarise(Benchmark("x", "X", 3), samples, {"a": [0, 1, 2], "b": [0, 0, 0]})
+    assert result.estimate("accuracy").value == pytest.approx((1 / 3 + 1) / 2)
+    assert result.estimate("accuracy").stderr == pytest.approx(1 / 3)  # 1/3 and 1: standard deviation √2/3, over √2
     assert result.estimate("longest_path").value == pytest.approx((200 + 500) / 2)
     assert result.estimate("truncated").value == pytest.approx(1 / 6)
-    assert result.by_problem["maj3_accuracy"] == {"b": 1.0}  # two judged answers cannot vote
-    assert result.by_problem["maj3_longest_path"] == {"b": 700.0}
-    assert result.by_problem["maj3_total_tokens"] == {"b": 1500.0}
+    assert result.by_problem["maj3_accuracy"] == pytest.approx({"a": 1 / 3, "b": 1.0})  # three answers that differ: any of them
+    assert result.by_problem["maj3_longest_path"] == {"a": 300.0, "b": 700.0}
+    assert result.by_problem["maj3_total_tokens"] == {"a": 750.0, "b": 1500.0}
     assert result.unjudged == 1
 
 
