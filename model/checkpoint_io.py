@@ -51,7 +51,10 @@ def load_weights(model: Transformer, folder: str | Path, dtype: torch.dtype | No
             for name, parameter in parameters.items():
                 local, rows = _local_rows(parameter)
                 if local.numel():
-                    local.copy_(tensors[name][rows])
+                    stored = tensors[name][rows]
+                    if not bool(stored.isfinite().all()):
+                        raise ValueError(f"{folder}: {name} holds values that are not finite; use another checkpoint")
+                    local.copy_(stored)
 
 
 @contextlib.contextmanager

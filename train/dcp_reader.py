@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dccot.files import BadData
@@ -33,13 +32,9 @@ ALLOWED = {
 
 def load_shards(state: dict[str, Any], folder: Path, *, no_dist: bool = False) -> None:
     """Fill `state` from a dcp/ folder, in place; the same as dcp.load, but nothing in the folder is executed."""
-    try:
-        dcp.load(state, storage_reader=_Reader(folder), planner=_Planner(), no_dist=no_dist)
-    except CheckpointException as error:
-        for failure, _ in error.failures.values():
-            if isinstance(failure, BadData):
-                raise failure from None
-        raise
+    reader = _Reader(folder)
+    reader.read_metadata()  # refused here, in one line; inside dcp.load it would be a trace of every rank
+    dcp.load(state, storage_reader=reader, planner=_Planner(), no_dist=no_dist)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -51,7 +46,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
+    _metadata: Metadata | None = None
+
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = self._read()
+        return self._metadata
+
+    def _read(self) -> Metadata:
         file = Path(self.path) / ".metadata"
         try:
             metadata = _Unpickler(io.BytesIO(file.read_bytes())).load()

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -204,3 +205,13 @@ def test_a_link_out_of_a_model_folder_is_refused_and_a_hubs_cache_is_not(tmp_pat
     (hub / "blobs" / "ab").write_text("{}")
     (hub / "snapshots" / "0123" / "tokenizer.json").symlink_to("../../blobs/ab")
     assert read_companions(hub / "snapshots" / "0123") == {"tokenizer.json": b"{}"}
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_weight_that_is_not_finite_is_refused_by_name(raw_config, write_checkpoint, tmp_path, value):
+    write_checkpoint(tmp_path, raw_config())
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][5, 7] = value
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds values that are not finite"):
+        ours(tmp_path)

@@ -1,7 +1,9 @@
 """Fault injection's own arithmetic: which kills there are and in what order they come."""
 
+import pytest
+
 from tests.support.fault_injection.rank import FILES, PHASES
-from tests.support.fault_injection.run import DAMAGES, ROSTER, Trial, draw_kills, in_launches, table
+from tests.support.fault_injection.run import DAMAGES, ROSTER, Trial, draw_kills, empty, in_launches, table
 
 
 def test_every_phase_is_hit_on_either_rank_and_with_the_whole_job_and_every_step_of_a_checkpoint_is_hit():
@@ -28,3 +30,16 @@ def test_a_trial_is_good_only_if_all_was_survived_and_nothing_else_was_seen():
     assert not Trial("f", 2, 1, "").good
     assert not Trial("f", 2, 2, "", ["p"]).good
     assert table([Trial("f", 20_000, 1, "seen")]).splitlines()[2].split("|")[1:4] == [" f     ", " 20,000 ", " 1        "]
+
+
+def test_only_a_folder_that_it_made_is_emptied(tmp_path):
+    runs, own = tmp_path / "runs", tmp_path / "torture"
+    runs.mkdir()
+    (runs / "model").write_text("weeks of work")
+    with pytest.raises(SystemExit, match="holds files that make torture did not write"):
+        empty(runs)
+    assert (runs / "model").read_text() == "weeks of work"
+    empty(own)
+    (own / "report.json").write_text("{}")
+    empty(own)
+    assert not (own / "report.json").exists()

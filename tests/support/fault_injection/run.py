@@ -36,6 +36,7 @@ from tests.support.fault_injection.rank import FILES, FULL_DISK, PHASES, Kill
 from tests.support.fault_injection.task import make_task
 
 RANKS = 2
+MADE_HERE = ".torture"  # marks a folder that may be emptied
 SETTINGS = ("optimizer.learning_rate=0.0003", "checkpoint.keep=2", "checkpoint.keep_hf_every=null", "profile.steps=[]")
 OF_THE_MACHINE = ("time/", "speed/", "memory/")  # metrics that differ from run to run
 DAMAGES = ("a flipped bit", "a file cut short", "a missing file", "a broken manifest")
@@ -280,17 +281,25 @@ def table(trials: Sequence[Trial]) -> str:
     return "\n".join(lines)
 
 
+def empty(out: Path) -> None:
+    """A new folder in place of one that was made here; anything else that lies there is somebody's work."""
+    if out.exists() and not (out / MADE_HERE).is_file() and any(out.iterdir()):
+        raise SystemExit(f"{out} holds files that make torture did not write; choose another --output, or empty it yourself")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    (out / MADE_HERE).touch()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make torture", description="Kills, damages and starves a miniature run; says what it survived.")
     parser.add_argument("--kills", type=int, default=len(ROSTER))
-    parser.add_argument("--output", type=Path, default=Path("runs/torture"), help="emptied first")
+    parser.add_argument("--output", type=Path, default=Path("runs/torture"), help="emptied first, if it was made by make torture")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=["kills", *FAULTS], help="some of the trials")
     parser.add_argument("--under", default="", metavar="COMMAND", help="what every long command is started with, e.g. 'nice -n 19'")
     arguments = parser.parse_args(argv)
     out, under, start = arguments.output.resolve(), shlex.split(arguments.under), time.monotonic()
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    empty(out)
     os.environ.update(PLANTED)  # every process of the trials sees the keys; no file may
     trials: list[Trial] = []
     for name in arguments.only or ["kills", *FAULTS]:
