@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
-from transformers import AutoTokenizer
 
 from dccot.config import ConfigError
+from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import Call, Completion, Stop
 from dccot.rollout.interface import EngineStalled
 from dccot.rollout.settings import EngineConfig
@@ -91,7 +91,7 @@ class _Server:
 class Fleet:
     def __init__(self, model: str | Path, config: EngineConfig):
         self.config = config
-        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
+        self.tokenizer: PreTrainedTokenizerBase = open_tokenizer(model)
         self.replica, self.replicas = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.sampled_tokens = 0
         self._jobs: dict[str, _Job] = {}
