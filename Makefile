@@ -8,7 +8,7 @@ BIN    := .venv/bin
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 PIP := $(BIN)/pip --disable-pip-version-check install --progress-bar off -q
 
-.PHONY: setup test quick lint format demo mini bench bench-peers torture docs-check clean
+.PHONY: setup test quick lint format demo mini bench bench-peers rehearse torture docs-check clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready .venv/system
@@ -73,6 +73,15 @@ bench: .venv/ready
 # Beside TRL, which gets an environment of its own in runs/trl-env. Needs the base model of `make demo`; about 15 minutes.
 bench-peers: .venv/ready
 	$(BIN)/python -m dccot.bench.peers
+
+# The training step of every configuration at its real size, on GPUs that are not here: devices, shapes, memory, waiting.
+RL := configs/rl/stage1.yaml configs/rl/stage2a.yaml configs/rl/stage2b.yaml configs/rl/stage3.yaml configs/rl/stage4.yaml configs/rl/hlp.yaml
+REHEARSED := configs/sft.yaml $(RL) configs/rl/dsr_hlp_12k.yaml configs/rl/dsr_hlp_24k.yaml
+rehearse: .venv/ready
+	$(BIN)/dccot rehearse $(REHEARSED) --model 1.5B --gpus 8 --json runs/rehearse/1.5B.json
+	$(BIN)/dccot rehearse $(REHEARSED) --model 7B --gpus 8 sharding.reduce_once=false --json runs/rehearse/7B.json
+	$(BIN)/dccot rehearse $(REHEARSED) --model 32B --gpus 64 --replicate 2 --gpu H200 sharding.reduce_once=false --json runs/rehearse/32B.json
+	$(BIN)/dccot rehearse $(REHEARSED) --model 32B --gpus 1024 --replicate 32 --gpu H200 sharding.reduce_once=false --json runs/rehearse/32B-1024.json
 
 # Runs every command of README.md and docs/ (tests/test_docs.py says how), and the wheel outside the checkout.
 docs-check: setup

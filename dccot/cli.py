@@ -27,6 +27,7 @@ COMMANDS = {
     "export": ("dccot.export", "a trained model with a model card, to give away or push to a hub"),
     "data": ("dccot.data.cli", "problem sets and the SFT set"),
     "plan": ("dccot.train.plan", "memory and time of a run before it is launched"),
+    "rehearse": ("dccot.train.rehearse", "the training step of a run at its real size on fake GPUs"),
     "inspect": ("dccot.kernels.inspect", "registers, shared memory and instruction mix of the kernels, for GPUs that are not here"),
     "bench": ("dccot.bench.__main__", "every benchmark, or one of them"),
 }

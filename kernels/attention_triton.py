@@ -351,7 +351,7 @@ def _slots(plan: Plan, like: Tensor, *shape: int) -> Tensor:
 
 def _plan(mask: TreeMask, tile: Tile, side: Literal["by_query", "by_key"], copies: int, repeat: int) -> Plan:
     blocks, device = (tile.block_q, tile.block_k), mask.visible_until.device
-    schedule = mask.derive(blocks, lambda: build(mask.visible_until, *blocks))
+    schedule = mask.derive(blocks, lambda: build(mask.host, *blocks))
     make = lambda: balance.plan(getattr(schedule, side), _processors(device), copies, repeat, device)
     return mask.derive((*blocks, side, copies, repeat), make)
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dccot.kernels.mask import moved
 from dccot.kernels.schedule import Lists
 
 EDGE_COST = 1.25  # a visit with the mask; `dccot inspect` counts the instructions
@@ -113,6 +114,6 @@ def _cut(
     past = np.cumsum(parts[cut])
     arrays = [*(column[order] for column in columns), lists.tile_start, lists.tile_stop]
     arrays += [lists.start[cut], lists.stop[cut], past - parts[cut], past]
-    packed = torch.from_numpy(np.concatenate(arrays).astype(np.int32)).to(device, non_blocking=True)
+    packed = moved(torch.from_numpy(np.concatenate(arrays).astype(np.int32)), torch.device(device))
     tensors = packed.split([len(array) for array in arrays])
     return Plan(Programs(*tensors[:8]), Merges(*tensors[8:]), int(parts[cut].sum()), busy, makespan)

@@ -11,7 +11,8 @@ Tokens are the nodes of a forest written down in preorder, and `visible_until[k]
 
 The keys that q sees are its ancestors, so `position` (how many it sees before itself) is its depth. And a forest is few runs of tokens:
 within a run every token is the child of the one before it and ends where that one ends, so only the first token of a run needs a search.
-`TreeMask` is built once per forest; all layers and the backward share it and what the backends derive from it.
+`TreeMask` is built once per forest; all layers and the backward share it and what the backends derive from it. All of that is computed on
+the CPU and then moved, so that the host never waits for a GPU to hand its own numbers back.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on `device`; to a GPU from pinned memory, so that the host does not wait for what is enqueued there."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def positions(visible_until: Tensor) -> Tensor:
@@ -90,9 +96,13 @@ class TreeMask:
     _numbers = itertools.count()
     _alive: ClassVar[weakref.WeakValueDictionary[int, TreeMask]] = weakref.WeakValueDictionary()
 
-    def __init__(self, visible_until: Tensor):
-        validate(visible_until)
-        self.visible_until = torch.as_tensor(visible_until).to(torch.int32).contiguous()
+    def __init__(self, visible_until: Tensor, device: torch.device | str | None = None):
+        ends = torch.as_tensor(visible_until)
+        self.device = torch.device(device or ends.device)
+        host = ends.cpu()
+        validate(host)
+        self.host = host.to(torch.int32).contiguous()
+        self.visible_until = moved(self.host, self.device)
         self.handle = torch.tensor(next(self._numbers))
         self._derived: dict[object, Any] = {}
         self._alive[int(self.handle)] = self
@@ -101,7 +111,7 @@ class TreeMask:
     def causal(cls, lengths: Sequence[int], device: torch.device | str | None = None) -> TreeMask:
         """Plain causal sequences of the given lengths, packed one after the other."""
         each = torch.as_tensor(lengths, dtype=torch.int64)
-        return cls(each.cumsum(0).repeat_interleave(each).to(device))
+        return cls(each.cumsum(0).repeat_interleave(each), device)
 
     @classmethod
     def from_handle(cls, handle: Tensor, visible_until: Tensor) -> TreeMask:
@@ -113,11 +123,14 @@ class TreeMask:
 
     @property
     def position(self) -> Tensor:
-        return self.derive("position", lambda: positions(self.visible_until))
+        return self.derive("position", lambda: moved(positions(self.host), self.device))
 
     @property
     def parent(self) -> Tensor:
-        return self.derive("parent", lambda: parents(self.visible_until))
+        return self.derive("parent", lambda: moved(parents(self.host), self.device))
+
+    def to(self, device: torch.device | str) -> TreeMask:
+        return self if torch.device(device) == self.device else TreeMask(self.host, device)
 
     def derive(self, name: object, build: Callable[[], T]) -> T:
         """What `build` returned when `name` was first requested."""

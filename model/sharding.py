@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dccot.model.checkpoint_io import load_weights
-from dccot.model.config import read_config
+from dccot.model.config import ModelConfig, read_config
 from dccot.model.transformer import Block, Transformer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
@@ -52,9 +52,19 @@ def build_model(
 ) -> Transformer:
     """The checkpoint in `folder`, sharded over the process group if there is one; with `seed`, random weights instead of stored ones."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model = empty_model(read_config(folder), sharding, device)
+    if seed is None:
+        load_weights(model, folder)
+    else:
+        model.init_weights(seed)
+    return model
+
+
+def empty_model(config: ModelConfig, sharding: ShardingConfig, device: torch.device) -> Transformer:
+    """A model of this shape with memory for its weights, whatever stands there."""
     master, compute = _dtype("master_dtype", sharding.master_dtype), _dtype("compute_dtype", sharding.compute_dtype)
     with torch.device("meta"):
-        model = Transformer(read_config(folder)).to(master)
+        model = Transformer(config).to(master)
     for block in model.model.layers:
         assert isinstance(block, Block)
         block.recompute = sharding.activation_checkpointing
@@ -68,10 +78,6 @@ def build_model(
             "group: launch with torchrun (one process will do), or set both to the same"
         )
     model.to_empty(device=device)
-    if seed is None:
-        load_weights(model, folder)
-    else:
-        model.init_weights(seed)
     return model
 
 

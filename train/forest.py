@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dccot.kernels.mask import TreeMask
+from dccot.kernels.mask import TreeMask, moved
 from dccot.rollout.response import Response, Segment
 from dccot.train.prefix_tree import prefix_tree
 
@@ -55,7 +55,13 @@ class Forest:
         return self.sampled.nonzero().squeeze(1)
 
     def to(self, device: torch.device | str) -> Forest:
-        return Forest(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+        """On another device, with mask and targets computed here: a GPU that is asked for them makes the host wait."""
+        device = torch.device(device)
+        if device == self.tokens.device:
+            return self
+        forest = Forest(*(moved(getattr(self, name), device) for name in self.__dataclass_fields__))
+        forest.__dict__.update(mask=self.mask.to(device), targets=moved(self.targets, device))  # where cached_property looks
+        return forest
 
     @classmethod
     def from_rows(

@@ -7,12 +7,11 @@
 Memory is arithmetic on shapes, per rank (P parameters, S ranks that share one copy of the model):
 
     always           (4 + 8) P/S master weights and AdamW;  2 P/S reference
-    while training   4 P gradients waiting for the last micro-batch (with sharding.reduce_once=false 4 P/S, and the LM head's);
-                     gathered blocks;  activations of the token budget;  what one block or the LM head needs besides
+    while training   4 P gradients waiting for the last micro-batch (with sharding.reduce_once=false 4 P/S);  gathered blocks;
+                     activations of the largest micro-batch;  what one block or the LM head needs besides (memory.py)
     while sampling   2 P/T engine weights (T: tensor parallel);  the rest of engine.gpu_memory is KV cache
 
-tests/train/test_plan.py holds this against training steps under torchrun: what is always there and the gradients are exact, the peak of a
-step is met within 20%.
+`dccot rehearse` holds this against the training step itself: what is always there is exact, the peak of a step is met within 10%.
 
 Speeds are estimates: sampling is bound by reading weights and KV cache, training by matrix products at the assumed utilisation.
 """
@@ -29,9 +28,9 @@ from typing import Any
 
 from dccot.config import ConfigError, load_config
 from dccot.kernels.gpus import GPUS, Gpu
-from dccot.kernels.linear_logprob import BLOCK_ELEMENTS
 from dccot.model.config import ModelConfig, parse_config, read_config
-from dccot.train.flops import block_parameters
+from dccot.train.largest import largest_micro_batch
+from dccot.train.memory import TrainingMemory, numbers, parameter_shapes
 from dccot.train.rl_config import RLConfig
 
 GB = 1e9
@@ -55,29 +54,7 @@ ASSUMED_BANDWIDTH_SHARE = 0.6
 
 
 def parameters(model: ModelConfig) -> int:
-    embeddings = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
-    bias = (model.heads + 2 * model.kv_heads) * model.head_dim if model.qkv_bias else 0
-    head_norms = 2 * model.head_dim if model.qk_norm else 0
-    per_block = block_parameters(model) + 2 * model.hidden_size + bias + head_norms
-    return embeddings + model.layers * per_block + model.hidden_size
-
-
-def inside_block(model: ModelConfig) -> int:
-    """Numbers per token that a block's backward needs: norms and residuals; q, k, v and the output; gate, up, their product."""
-    return 6 * model.hidden_size + (2 * model.heads + 2 * model.kv_heads) * model.head_dim + 4 * model.intermediate_size
-
-
-def activation_bytes(model: ModelConfig, tokens: int, width: int, checkpointing: bool) -> float:
-    """What a micro-batch keeps for its backward pass, `width` bytes per number; with checkpointing, a block's input and attention."""
-    kept = model.hidden_size + model.heads * model.head_dim if checkpointing else inside_block(model)
-    return tokens * width * model.layers * kept
-
-
-def working_bytes(model: ModelConfig, tokens: int, width: int, checkpointing: bool) -> float:
-    """What comes and goes: a recomputed block with its gradients on their way to the others, or logits and the gradient of the LM head."""
-    block = 1.3 * tokens * width * inside_block(model) * checkpointing + 2 * 4 * block_parameters(model)
-    head = 4 * min(tokens * model.vocab_size, BLOCK_ELEMENTS) + 4 * model.vocab_size * model.hidden_size
-    return max(block, head)
+    return sum(map(numbers, parameter_shapes(model).values()))
 
 
 @dataclass(frozen=True)
@@ -85,8 +62,10 @@ class Plan:
     """Bytes per rank, and what they leave room for."""
 
     parameters: int
-    persistent: dict[str, float]  # there while training and while sampling
-    training: dict[str, float]
+    tokens: int  # of the largest micro-batch: the token budget, or a response that is larger than it
+    persistent: dict[str, int]  # there while training and while sampling
+    moment: str  # of a training step that needs most
+    training: dict[str, float]  # at that moment
     sampling: dict[str, float]
     kv_cache_tokens: int
     rollout_tokens_per_second: float
@@ -107,21 +86,10 @@ def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan
             f"{gpus} GPUs do not divide by {config.sharding.replicate} replicas and tensor parallel {config.engine.tensor_parallel}"
         )
     total, shards, parallel = parameters(model), gpus // config.sharding.replicate, config.engine.tensor_parallel
-    width = 2 if config.sharding.compute_dtype in ("bfloat16", "float16") else 4
-    roots = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
-    persistent = {
-        "master weights": 4 * total / shards,
-        "AdamW moments": 8 * total / shards,
-        "reference policy": width * total / shards if config.objective.kl_coefficient else 0.0,
-    }
-    waits, head = config.sharding.reduce_once and shards > 1, 4.0 * model.vocab_size * model.hidden_size
-    size = model, config.batch.token_budget, width, config.sharding.activation_checkpointing
-    training = {
-        "gradients": 4.0 * total if waits else 4 * total / shards + head * (shards > 1),
-        "gathered weights": width * (roots + 2 * block_parameters(model)) if shards > 1 else 0.0,
-        "activations": activation_bytes(*size),
-        "a block or the LM head at work": working_bytes(*size),
-    }
+    largest = largest_micro_batch(config, model.max_position)
+    reference = bool(config.objective.kl_coefficient)
+    memory = TrainingMemory(model, config.sharding, shards, largest.tokens, largest.rows, reference)
+    persistent, (moment, training) = memory.persistent, memory.peak
     kv_per_token = 2 * model.layers * model.kv_heads * model.head_dim * 2 / parallel
     weights = 2 * total / parallel
     room = min(config.engine.gpu_memory * gpu.memory * GB, gpu.memory * GB - sum(persistent.values())) - weights
@@ -132,7 +100,7 @@ def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan
     step = (weights + sequences * typical * kv_per_token) / (gpu.bandwidth * GB * ASSUMED_BANDWIDTH_SHARE)
     flops_per_token = 8 * total if config.sharding.activation_checkpointing else 6 * total
     return Plan(
-        total, persistent, training, sampling, kv_tokens,
+        total, largest.tokens, persistent, moment, training, sampling, kv_tokens,
         rollout_tokens_per_second=sequences / step * (gpus / parallel),
         train_tokens_per_second=gpus * gpu.tflops * 1e12 * ASSUMED_MFU / flops_per_token,
     )  # fmt: skip
@@ -150,11 +118,16 @@ def checkpoint_bytes(total: int, config: Any) -> float:
     return config.checkpoint.keep * whole + stay * weights
 
 
-def advice(plan: Plan, gpu: Gpu) -> list[str]:
+def advice(plan: Plan, gpu: Gpu, token_budget: int) -> list[str]:
     room, found = gpu.memory * GB, []
     if plan.training_peak > room:
         if plan.training["gradients"] >= 4 * plan.parameters and plan.persistent["master weights"] < 4 * plan.parameters:
             found.append("training does not fit: set sharding.reduce_once=false (one reduction per micro-batch, no gradients waiting)")
+        elif plan.tokens > token_budget:
+            found.append(
+                f"training does not fit: a single response can be a tree of {plan.tokens:,} tokens, more than batch.token_budget "
+                f"{token_budget:,}: lower rollout.budget or rollout.workers, or use GPUs with more memory"
+            )
         else:
             found.append("training does not fit: lower batch.token_budget or use more GPUs")
     if plan.kv_cache_tokens < 100_000:
@@ -199,10 +172,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{plan.parameters / 1e9:.2f}B parameters on {arguments.gpus} × {arguments.gpu} ({gpu.memory} GB), per rank in GB:")
     for title, parts in (("always", plan.persistent), ("while training", plan.training), ("while sampling", plan.sampling)):
         print(f"  {title}: " + ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size))
+    print(f"  the training peak is {plan.moment}, with {plan.tokens:,} tokens in the largest micro-batch")
     print(f"  peak: training {plan.training_peak / GB:.1f}, sampling {plan.sampling_peak / GB:.1f}")
     print(f"  KV cache: {plan.kv_cache_tokens:,} tokens per engine; token budget {config.batch.token_budget:,} per micro-batch")
     print(f"expected, not measured: {plan.rollout_tokens_per_second:,.0f} sampled and {plan.train_tokens_per_second:,.0f} trained tokens/s")
-    print("→ " + "\n→ ".join(advice(plan, gpu)))
+    print("→ " + "\n→ ".join(advice(plan, gpu, config.batch.token_budget)))
     return 0
 
 

@@ -111,16 +111,14 @@ class RL(Trainer[RLConfig]):
 
     @torch.no_grad()
     def logprobs(self, model: nn.Module, forests: Sequence[Forest]) -> list[Tensor]:
-        return [compute_logprobs(model, forest.to(self.runtime.device), self.config.rollout.temperature)[0].cpu() for forest in forests]
+        return [compute_logprobs(model, forest.to(self.runtime.device), self.config.rollout.temperature)[0] for forest in forests]
 
     def token_loss(self, advantages: Tensor, old: list[Tensor] | None, reference: list[Tensor] | None, tokens: TokenMetrics) -> TokenLoss:
-        device = self.runtime.device
-
         def loss(number: int, forest: Forest, logprob: Tensor, entropy: Tensor) -> Tensor:
             advantage = advantages[forest.response[forest.targets].long()]
             rollout_logprob = forest.logprob[forest.targets]
-            old_logprob = old[number].to(device) if old is not None else logprob.detach()
-            reference_logprob = reference[number].to(device) if reference is not None else None
+            old_logprob = old[number] if old is not None else logprob.detach()
+            reference_logprob = reference[number] if reference is not None else None
             tokens.add(logprob, entropy, old_logprob, advantage, rollout_logprob, reference_logprob)
             return objective_loss(self.config.objective, logprob, old_logprob, advantage, rollout_logprob, reference_logprob)
 

@@ -103,14 +103,15 @@ def apply_gradients(
     """Clip and step unless loss or gradient is not finite; returns the gradient's norm and whether the step was taken."""
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    finite = math.isfinite(float(norm)) and math.isfinite(loss)
+    size = float(norm)
+    finite = math.isfinite(size) and math.isfinite(loss)
     if finite:
         nn.utils.clip_grads_with_norm_(model.parameters(), max_grad_norm, norm)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return float(norm), finite
+    return size, finite
 
 
 def update(
