@@ -33,6 +33,10 @@ class ProblemStream(Generic[P]):
         self._order = self._shuffled()
         ids = "\n".join(problem.id for problem in self.problems)
         self._fingerprint = hashlib.sha256(ids.encode()).hexdigest()[:16]
+        content = hashlib.sha256()
+        for problem in self.problems:
+            content.update(repr(problem).encode("utf-8", "backslashreplace"))
+        self._content = content.hexdigest()[:16]
 
     def _shuffled(self) -> list[int]:
         order = list(range(len(self.problems)))
@@ -51,12 +55,12 @@ class ProblemStream(Generic[P]):
         return self.problems[self._order[self.position - 1]]
 
     def state(self) -> dict:
-        return {"seed": self.seed, "problems": self._fingerprint, "epoch": self.epoch, "position": self.position}
+        return {"seed": self.seed, "problems": self._fingerprint, "content": self._content, "epoch": self.epoch, "position": self.position}
 
     def restore(self, state: dict) -> None:
         """Continue right after the last problem drawn when `state` was taken."""
-        for name, ours in (("seed", self.seed), ("problems", self._fingerprint)):
-            if state[name] != ours:
+        for name, ours in (("seed", self.seed), ("problems", self._fingerprint), ("content", self._content)):
+            if state.get(name, ours) != ours:  # states of before have no content
                 raise ValueError(
                     f"the saved stream position belongs to {name} {state[name]}, this run has {ours}; "
                     "resume with the same problem file and seed, or start a new run"

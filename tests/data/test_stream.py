@@ -1,6 +1,7 @@
 """The stream shows every problem once per epoch, in an order that neither stopping nor the number of ranks can change."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -56,3 +57,11 @@ def test_state_of_another_set_or_seed_is_refused():
 def test_order_is_the_same_in_every_process():
     # random.Random("0/0").shuffle(list(range(10))): an old checkpoint must find the same order
     assert draw(ProblemStream(problems(10), 0, 10), 1) == list("1024938675")
+
+
+def test_state_of_the_same_ids_with_other_content_is_refused():
+    state = ProblemStream(problems(5), 1, 2).state()
+    changed = [*problems(4), replace(problems(5)[4], gold="another answer")]
+    with pytest.raises(ValueError, match=r"belongs to content .*; resume with the same problem file and seed"):
+        ProblemStream(changed, 1, 2).restore(state)
+    ProblemStream(problems(5), 1, 2).restore({key: value for key, value in state.items() if key != "content"})  # an older checkpoint
