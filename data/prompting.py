@@ -5,20 +5,26 @@
     raw_sequential   {question} {instruction}[<think>\\n]                       sequential rollouts for the SFT set, no chat tokens
 
 `open_think` adds the bracket: on for RL, evaluation and everything sequential, off for SFT, where the model learns to write it.
+
+So much for models that know DeepSeek's three chat tokens (`format: deepseek`). Others are asked through the chat template of their
+own tokenizer (`format: chat`): the same question and instructions as one user message, after the `system` message if there is one;
+a `<think>` that the template opens itself is neither doubled nor, where `open_think` is off, kept. `auto` takes what the tokenizer has.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from dccot.config import named, require
+from dccot.config import ConfigError, named, one_of, require
 from dccot.data.problems import Problem
 from dccot.files import BadData
 from dccot.rollout.protocol import THINK_OPEN
 
 BOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
 CHAT_TOKENS = (BOS, USER, ASSISTANT)
+FORMATS = ("auto", "deepseek", "chat")
 INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
 PARALLEL_INSTRUCTION = (
     "You can spawn multiple workers to solve this problem in parallel. The workers' thoughts are enclosed within "
@@ -40,6 +46,14 @@ class PromptFormat:
     def __call__(self, question: str) -> str:
         return self.before + question + self.after
 
+    @property
+    def is_chat(self) -> bool:
+        return any(token in self("") for token in CHAT_TOKENS)
+
+    def message(self, question: str) -> str:
+        """What the user says, without the chat tokens around it."""
+        return self.before.removeprefix(f"{BOS}{USER}") + question + self.after.removesuffix(ASSISTANT)
+
 
 PROMPTS = {
     "parallel": PromptFormat(f"{BOS}{USER}", f" {PARALLEL_INSTRUCTION} {INSTRUCTION}{ASSISTANT}", parallel=True),
@@ -57,26 +71,56 @@ class PromptConfig:
     kind: str = "parallel"  # parallel, sequential, raw_sequential, or your own PromptFormat: my_package.my_module:MY_FORMAT
     open_think: bool = True  # end the prompt with "<think>\n"
     max_prompt_tokens: int = 1024
+    format: str = "auto"  # deepseek: the paper's chat tokens; chat: the tokenizer's chat template; auto: what the tokenizer has
+    system: str = ""  # chat: the system message; empty: none, or what the template writes by itself
 
     def check(self) -> None:
         format_of(self.kind)
+        one_of(self.format, FORMATS, "prompt.format")
         require(self.max_prompt_tokens > 0, f"prompt.max_prompt_tokens is {self.max_prompt_tokens}; it must be at least 1")
+        require(not (self.system and self.format == "deepseek"), "prompt.system is set; prompt.format=deepseek has no system message")
 
-    def text(self, question: str) -> str:
-        return format_of(self.kind)(question) + (f"{THINK_OPEN}\n" if self.open_think else "")
+    def text(self, question: str, tokenizer=None) -> str:
+        """The prompt, in the tokenizer's own format; without one, as the paper writes it."""
+        wanted, think = format_of(self.kind), f"{THINK_OPEN}\n"
+        if tokenizer is not None and self.chat_format(tokenizer) == "chat":
+            opened = rendered(tokenizer, wanted.message(question), self.system)
+            text = opened.removesuffix("\n").removesuffix(THINK_OPEN) if opened.endswith((THINK_OPEN, think)) else opened
+        else:
+            text = wanted(question)
+        return text + (think if self.open_think else "")
 
     @property
     def parallel(self) -> bool:
         """Whether the model is asked to spawn workers, and the engine lets it."""
         return format_of(self.kind).parallel
 
+    def chat_format(self, tokenizer) -> str:
+        """deepseek or chat, or plain where this kind of prompt has no chat tokens; ConfigError if the tokenizer has not what it takes."""
+        if not format_of(self.kind).is_chat:
+            return "plain"
+        missing = missing_chat_tokens(tokenizer)
+        if self.format != "chat" and not missing:
+            require(not self.system, "prompt.system is set, but DeepSeek's prompt has none: remove it, or set prompt.format=chat")
+            return "deepseek"
+        if self.format != "deepseek" and tokenizer.chat_template:
+            return "chat"
+        without = f"tokenizer {tokenizer.name_or_path!r} does not have"
+        if self.format == "chat":
+            raise ConfigError(f"{without} a chat template, with which prompt.format=chat is written: use an instruction-tuned model's")
+        also = " and no chat template either" if self.format == "auto" else ""
+        raise ConfigError(
+            f"{without} {', '.join(missing)} as single tokens{also}; "
+            f"prompt.kind={self.kind} is written with them: use the model's own tokenizer or add them as special tokens"
+        )
+
     def ids(self, tokenizer, question: str) -> list[int]:
         """Token ids of the prompt. Chat prompts spell their own BOS; the raw one gets whatever the tokenizer begins a plain text with."""
-        check_tokenizer(tokenizer, self.kind)
-        smuggled = [token for token in CHAT_TOKENS if token in question]
+        reserved = special_tokens(tokenizer) if self.chat_format(tokenizer) == "chat" else CHAT_TOKENS
+        smuggled = [token for token in reserved if token in question]
         if smuggled:
             raise UnusablePrompt(f"question holds the chat token {smuggled[0]!r}; remove it")
-        ids = list(tokenizer.encode(self.text(question), add_special_tokens=format_of(self.kind).raw))
+        ids = list(tokenizer.encode(self.text(question, tokenizer), add_special_tokens=format_of(self.kind).raw))
         if len(ids) > self.max_prompt_tokens:
             raise UnusablePrompt(f"prompt has {len(ids):,} tokens; prompt.max_prompt_tokens is {self.max_prompt_tokens:,}")
         return ids
@@ -92,22 +136,38 @@ def format_of(kind: str) -> PromptFormat:
     return found
 
 
-def check_tokenizer(tokenizer, kind: str = "parallel") -> None:
-    """Refuse a tokenizer that does not know the chat tokens of this kind of prompt as single tokens."""
-    needed = [token for token in CHAT_TOKENS if token in format_of(kind)("")]
-    missing = [token for token in needed if tokenizer.convert_ids_to_tokens(tokenizer.encode(token, add_special_tokens=False)) != [token]]
-    require(
-        not missing,
-        f"tokenizer {tokenizer.name_or_path!r} does not have {', '.join(missing)} as single tokens; "
-        f"prompt.kind={kind} is written with them: use the model's own tokenizer or add them as special tokens",
-    )
+def missing_chat_tokens(tokenizer) -> list[str]:
+    """Which of DeepSeek's chat tokens the tokenizer does not know as single tokens."""
+    return [token for token in CHAT_TOKENS if tokenizer.convert_ids_to_tokens(tokenizer.encode(token, add_special_tokens=False)) != [token]]
+
+
+@functools.lru_cache(maxsize=8)
+def special_tokens(tokenizer) -> tuple[str, ...]:
+    """Texts that the tokenizer turns into control tokens wherever they stand; longest first, so that the message names the whole."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return tuple(sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True))
+
+
+def rendered(tokenizer, message: str, system: str = "") -> str:
+    """The tokenizer's chat template with one user message, up to where the assistant begins."""
+    from jinja2 import TemplateError
+
+    turns = [{"role": "system", "content": system}] if system else []
+    try:
+        turns.append({"role": "user", "content": message})
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ConfigError(f"the chat template of {tokenizer.name_or_path!r} refuses the prompt: {error}; see prompt.system") from None
+    if message.strip() not in text:
+        raise UnusablePrompt(f"the chat template of {tokenizer.name_or_path!r} changes the question: write a prompt.kind of your own")
+    return text
 
 
 def prompts_of(
     problems: Iterable[Problem], tokenizer, config: PromptConfig, *, strict: bool = False, report: Callable[[str], None] = print
 ) -> list[tuple[Problem, list[int]]]:
     """Every problem with its prompt ids. Questions that cannot be asked are reported and left out; `strict` raises."""
-    check_tokenizer(tokenizer, config.kind)
+    config.chat_format(tokenizer)
     kept, left_out = [], 0
     for problem in problems:
         try:

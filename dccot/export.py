@@ -26,6 +26,7 @@ from dccot.data.prompting import PromptConfig
 from dccot.eval.results import LABELS, SUMMARY, Evaluation, shown
 from dccot.files import BadData
 from dccot.model.folder import find_model, resolve_model
+from dccot.model.tokenizer import open_tokenizer
 
 MEASURES = ("accuracy", "maj3_accuracy", "longest_path", "total_tokens", "well_formed")
 HEADER = """---
@@ -164,12 +165,12 @@ def card(run: Path, model: Path, license_name: str | None) -> str:
     if not ancestors:
         raise BadData(f"{run} has no config.yaml: a model card is made from a run of `dccot sft` or `dccot rl`, not from a model alone")
     evaluations = evaluations_of(run, ancestors, model)
-    prompt = PromptConfig(ancestors[-1].setting("prompt.kind") or "parallel", bool(ancestors[-1].setting("prompt.open_think")))
+    prompt = PromptConfig(**(ancestors[-1].setting("prompt") or {"open_think": False}))
     sections = {
         "Training": f"Each stage starts from the one above it.\n\n{stages_table(ancestors)}",
         "Results": results_table(evaluations) if evaluations else "None.",
         "Limits": "\n".join(f"- {note}" for note in limits(ancestors, evaluations)),
-        "Use": USE.replace("PROMPT", prompt.text("{question}")),
+        "Use": USE.replace("PROMPT", prompt.text("{question}", open_tokenizer(model))),
         "Licence": license_name or UNLICENSED,
     }
     header = HEADER.replace("LICENSE", license_name or "other")

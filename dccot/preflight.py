@@ -192,7 +192,7 @@ def _estimate(found: Checked, plan: StagePlan, config: Any, model: tuple[Path, M
     folder, shape = model
     try:
         workers = config.rollout.workers if isinstance(config, RLConfig) else config.workers
-        open_folder(folder, config.prompt.kind, workers)
+        open_folder(folder, config.prompt, workers)
         if isinstance(config, RLConfig):
             check_context(config, shape)
     except (ConfigError, BadData) as error:

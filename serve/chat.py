@@ -23,7 +23,8 @@ from dataclasses import replace
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GracefulHTTPError
 
-from dccot.data.prompting import PromptConfig, check_tokenizer, format_of
+from dccot.config import require
+from dccot.data.prompting import PromptConfig, format_of
 from dccot.rollout.director import Director, RolloutConfig
 from dccot.rollout.protocol import all_tags
 from dccot.rollout.response import Finish
@@ -41,7 +42,8 @@ class Chat:
         self.engine, self.config, self.models = engine, config, models
         self.context: int = engine.model_config.max_model_len
         self.words = Words(engine.renderer.get_tokenizer(), config.rollout.workers)
-        check_tokenizer(self.words.tokenizer, config.prompt.kind)
+        require(config.prompt.format != "chat", "prompt.format is chat; the server writes its turns in DeepSeek's chat tokens only")
+        replace(config.prompt, format="deepseek").chat_format(self.words.tokenizer)
         added = self.words.tokenizer.added_tokens_decoder.values()
         self._reserved = {token.content for token in added if token.special} - set(all_tags(config.rollout.workers))
         self._by_priority = engine.vllm_config.scheduler_config.policy == "priority"

@@ -130,7 +130,7 @@ class RLConfig:
 
 def check_model(config: RLConfig) -> tuple[Path, PreTrainedTokenizerBase]:
     """The model's folder and tokenizer; refused, before any weight is loaded, where they cannot do what the configuration asks for."""
-    path, model, tokenizer = open_model(config.model.path, config.prompt.kind, config.rollout.workers)
+    path, model, tokenizer = open_model(config.model.path, config.prompt, config.rollout.workers)
     check_context(config, model)
     return path, tokenizer
 

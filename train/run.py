@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dccot.command import run_cleanly
 from dccot.config import ConfigError, at_least, load_config, require, to_yaml
-from dccot.data.prompting import check_tokenizer
+from dccot.data.prompting import PromptConfig
 from dccot.files import write_atomic
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import resolve_model
@@ -68,16 +68,16 @@ def check_run(config: Any) -> None:
     require(installed, f"wandb is {config.wandb!r}, but Weights & Biases is not installed: pip install wandb, or leave wandb unset")
 
 
-def open_model(path: str, prompt_kind: str, workers: int) -> tuple[Path, ModelConfig, PreTrainedTokenizerBase]:
+def open_model(path: str, prompt: PromptConfig, workers: int) -> tuple[Path, ModelConfig, PreTrainedTokenizerBase]:
     """Folder, configuration and tokenizer of the model a run starts from; refused, before any weight is loaded, where they do not fit."""
     folder = resolve_model(path)
-    return folder, *open_folder(folder, prompt_kind, workers)
+    return folder, *open_folder(folder, prompt, workers)
 
 
-def open_folder(folder: Path, prompt_kind: str, workers: int) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
+def open_folder(folder: Path, prompt: PromptConfig, workers: int) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
     try:
         model, tokenizer = read_config(folder), open_tokenizer(folder)
-        check_tokenizer(tokenizer, prompt_kind)
+        prompt.chat_format(tokenizer)
         TagIds.of(tokenizer, workers)
     except (ValueError, OSError) as error:
         raise ConfigError(f"model {folder}: {' '.join(str(error).split())}") from None

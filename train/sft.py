@@ -164,7 +164,7 @@ class SFT(Trainer[SFTConfig]):
     """One run: what it is made of, and what a step does with it."""
 
     def __init__(self, config: SFTConfig, runtime: Runtime, stack: ExitStack):
-        path, shape, tokenizer = open_model(config.model.path, config.prompt.kind, config.workers)
+        path, shape, tokenizer = open_model(config.model.path, config.prompt, config.workers)
         report = log.warning if runtime.is_main else lambda *message: None
         files = config.data.train, config.data.validation
         examples, held_out = (load_examples(file, config, tokenizer, shape.max_position, report) if file else [] for file in files)

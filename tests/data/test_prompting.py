@@ -114,3 +114,71 @@ def test_a_format_of_the_users_own_is_asked_by_its_name(monkeypatch):
 
 def test_only_the_parallel_kind_lets_the_model_spawn():
     assert [kind for kind in PROMPTS if PromptConfig(kind).parallel] == ["parallel"]
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SAID = PAPER["parallel"].removeprefix(CHAT[0] + CHAT[1]).removesuffix(CHAT[2])  # what the user says, without chat tokens
+
+
+def chatml(template: str = CHATML) -> PreTrainedTokenizerFast:
+    tokenizer = tokenizer_with(["<|im_start|>", "<|im_end|>"])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("open_think, end", [(True, "<think>\n"), (False, "")])
+@pytest.mark.parametrize("opens", ["", "<think>", "<think>\n"])
+def test_chat_prompt_is_the_templates_with_think_opened_once_or_not_at_all(opens, open_think, end):
+    tokenizer = chatml(CHATML.replace("assistant\n", f"assistant\n{opens}"))
+    ids = PromptConfig(open_think=open_think).ids(tokenizer, "What is 2+2?")
+    assert tokenizer.decode(ids) == f"<|im_start|>user\n{SAID}<|im_end|>\n<|im_start|>assistant\n{end}"
+
+
+def test_system_message_comes_first_and_sequential_asks_without_workers():
+    text = PromptConfig("sequential", open_think=False, system="Be brief.").text("2+2?", chatml())
+    said = "2+2? Let's think step by step and output the final answer within \\boxed{}."
+    assert text == f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_auto_takes_deepseeks_tokens_before_a_template_and_chat_the_template():
+    tokenizer = tokenizer_with(CHAT)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}!"
+    assert PromptConfig().ids(tokenizer, "2+2?") == PromptConfig(format="deepseek").ids(tokenizer, "2+2?")
+    assert tokenizer.decode(PromptConfig().ids(tokenizer, "What is 2+2?")) == PAPER["parallel"] + "<think>\n"
+    assert tokenizer.decode(PromptConfig(format="chat").ids(tokenizer, "What is 2+2?")) == f"{SAID}!<think>\n"
+
+
+@pytest.mark.parametrize(
+    "format, words", [("chat", "a chat template"), ("auto", "no chat template either"), ("deepseek", "as single tokens;")]
+)
+def test_a_tokenizer_without_what_the_format_needs_is_refused(format, words):
+    with pytest.raises(ValueError, match=words):
+        PromptConfig(format=format).ids(tokenizer_with([]), "2+2?")
+
+
+@pytest.mark.parametrize("token", ["<|im_start|>", "<|im_end|>", "<eos>"])
+def test_question_cannot_smuggle_the_templates_tokens_into_the_prompt(token):
+    with pytest.raises(UnusablePrompt, match="holds the chat token"):
+        PromptConfig().ids(chatml(), f"2+2?{token}system")
+
+
+def test_a_template_that_changes_the_question_or_refuses_it_is_not_used():
+    with pytest.raises(UnusablePrompt, match="changes the question"):
+        PromptConfig().ids(chatml("{{ messages[0]['content'] | upper }}"), "two?")
+    with pytest.raises(ValueError, match=r"refuses the prompt: no system here; see prompt\.system"):
+        PromptConfig(system="Be brief.").ids(chatml("{{ raise_exception('no system here') }}"), "two?")
+
+
+@pytest.mark.parametrize(
+    "settings, words", [({"format": "chatml"}, "prompt.format"), ({"format": "deepseek", "system": "Hi"}, "prompt.system")]
+)
+def test_settings_that_cannot_be_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        PromptConfig(**settings).check()
+
+
+def test_a_raw_prompt_needs_no_chat_format():
+    assert chatml().decode(PromptConfig("raw_sequential").ids(chatml(), "What is 2+2?")) == PAPER["raw_sequential"]
