@@ -10,7 +10,8 @@ The budget L_max bounds the longest path, and inserted tags are charged to it:
     worker i may sample   left − |<worker_i>| − reserve            reserve = |</spawn_workers>| + 1
 
 The reserve is what the director needs to continue with a single token. So a worker that closes its tag in time is always read,
-and the longest path never exceeds L_max: nothing is ever cut afterwards. How a response ends:
+and the longest path never exceeds L_max: nothing is ever cut afterwards. With `total_tokens`, the workers
+of a round share what is left of it in equal parts, so that it holds in the same way. How a response ends:
 
     the director writes EOS                                       answered
     a director or a worker runs out of budget or of context       budget, context   (the other workers of the round still finish)
@@ -35,6 +36,7 @@ from dccot.rollout.response import Finish, Response, Round, Segment
 class RolloutConfig:
     workers: int = 3  # K
     budget: int = 7500  # L_max, tokens on the longest path
+    total_tokens: int | None = None  # of director and workers together, inserted tags included; None: whatever the budget allows
     max_rounds: int | None = None  # how often the director may spawn; None: as often as the budget allows
     temperature: float = 0.6
     top_p: float = 1.0
@@ -42,6 +44,8 @@ class RolloutConfig:
     def check(self) -> None:
         require(self.workers > 0, f"rollout.workers is {self.workers}; it must be at least 1")
         require(self.budget > 0, f"rollout.budget is {self.budget}; it must be at least 1")
+        total = self.total_tokens
+        require(total is None or total > 0, f"rollout.total_tokens is {total}; it must be at least 1, or null")
         require(self.max_rounds is None or self.max_rounds >= 0, f"rollout.max_rounds is {self.max_rounds}; it must be 0 or more, or null")
         require(self.temperature >= 0, f"rollout.temperature is {self.temperature}; it must be 0 or more")
         require(0 < self.top_p <= 1, f"rollout.top_p is {self.top_p}; it must be in (0, 1]")
@@ -93,6 +97,7 @@ class Director:
         self.response = Response(list(self.prompt))
         self._read = list(self.prompt)  # everything so far, as the director reads it
         self._left = self.config.budget
+        self._total_left = self.config.total_tokens
         self._closing = list(self.tags.spawn_close)
 
     def start(self) -> list[Call]:
@@ -108,6 +113,7 @@ class Director:
     def _director_finished(self, call: Call, segment: Segment, stop: Stop) -> list[Call]:
         self._read += segment.tokens
         self._left -= len(segment)
+        self._charge(len(segment))
         if stop is not Stop.TAG:
             return self._end(segment, Finish.ANSWERED if stop is Stop.EOS else call.limit)
         if len(self.response.rounds) == self.config.max_rounds:
@@ -132,6 +138,7 @@ class Director:
             return []
         self._read += [token for worker in round_.workers for token in worker.tokens]
         self._left -= max(map(len, round_.workers))
+        self._charge(sum(map(len, round_.workers)))
         if self._cut_by is not None:
             return self._end(None, self._cut_by)
         following = self._call(0, self._closing, SPAWN_OPEN)
@@ -139,10 +146,18 @@ class Director:
 
     def _call(self, worker: int, inserted: list[int], stop: str | None, reserve: int = 0) -> Call:
         budget = self._left - len(inserted) - reserve
+        if self._total_left is not None:
+            opening = self.tags.worker_open
+            share = (self._total_left - sum(map(len, opening)) - reserve) // len(opening) if worker else self._total_left - len(inserted)
+            budget = min(budget, share)
         context = self.context - len(self._read) - len(inserted)
         path = (len(self.response.rounds), worker)
         limit = Finish.BUDGET if budget <= context else Finish.CONTEXT
         return Call(path, self._read + inserted, list(inserted), stop, min(budget, context), limit)
+
+    def _charge(self, tokens: int) -> None:
+        if self._total_left is not None:
+            self._total_left -= tokens
 
     def _end(self, final: Segment | None, finish: Finish) -> list[Call]:
         self.response.final, self.response.finish, self.done = final, finish, True

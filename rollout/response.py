@@ -19,7 +19,7 @@ class Finish(StrEnum):
     """Why a response ended."""
 
     ANSWERED = "answered"  # the director wrote EOS
-    BUDGET = "budget"  # the longest path reached L_max
+    BUDGET = "budget"  # the longest path reached L_max, or all segments together rollout.total_tokens
     CONTEXT = "context"  # the model's context is full
     MAX_ROUNDS = "max_rounds"  # the director spawned once more than it may
 

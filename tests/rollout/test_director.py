@@ -244,6 +244,7 @@ def drawn(rng: random.Random) -> tuple[Director, list[Asked]]:
         budget=rng.choice([rng.randint(1, 12), rng.randint(1, 60), rng.randint(1, 400)]),
         context=rng.choice([NO_LIMIT, rng.randint(10, 300)]),
         max_rounds=rng.choice([None, None, 0, 1, 2]),
+        total_tokens=rng.choice([None, None, rng.randint(1, 60), rng.randint(1, 400)]),
         parallel=rng.random() < 0.95,
     )
     asked, running = [], machine.start()
@@ -278,6 +279,29 @@ def test_the_longest_path_never_exceeds_the_budget_in_ten_thousand_random_respon
     assert len(met) >= 10  # the draw reaches every end, with and without a final part, after none, one and more rounds
 
 
+def test_all_tokens_together_never_exceed_their_cap_in_ten_thousand_random_responses():
+    reached, rounds = 0, set()
+    for number in range(10_000):
+        machine, asked = drawn(random.Random(number))
+        total = sum(len(one.call.inserted) + len(one.ids) for one in asked)
+        assert total == machine.response.total_tokens, number
+        if (cap := machine.config.total_tokens) is not None:
+            assert total <= cap, number
+            reached += total == cap
+            rounds.add(min(len(machine.response.rounds), 2))
+    assert reached > 100 and rounds == {0, 1, 2}
+
+
+def test_workers_share_what_is_left_of_all_tokens():
+    """100 − 40 of the director − 3 tags of 3 − room for </spawn_workers> (2) and a token: 48 for three."""
+    machine = director(budget=90, total_tokens=100)
+    workers = machine.finished(only(machine.start()), written(40, Stop.TAG))
+    assert [call.max_tokens for call in workers] == [16] * 3
+    for call in workers:
+        following = machine.finished(call, written(16, Stop.TAG))
+    assert only(following).max_tokens == 100 - 40 - 3 * (3 + 16) - 2
+
+
 def test_every_call_reads_what_algorithm_1_says_and_every_sampled_id_is_kept():
     for number in range(2_000):
         machine, asked = drawn(random.Random(number))
@@ -305,7 +329,7 @@ def test_every_call_reads_what_algorithm_1_says_and_every_sampled_id_is_kept():
 
 @pytest.mark.parametrize(
     ("setting", "named"),
-    [({"workers": 0}, "workers is 0"), ({"budget": 0}, "budget is 0"), ({"max_rounds": -1}, "max_rounds is -1"),
+    [({"workers": 0}, "workers is 0"), ({"budget": 0}, "budget is 0"), ({"total_tokens": 0}, "total_tokens is 0"), ({"max_rounds": -1}, "max_rounds is -1"),
      ({"temperature": -0.1}, "temperature is -0.1"), ({"top_p": 0.0}, "top_p is 0.0"), ({"top_p": 1.5}, "top_p is 1.5")],
 )  # fmt: skip
 def test_impossible_settings_are_refused_by_name(setting, named):
