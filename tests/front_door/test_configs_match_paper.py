@@ -33,6 +33,7 @@ SAME_IN_ALL = {
     "rollout.temperature": 0.6,
     "rollout.top_p": 1.0,
     "rollout.max_rounds": None,
+    "rollout.total_tokens": None,
     "prompt.open_think": True,
     "batch.group_size": 7,
     "advantage.normalise": "std",
@@ -93,6 +94,26 @@ def test_a_stage_has_the_values_of_the_papers_table(number, name):
 def test_what_the_paper_keeps_fixed_is_the_same_in_every_stage(name):
     config = stage(name)
     assert {key: value(config, key) for key in SAME_IN_ALL} == SAME_IN_ALL
+
+
+@pytest.mark.parametrize(
+    ("name", "like", "differs"),
+    [
+        ("stage1_dapo", "stage1", {"name", "steps"}),
+        ("stage2_include_easy", "stage2b", {"name", "steps"}),
+        ("cispo_from_start", "stage1", {"name", "objective"}),
+    ],
+)
+def test_runs_about_plateaus_change_nothing_but_what_they_are_about(name, like, differs):
+    one, other = vars(stage(name)), vars(stage(like))
+    assert {key for key in one if one[key] != other[key]} == differs
+
+
+def test_runs_about_plateaus_keep_the_rule_that_the_next_stage_drops():
+    dapo, include, cispo = map(stage, ("stage1_dapo", "stage2_include_easy", "cispo_from_start"))
+    assert (dapo.objective.kind, dapo.steps) == ("dapo", stage("stage2a").steps)
+    assert (include.objective.kind, include.filter, include.steps) == ("cispo", "include_easy", stage("stage3").steps)
+    assert (cispo.objective.kind, cispo.filter, cispo.steps) == ("cispo", "include_easy", 700)
 
 
 def test_sft_has_the_papers_values():
