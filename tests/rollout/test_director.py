@@ -329,7 +329,8 @@ def test_every_call_reads_what_algorithm_1_says_and_every_sampled_id_is_kept():
 
 @pytest.mark.parametrize(
     ("setting", "named"),
-    [({"workers": 0}, "workers is 0"), ({"budget": 0}, "budget is 0"), ({"total_tokens": 0}, "total_tokens is 0"), ({"max_rounds": -1}, "max_rounds is -1"),
+    [({"workers": 0}, "workers is 0"), ({"budget": 0}, "budget is 0"), ({"total_tokens": 0}, "total_tokens is 0"),
+     ({"max_rounds": -1}, "max_rounds is -1"),
      ({"temperature": -0.1}, "temperature is -0.1"), ({"top_p": 0.0}, "top_p is 0.0"), ({"top_p": 1.5}, "top_p is 1.5")],
 )  # fmt: skip
 def test_impossible_settings_are_refused_by_name(setting, named):
