@@ -64,7 +64,7 @@ def largest_micro_batch(config: RLConfig | SFTConfig, max_position: int) -> Larg
         alone, budget = Largest(1, prompt, 0, 0, config.data.max_tokens - prompt), config.token_budget
     elif config.prompt.kind == "parallel":
         workers, budget = config.rollout.workers, config.batch.token_budget
-        room = (config.engine.context or max_position) - prompt
+        room = min((config.engine.context or max_position) - prompt, config.rollout.total_tokens or max_position)
         length = min(config.rollout.budget, room // workers) - 2 * DIRECTOR
         alone = Largest(1, prompt, workers, length, DIRECTOR)
     else:
