@@ -30,6 +30,7 @@ from dccot.model.config import parse_config
 from dccot.model.transformer import Transformer
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+LFS_POINTER = b"version https://git-lfs"
 FLOATING = ("F64", "F32", "F16", "BF16")
 COMPANIONS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "generation_config.json",
@@ -65,9 +66,16 @@ def open_tensors(folder: str | Path) -> Iterator[dict]:
         files = sorted(set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values()))
     else:
         files = [SINGLE_FILE]
+    outside = [name for name in files if name != Path(name).name]
+    if outside:
+        raise ValueError(f"{folder / INDEX_FILE} names {outside[0]!r}; the weights of a checkpoint are files of its own folder")
     absent = [name for name in files if not (folder / name).is_file()]
     if absent:
         raise FileNotFoundError(f"{folder} holds no {', '.join(absent)}: weights are read from safetensors only")
+    for name in files:
+        with open(folder / name, "rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise ValueError(f"{folder / name} is a git-LFS pointer, not the weights: run `git lfs pull` in the folder")
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(safe_open(folder / name, framework="pt", device="cpu")) for name in files]
         yield {name: file.get_slice(name) for file in opened for name in file.offset_keys()}

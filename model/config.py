@@ -21,6 +21,8 @@ from typing import Any
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+MAX_LAYERS, MAX_SIZE = 1000, 2**31 - 1  # more is a damaged file, refused before memory is asked for
 ROPE_KEYS = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
     "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate", "partial_rotary_factor",
@@ -88,7 +90,10 @@ def read_config(folder: str | Path) -> ModelConfig:
         raise FileNotFoundError(
             f"{path} does not exist: a checkpoint is a folder in Hugging Face format (fetch one: `hf download <name> --local-dir <folder>`)"
         )
-    return parse_config(json.loads(path.read_text()), where=str(path))
+    raw = json.loads(path.read_text())
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} holds a {type(raw).__name__}; a config.json holds an object")
+    return parse_config(raw, where=str(path))
 
 
 def parse_config(raw: Mapping, where: str = "config") -> ModelConfig:
@@ -131,6 +136,11 @@ def _reject_unsupported(raw: Mapping, where: str) -> None:
     require(model_type in FAMILIES, f"model_type is {model_type!r}; the decoder computes {', '.join(FAMILIES)}")
     missing = [key for key in REQUIRED if raw.get(key) is None]
     require(not missing, f"{', '.join(missing)} missing")
+    for key in (*REQUIRED, *(key for key in OPTIONAL_SIZES if raw.get(key) is not None)):
+        value, limit = raw[key], MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
+        require(type(value) is int and 1 <= value <= limit, f"{key} is {value!r}; it must be a whole number from 1 to {limit:,}")
+    eps = raw.get("rms_norm_eps", 1e-6)
+    require(isinstance(eps, (int, float)) and 0 < eps < 1, f"rms_norm_eps is {eps!r}; it must be between 0 and 1")
     activation = raw.get("hidden_act", "silu")
     require(activation == "silu", f"hidden_act is {activation!r}; the decoder computes silu")
     require(not raw.get("mlp_bias"), "mlp_bias is true; the decoder's MLP has no bias")
