@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import dccot.transformers as tree
 from dccot import Forest
 
-PROMPT, SAMPLE, TURN = 512, 96, 64
+PROMPT, SAMPLE, TURN = 256, 48, 32
 
 
 def load(folder: str | None):

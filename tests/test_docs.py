@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,6 +168,16 @@ def explained(words: list[str], capsys) -> str:
     return helped([*words[:2], "--help"], capsys)
 
 
+def example(words: list[str], capsys) -> str:
+    run = [sys.executable, *words[1:]]
+    return subprocess.run(run, cwd=ROOT, env=environment() | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True).stdout
+
+
+def compiled(words: list[str], capsys) -> str:
+    """The scripts exist and are Python."""
+    return "\n".join(str(compile((ROOT / word).read_text(), word, "exec")) for word in words if word.endswith(".py"))
+
+
 # pattern → what `make test` does with such a command, and why it does no more
 QUICK = {
     r"dccot serve .*": (explained, "runs until it is stopped; tests/serve starts it"),
@@ -179,6 +190,8 @@ QUICK = {
     r"dccot data (rewrite|sequential) .*": (resolved, "asks a paid API with a key, or generates for hours"),
     r"dccot( \w+)? --help": (helped, ""),
     r"dccot (plan|view) .*": (in_process, ""),
+    r"python examples/tree_logprobs\.py": (example, ""),
+    r"python examples/trl_env\.py .*": (compiled, "installs TRL, 1.5 GB"),
 }
 SMALL_RUN = "steps=1 sharding.compute_dtype=float32"
 SMALL_RL = (
@@ -294,10 +307,30 @@ def test_commands_named_in_the_text_exist(page):
     assert set(re.findall(r"`make ([\w-]+)`", text)) <= targets
 
 
+def links_of(page: Path) -> list[str]:
+    return re.findall(r"\]\(([^)]*)\)", page.read_text())
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Headings as hosts turn them into anchors: lower case, blanks to hyphens, punctuation gone."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_between_pages_lead_somewhere(page):
-    links = re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text())
-    assert [link for link in links if not (page.parent / link).exists()] == []
+def test_links_between_pages_lead_to_files_and_headings_that_exist(page):
+    for link in (link for link in links_of(page) if "://" not in link):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.exists(), f"{page.name} links to {link}"
+        assert not anchor or anchor in anchors_of(target), f"{page.name} links to {link}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_the_outside_are_well_formed(page):
+    for link in (link for link in links_of(page) if "://" in link):
+        address = urllib.parse.urlsplit(link)
+        assert address.scheme == "https" and "." in address.netloc and " " not in link, f"{page.name} links to {link}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
