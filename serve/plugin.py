@@ -17,6 +17,7 @@ from argparse import Namespace
 from collections.abc import AsyncIterator
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
@@ -25,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.serve.utils.api_utils import listen_for_disconnect
 
+from dccot.model.tokenizer import check_same_ids, open_tokenizer
 from dccot.serve import metrics
 from dccot.serve.asking import MAX_BODY, Refused, read_ask
 from dccot.serve.chat import Chat, Job
@@ -44,6 +46,8 @@ class Plugin:
 
     async def init_state(self, engine_client: EngineClient, state: State, args: Namespace) -> None:
         names = args.served_model_name or [args.model]
+        if Path(args.model).is_dir():
+            check_same_ids(open_tokenizer(args.model), engine_client.renderer.get_tokenizer(), args.model)
         state.dccot = Chat(engine_client, from_environment(), list(names))
         if getattr(args, "api_process_rank", 0) in (0, None):
             config, scheme = state.dccot.config, "https" if args.ssl_certfile else "http"

@@ -24,9 +24,11 @@ def models(tmp_path_factory) -> dict:
 def servers(models, tmp_path_factory):
     options = ("--budget", str(BUDGET), "--max-n", "4", "--max-requests", "8")
     started = {kind: dccot_serve(models[kind], tmp_path_factory.mktemp(f"server-{kind}"), *options) for kind in KINDS}
-    yield {kind: server.ready() for kind, server in started.items()}
-    for server in started.values():
-        server.stop()
+    try:
+        yield {kind: server.ready() for kind, server in started.items()}
+    finally:
+        for server in started.values():
+            server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -24,9 +24,11 @@ PROCESSED = ("--logprobs-mode", "processed_logprobs")
 @pytest.fixture(scope="module")
 def fleet(models, tmp_path_factory):
     started = [vllm_serve(models["spelled"], tmp_path_factory.mktemp(f"fleet-{i}"), *PROCESSED) for i in range(2)]
-    yield [server.ready() for server in started]
-    for server in started:
-        server.stop()
+    try:
+        yield [server.ready() for server in started]
+    finally:
+        for server in started:
+            server.stop()
 
 
 @pytest.fixture
