@@ -312,8 +312,16 @@ def _nothing_else_changes() -> Iterator[None]:
             torch.set_rng_state(states[0])
             np.random.set_state(states[1])
             random.setstate(states[2])
-            os.environ.clear()
-            os.environ.update(environment)
+            _restore_environment(environment)
+
+
+def _restore_environment(before: dict[str, str]) -> None:
+    """Undo changes one by one: other threads read the environment meanwhile and must never find it empty."""
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    for name, value in before.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 def _some(names: Iterable[str], limit: int = 20) -> str:

@@ -197,7 +197,9 @@ class Recorder:
 
 def memory_metrics() -> dict[str, float]:
     if torch.cuda.is_available():
-        return {"memory/peak_gb": torch.cuda.max_memory_allocated() / 1e9}
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        torch.cuda.reset_peak_memory_stats()  # the next step has its own
+        return {"memory/peak_gb": peak}
     with open(f"/proc/{os.getpid()}/statm") as statm:
         return {"memory/resident_gb": int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9}
 
