@@ -203,7 +203,8 @@ def main(argv: list[str] | None = None) -> int:
 
             archs = arguments.arch.split(",")
             if arguments.diff:
-                print(tools.diff(*arguments.diff, arguments.arch))
+                before, after = arguments.diff
+                print(tools.diff(before, after, arguments.arch))
             else:
                 print(tools.sass(arguments.sass, archs[0]) if arguments.sass else tools.sweep(archs, workload))
             return 0

@@ -60,7 +60,8 @@ def sass(kernel: str, arch: str) -> str:
     if not found or arch.startswith("gfx"):
         known = ", ".join(dict.fromkeys(config.kernel for config in configurations([arch])))
         raise ValueError(f"no NVIDIA machine code of kernel {kernel!r} for {arch}: choose one of {known} and an sm_ architecture")
-    source = Path((attention_triton if found[0].tile else logprob_triton).__file__).read_text().splitlines()
+    module = attention_triton if found[0].tile else logprob_triton
+    source = Path(str(module.__file__)).read_text().splitlines()
     lines = []
     for config in found:
         stream = assembly.nvidia_stream(assembly.disassemble(compile_kernel(config).asm["cubin"]))
