@@ -206,6 +206,7 @@ THOROUGH = {
     r"dccot eval .*": "engine.dtype=float32 engine.context=4096 engine.kv_cache_gb=0.1 engine.max_sequences=8 --budget 300",
     r"dccot solve .*": "--budget 300",
     r"dccot inspect.*": "",
+    r"dccot rehearse .*": "",
     r"dccot bench kernels": "--quick",
     r"dccot bench attention .*": "--tokens 512",
     r"dccot bench logprob .*": "--vocabulary 2048 --hidden 32",
