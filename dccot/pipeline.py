@@ -16,6 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from dccot.command import run_cleanly
 from dccot.config import to_yaml
 from dccot.files import write_atomic
@@ -71,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(to_yaml(recipe), end="")
             print("".join(f"\n# ---- stage {plan.name}\n{to_yaml(load_stage(plan))}" for plan in plans), end="")
         elif arguments.check:
-            checked = check_recipe(recipe, plans, int(os.environ.get("WORLD_SIZE", "1")))
+            checked = check_recipe(recipe, plans, int(os.environ.get("WORLD_SIZE", "0")) or torch.cuda.device_count() or 8)
             checked.require()
             print(checked)
         else:

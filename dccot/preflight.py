@@ -7,6 +7,7 @@ its stage and key. Finished stages are passed over.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -203,12 +204,15 @@ def _estimate(found: Checked, plan: StagePlan, config: Any, model: tuple[Path, M
         peak = found.memory[plan.name] = training_peak(shape, config, ranks)
         room, where = _memory_per_rank()
         if peak > room:
-            message = f"training needs about {peak / GB:,.1f} GB per rank, {where} has {room / GB:,.1f} GB: lower it or use more ranks"
+            message = f"training needs about {peak / GB:,.1f} GB per rank, {where} has {room / GB:,.1f} GB: "
+            message += "lower it, rollout.budget or rollout.total_tokens (the largest response counts), or use more ranks"
             found.faults.append(Fault(plan.name, "batch.token_budget", message))
 
 
 def _memory_per_rank() -> tuple[float, str]:
+    """What a rank may use here. A check on a machine without GPUs, for a run elsewhere, only tells what training will need."""
     if torch.cuda.is_available():
         return float(torch.cuda.get_device_properties(0).total_memory), "the GPU"
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local, "this machine"
+    if "RANK" not in os.environ:
+        return math.inf, "this machine"
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "this machine"
