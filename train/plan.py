@@ -132,7 +132,12 @@ def advice(plan: Plan, gpu: Gpu, token_budget: int) -> list[str]:
             found.append("training does not fit: lower batch.token_budget or use more GPUs")
     if plan.kv_cache_tokens < 100_000:
         found.append("little room for the KV cache: raise engine.tensor_parallel, engine.gpu_memory or the number of GPUs")
-    return found or ["fits"]
+    found = found or ["fits"]
+    if plan.training_peak <= room and plan.tokens > token_budget:
+        found.append(
+            f"one response can be a tree of {plan.tokens:,} tokens, more than batch.token_budget {token_budget:,}: it is planned for"
+        )
+    return found
 
 
 def read_shape(name: str) -> ModelConfig:

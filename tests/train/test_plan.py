@@ -87,3 +87,10 @@ def test_short_responses_fill_the_token_budget():
     config = load_config(RLConfig, "configs/rl/dsr_hlp_12k.yaml", ["model.path=x", "data.train=y"])
     largest = largest_micro_batch(config, 131_072)
     assert config.batch.token_budget - largest.copies < largest.tokens <= config.batch.token_budget
+
+
+def test_a_response_larger_than_the_token_budget_is_said(capsys):
+    assert main(["1.5B", "--gpus", "8"]) == 0
+    assert "one response can be a tree of 60,960 tokens, more than batch.token_budget 32,768" in capsys.readouterr().out
+    assert main(["1.5B", "configs/rl/stage4.yaml", "batch.token_budget=65536", "--gpus", "8"]) == 0
+    assert "one response can be" not in capsys.readouterr().out
