@@ -1,6 +1,9 @@
-"""For all rooms: which tests `make quick` leaves out, and in CI examples from hypothesis that are the same in every run."""
+"""For all rooms: which tests `make quick` leaves out; in CI examples from hypothesis that are the same in every run; programs that tests start
+import tests.support like the tests themselves.
+"""
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -30,6 +33,7 @@ SLOW_TESTS = (
 
 settings.register_profile("here", deadline=None)  # how long an example takes says more about the machine than about the code
 settings.register_profile("ci", deadline=None, derandomize=True)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 

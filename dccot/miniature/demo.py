@@ -53,6 +53,8 @@ def equally_penalised(rows: dict[str, Evaluation], run: Path) -> bool:
         if not config.is_file():
             return False
         settings = read_yaml(config)
+        if "reward" not in settings:  # a model that RL did not make
+            return False
         step = int(model.parent.name.removeprefix("step_"))
         reward, budget = settings["reward"], settings["rollout"]["budget"]
         found.append((settings["steps"], step, reward["kind"], reward["length_penalty"] / (budget - reward["cutoff"]), reward["cutoff"]))
