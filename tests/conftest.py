@@ -1,5 +1,5 @@
-"""For all rooms: which tests `make quick` leaves out; in CI examples from hypothesis that are the same in every run; programs that tests start
-import tests.support like the tests themselves.
+"""For all rooms: which tests `make quick` leaves out; in CI examples from hypothesis that are the same in every run; programs that tests
+start import tests.support like the tests themselves.
 """
 
 import os
