@@ -9,7 +9,8 @@
 
 A stage's keys, later ones win: its own file, what the pipeline gives every stage of its kind (name, folder, seed, model, problems),
 `common.KIND`, its `set`, `settings.STAGE`, `STAGE.key=value` on the command line. In all values {run} stands for the recipe's folder,
-{model}, {train} and {validation} for the recipe's own. A recipe that extends another (`base:`) changes stages by name.
+{model}, {train} and {validation} for the recipe's own. A recipe that extends another (`base:`) changes stages by name, and leaves out
+those that it lists in `without`, rows of the report included.
 
 Each stage has a seed of its own, made of the recipe's and of its name: no two stages draw the same problems or samples.
 """
@@ -52,6 +53,7 @@ class Recipe:
     stages: dict[str, Stage] = field(default_factory=dict)
     common: dict[str, Any] = field(default_factory=dict)  # kind of stage → keys that all stages of this kind share
     settings: dict[str, Any] = field(default_factory=dict)  # stage → its keys: what a smaller version of a recipe changes
+    without: list[str] = field(default_factory=list)  # stages of the recipe it extends that it leaves out
 
     def check(self) -> None:
         from dccot.stages import KINDS
@@ -65,6 +67,8 @@ class Recipe:
             plain = re.fullmatch(r"\w[\w-]*", name)
             require(plain is not None, f"a stage is called {name!r}; a name is letters, digits, '_' and '-': it names a folder")
             one_of(stage.run, KINDS, f"run of stage {name}")
+        for name in self.without:
+            one_of(name, self.all_stages(), "a name in without")
         for section, known in (("common", KINDS), ("settings", self.all_stages())):
             for name, keys in getattr(self, section).items():
                 one_of(name, known, f"a key of {section}")
@@ -76,6 +80,17 @@ class Recipe:
 
     def all_stages(self) -> dict[str, Stage]:
         return self.prepare | self.stages
+
+    def leave_out(self) -> None:
+        """Without the stages that it leaves out, their settings, and what the report would show of them."""
+        for section in (self.prepare, self.stages, self.settings):
+            for name in set(self.without) & set(section):
+                del section[name]
+        for report in (stage.set for stage in self.stages.values() if stage.run == "report"):
+            gone = [report.get("rows", {}).pop(name, None) for name in self.without]
+            report["baselines"] = {
+                row: other for row, other in report.get("baselines", {}).items() if row not in gone and other not in gone
+            }
 
     def filled_in(self, text: str) -> str:
         """A value with its placeholders filled in; {model} may itself hold {run}. What is not set stays as it is: preflight names it."""
@@ -133,6 +148,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe
         else:
             own.append(override)
     recipe = load_config(Recipe, file, own)
+    recipe.leave_out()
     plans, trained = [], None
     for name, each in recipe.all_stages().items():
         start = recipe.place(each.start) if each.start else trained or (recipe.filled_in(recipe.model) if recipe.model else None)

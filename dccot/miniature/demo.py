@@ -1,8 +1,9 @@
 """`dccot demo` (= `make demo`): the whole paper in miniature, on a CPU, in minutes.
 
-    world → base model → its own solutions → rewritten in parallel → SFT → RL stages 1–4 → high length penalty → evaluation → report
+    world → base model → its own solutions → rewritten in parallel → SFT → RL stages 1–4 → evaluation → report
 
-The same trainer, engine and report as at full size (configs/mini/demo.yaml). Interrupted and run again, it continues. At the end: the
+The same trainer, engine and report as at full size (configs/mini/demo.yaml); configs/mini/mini.yaml adds the high length penalty, and the
+same RL for the sequential base. Interrupted and run again, it continues. At the end: the
 table, what was learnt in sentences computed from it, and where the report and the TensorBoard logs are.
 """
 
@@ -44,25 +45,24 @@ def cell(evaluation: Evaluation, measure: str, scale: int) -> str:
     return f"{estimate.value * scale:.{digits}f} ± {estimate.stderr * scale:.{digits}f}" if estimate else ""
 
 
-def equally_penalised(rows: dict[str, Evaluation], run: Path) -> bool:
-    """Whether both penalised models had the same number of steps and lose the same reward per token; False where that is not known."""
-    found = []
-    for name in ("DC-CoT-HLP", "DSR-HLP-12K"):
-        model = Path(rows[name].model)  # RUN/STAGE/checkpoints/step_000180/hf
-        config = run / model.parents[2].name / "config.yaml" if len(model.parents) > 2 else run
-        if not config.is_file():
-            return False
-        settings = read_yaml(config)
+def rl_history(evaluation: Evaluation, run: Path) -> list[tuple]:
+    """What every RL stage behind an evaluated model had, the last one first: steps and the terms of its reward."""
+    model = Path(evaluation.model)
+    found: list[tuple] = []
+    while True:
+        saved = model.name == "hf"  # RUN/STAGE/checkpoints/step_000180/hf; otherwise RUN/STAGE
+        config = run / (model.parents[2] if saved else model).name / "config.yaml"
+        settings = read_yaml(config) if config.is_file() else {}
         if "reward" not in settings:  # a model that RL did not make
-            return False
-        step = int(model.parent.name.removeprefix("step_"))
-        reward, budget = settings["reward"], settings["rollout"]["budget"]
-        found.append((settings["steps"], step, reward["kind"], reward["length_penalty"] / (budget - reward["cutoff"]), reward["cutoff"]))
-    return found[0] == found[1]
+            return found
+        step = int(model.parent.name.removeprefix("step_")) if saved else settings["steps"]
+        reward = [settings["reward"][key] for key in ("kind", "length_penalty", "cutoff")]
+        found.append((settings["steps"], step, settings["filter"], *reward, settings["rollout"]["budget"]))
+        model = Path(settings["model"]["path"])
 
 
 def plain_words(rows: dict[str, Evaluation], run: Path) -> list[str]:
-    """Sentences computed from the table of a finished run; the penalised models are compared only if they were penalised alike."""
+    """Sentences computed from the table of a finished run; models after RL are compared only if their RL was the same."""
 
     def of(name: str, measure: str) -> Estimate:
         estimate = rows[name].results["test"].estimate(measure)
@@ -70,25 +70,29 @@ def plain_words(rows: dict[str, Evaluation], run: Path) -> list[str]:
             raise BadData(f"{name} has no {measure}: evaluate it with n of at least 3")
         return estimate
 
-    def points(name: str, other: str, measure: str = "accuracy") -> float:
-        return 100 * (of(name, measure).value - of(other, measure).value)
+    def points(name: str, other: str, measure: str = "accuracy") -> str:
+        return f"{100 * (of(name, measure).value - of(other, measure).value):+.1f}"
 
     def against(name: str, other: str) -> str:
         change = 100 * (of(name, "longest_path").value / of(other, "longest_path").value - 1)
         return f"{abs(change):.0f}% {'longer' if change > 0 else 'shorter'}"
 
+    def alike(name: str, other: str) -> bool:
+        return {name, other} <= rows.keys() and (history := rl_history(rows[name], run)) == rl_history(rows[other], run) and bool(history)
+
     said = [
-        f"The sequential base solves {100 * of('DSR-32K', 'accuracy').value:.1f}% of the test problems; SFT on its own solutions, "
-        f"rewritten for workers, changes that by {points('SFT', 'DSR-32K'):+.1f} points, and RL by a further "
-        f"{points('DC-CoT', 'SFT'):+.1f} (well-formed: {points('DC-CoT', 'SFT', 'well_formed'):+.1f}).",
-        f"The trained model thinks in parallel: its longest path is {against('DC-CoT', 'DSR-32K')} than the base's, "
-        f"at {points('DC-CoT', 'DSR-32K'):+.1f} points of accuracy.",
+        f"The sequential base solves {100 * of('DSR-12K', 'accuracy').value:.1f}% of the test problems; SFT on its own solutions, "
+        f"rewritten for workers, changes that by {points('SFT', 'DSR-12K')} points, and RL by a further "
+        f"{points('DC-CoT', 'SFT')} (well-formed: {points('DC-CoT', 'SFT', 'well_formed')}).",
+        f"The trained model thinks in parallel: its longest path is {against('DC-CoT', 'DSR-12K')} than the base's, "
+        f"and {against('DC-CoT', 'SFT')} than after SFT alone.",
     ]
-    if equally_penalised(rows, run):
-        said.append(
-            f"Under the same high length penalty for the same number of steps, its longest path is {against('DC-CoT-HLP', 'DSR-HLP-12K')} "
-            f"than the penalised base's, at {points('DC-CoT-HLP', 'DSR-HLP-12K'):+.1f} points of accuracy."
-        )
+    for name, other, words in (
+        ("DC-CoT", "DSR-RL", "After the same RL as the base itself"),
+        ("DC-CoT-HLP", "DSR-HLP-12K", "After the same high length penalty on top"),
+    ):
+        if alike(name, other):
+            said.append(f"{words}: longest path {against(name, other)}, at {points(name, other)} points of accuracy.")
     return said
 
 

@@ -8,7 +8,7 @@ from dccot.eval.results import BenchmarkResult, Evaluation
 from dccot.eval.seeds import main, rows_of, table
 from dccot.miniature.demo import COLUMNS, cell, plain_words
 
-ROWS = {"eval_base": "DSR-32K", "eval_sft": "SFT", "eval_dc": "DC-CoT", "eval_hlp": "DC-CoT-HLP", "eval_dsr": "DSR-HLP-12K"}
+ROWS = {"eval_base": "DSR-12K", "eval_sft": "SFT", "eval_dc": "DC-CoT", "eval_hlp": "DC-CoT-HLP", "eval_dsr": "DSR-HLP-12K"}
 
 
 def finished(folder, accuracies, lengths):
@@ -29,7 +29,7 @@ def test_a_cell_is_the_mean_over_seeds_and_every_seeds_value(tmp_path):
     one = finished(tmp_path / "one", [0.6, 0.5, 0.7, 0.7, 0.6], [200, 150, 100, 80, 160])
     two = finished(tmp_path / "two", [0.8, 0.5, 0.9, 0.8, 0.6], [220, 150, 110, 80, 160])
     lines = table([one, two], "test").splitlines()
-    assert lines[2].startswith("| DSR-32K | 70.0 (60.0, 80.0) | – | 210.0 (200.0, 220.0) |")
+    assert lines[2].startswith("| DSR-12K | 70.0 (60.0, 80.0) | – | 210.0 (200.0, 220.0) |")
     assert lines[4].startswith("| DC-CoT | 80.0 (70.0, 90.0) | – | 105.0 (100.0, 110.0) |")
 
 
@@ -41,30 +41,36 @@ def test_the_report_shows_the_spread_over_seeds(tmp_path):
     assert "2 seeds" in text and "one, two" in text and "| DC-CoT | 80.0 (70.0, 90.0) |" in text
 
 
-def penalised(folder, stage, **changes):
-    """The configuration of a penalised run: 0.9 of the reward over the tokens between cutoff and budget."""
-    made = {"steps": 16, "budget": 448, "cutoff": 48, "length_penalty": 0.9, "kind": "high_length_penalty"} | changes
+def trained(folder, stage, start="base", **changes):
+    """The configuration of an RL run."""
+    made = {"steps": 16, "budget": 448, "cutoff": 48, "length_penalty": 0.9, "filter": "remove_easy"} | changes
     (folder / stage).mkdir()
-    reward = ", ".join(f"{name}: {made[name]}" for name in ("kind", "length_penalty", "cutoff"))
-    (folder / stage / "config.yaml").write_text(f"steps: {made['steps']}\nrollout: {{budget: {made['budget']}}}\nreward: {{{reward}}}\n")
+    reward = f"{{kind: high_length_penalty, length_penalty: {made['length_penalty']}, cutoff: {made['cutoff']}}}"
+    settings = f"steps: {made['steps']}\nfilter: {made['filter']}\nmodel: {{path: runs/x/{start}}}\n"
+    (folder / stage / "config.yaml").write_text(f"{settings}rollout: {{budget: {made['budget']}}}\nreward: {reward}\n")
 
 
 def test_the_demos_sentences_say_what_the_table_says(tmp_path):
     run = finished(tmp_path / "one", [0.6, 0.5, 0.7, 0.69, 0.6], [200, 150, 100, 80, 160])
     for stage in ("hlp", "dsr"):
-        penalised(run, stage)
+        trained(run, stage, start=f"{stage}_before")
+        trained(run, f"{stage}_before", steps=3)
     said = " ".join(plain_words(rows_of(run), run))
-    for fact in ("solves 60.0%", "by -10.0 points", "a further +20.0", "50% shorter than the base's", "at +10.0 points",
-                 "50% shorter than the penalised base's, at +9.0 points"):  # fmt: skip
+    for fact in ("solves 60.0%", "by -10.0 points", "a further +20.0", "50% shorter than the base's", "33% shorter than after SFT",
+                 "high length penalty on top: longest path 50% shorter, at +9.0 points"):  # fmt: skip
         assert fact in said
 
 
-@pytest.mark.parametrize("unlike", [{"steps": 32}, {"budget": 224}, {"cutoff": 96}, {"length_penalty": 0.5}, None])
-def test_the_demo_says_nothing_about_models_that_were_penalised_unequally(tmp_path, unlike):
+UNLIKE = [{"steps": 32}, {"budget": 224}, {"cutoff": 96}, {"length_penalty": 0.5}, {"filter": "none"}, {"start": "before"}, None]
+
+
+@pytest.mark.parametrize("unlike", UNLIKE)
+def test_the_demo_says_nothing_about_models_whose_rl_was_not_the_same(tmp_path, unlike):
     run = finished(tmp_path / "one", [0.6, 0.5, 0.7, 0.69, 0.6], [200, 150, 100, 80, 160])
-    penalised(run, "dsr")
+    trained(run, "dsr")
+    trained(run, "before")
     if unlike is not None:  # else the other run's configuration is not there
-        penalised(run, "hlp", **unlike)
+        trained(run, "hlp", **unlike)
     said = plain_words(rows_of(run), run)
     assert len(said) == 2 and "penal" not in " ".join(said)
 
@@ -80,4 +86,4 @@ def test_a_recipe_without_a_report_and_a_folder_without_a_recipe_cost_one_line(t
         rows_of(tmp_path)
     assert main([str(tmp_path / "nothing")]) == 2 and "nothing" in capsys.readouterr().err
     one = finished(tmp_path / "one", [0.6, 0.5, 0.7, 0.7, 0.6], [200, 150, 100, 80, 160])
-    assert main([str(one), "--benchmark", "larger"]) == 2 and "no results of DSR-32K" in capsys.readouterr().err
+    assert main([str(one), "--benchmark", "larger"]) == 2 and "no results of DSR-12K" in capsys.readouterr().err

@@ -90,13 +90,17 @@ NOT_SIZES = {  # the keys besides sizes in which the miniature differs from the 
     "sft.prompt.open_think": "the base never writes <think> itself",
     "sft.optimizer.decay_from": "80 steps leave no time for a constant rate",
     "sft.optimizer.decay_to": "the same",
+    "hlp.filter": "with nearly every problem always solved, Remove-Easy would find too few",
+    "dsr_hlp_12k.filter": "the same",
+    "report.rows": "only one sequential budget, and a row for the base after the same RL",
+    "report.baselines": "DC-CoT is compared with the base after the same RL",
     "report.title": "says that it is the miniature",
     "report.kind": "ids of its problems tell their kind",
 }
 SIZES = {
     "steps", "batch", "token_budget", "threads", "budget", "n", "max_prompt_tokens", "first", "cutoff", "context", "max_sequences",
     "gpu_memory", "prompts", "prompts_rolled_out", "learning_rate", "warmup_steps", "every", "samples", "keep", "keep_hf_every", "dtype",
-    "compute_dtype",
+    "compute_dtype", "max_rollout_batches",
     "activation_checkpointing",
 }  # fmt: skip
 PLACES = {"name", "output", "seed", "model", "path", "train", "problems", "benchmarks", "source", "validation", "parallel", "sequential"}
@@ -104,13 +108,37 @@ PLACES = {"name", "output", "seed", "model", "path", "train", "problems", "bench
 
 def test_the_miniature_is_the_papers_recipe_with_other_sizes():
     paper, mini = ({plan.name: plan for plan in load_recipe(f"configs/{name}.yaml", settings)[1]} for name, settings in RECIPES)
-    assert [name for name in mini if name not in ("world", "base")] == list(paper)
+    ours_alone = ["world", "base", *(f"dsr_{stage}" for stage in STAGES), "eval_dsr_rl"]
+    left_out = ["dsr_hlp_24k", "eval_dsr_hlp_24k", "eval_dsr_32k"]
+    assert list(mini) == ours_alone + [name for name in paper if name not in left_out]
     differing = set()
     for name, plan in paper.items():
+        if name in left_out:
+            continue
         assert mini[name].stage.run == plan.stage.run
         ours, theirs = flat(load_stage(mini[name])), flat(load_stage(plan))
         differing |= {f"{name}.{key}" for key in ours if ours[key] != theirs[key] and key.split(".")[-1] not in PLACES | SIZES}
     assert differing == set(NOT_SIZES)
 
 
+STAGES = ("stage1", "stage2a", "stage2b", "stage3", "stage4")
 RECIPES = (("paper", ["model=MODEL"]), ("mini/mini", []))
+
+
+def test_in_the_miniature_the_sequential_base_gets_the_same_rl_as_dc_cot():
+    plans = {plan.name: plan for plan in load_recipe("configs/mini/mini.yaml")[1]}
+    for ours, theirs in [*((stage, f"dsr_{stage}") for stage in STAGES), ("hlp", "dsr_hlp_12k")]:
+        one, other = flat(load_stage(plans[ours])), flat(load_stage(plans[theirs]))
+        allowed = {"name", "seed", "model.path", "prompt.kind"} | ({"reward.correct_only"} if ours == "hlp" else set())
+        assert {key for key in one if one[key] != other[key]} == allowed
+    assert {load_stage(plan).budget for name, plan in plans.items() if name.startswith("eval_") or name == "latency"} == {640}
+
+
+def test_a_recipe_leaves_out_what_it_is_told_to_and_its_rows(tmp_path):
+    recipe, plans = load_recipe("configs/mini/demo.yaml", [f"output={tmp_path}"])
+    assert not {plan.name for plan in plans} & set(recipe.without)
+    report = load_stage(plans[-1])
+    assert report.rows == {"eval_dsr_12k": "DSR-12K", "eval_sft": "SFT", "eval_dc_cot": "DC-CoT"}
+    assert report.baselines == {"DC-CoT": "DSR-12K", "DC-CoT-Maj": "Maj-DSR-3", "SFT": "DSR-12K"}
+    with pytest.raises(ConfigError, match="a name in without is 'stage9'"):
+        load_recipe("configs/mini/demo.yaml", ["without=[stage9]"])

@@ -35,8 +35,8 @@ stages:
     run: report
     set:
       title: small
-      rows: {eval_base: DSR-32K, eval_dsr_hlp: DSR-HLP-12K, eval_sft: SFT, eval_stage1: DC-CoT, eval_hlp: DC-CoT-HLP}
-      baselines: {DC-CoT: DSR-32K}
+      rows: {eval_base: DSR-12K, eval_dsr_hlp: DSR-HLP-12K, eval_sft: SFT, eval_stage1: DC-CoT, eval_hlp: DC-CoT-HLP}
+      baselines: {DC-CoT: DSR-12K}
 """
 
 
