@@ -75,8 +75,7 @@ bench-peers: .venv/ready
 	$(BIN)/python -m dccot.bench.peers
 
 # The training step of every configuration at its real size, on GPUs that are not here: devices, shapes, memory, waiting.
-RL := configs/rl/stage1.yaml configs/rl/stage2a.yaml configs/rl/stage2b.yaml configs/rl/stage3.yaml configs/rl/stage4.yaml configs/rl/hlp.yaml
-REHEARSED := configs/sft.yaml $(RL) configs/rl/dsr_hlp_12k.yaml configs/rl/dsr_hlp_24k.yaml
+REHEARSED := configs/sft.yaml $(filter-out configs/rl/base.yaml,$(wildcard configs/rl/*.yaml))
 rehearse: .venv/ready
 	$(BIN)/dccot rehearse $(REHEARSED) --model 1.5B --gpus 8 --json runs/rehearse/1.5B.json
 	$(BIN)/dccot rehearse $(REHEARSED) --model 7B --gpus 8 sharding.reduce_once=false --json runs/rehearse/7B.json

@@ -3,7 +3,7 @@
     dccot bench all                     dccot bench forest rollout                     dccot bench attention --tree paper --profile
 
 A benchmark is a module with `run(quick) -> list[{name, value, unit, target, better}]`; `better` is "higher" or "lower" and `target` may be
-None. runs/bench/<benchmark>.json holds that list, so that a program can tell what falls short.
+None. What could not be measured has the value None and a `reason`. runs/bench/<benchmark>.json holds the list, for programs to read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FOLDER = Path("runs/bench")
 
 def falls_short(row: dict) -> bool:
     """Whether a row misses its target."""
-    if row["target"] is None:
+    if row["target"] is None or row["value"] is None:
         return False
     return row["value"] < row["target"] if row["better"] == "higher" else row["value"] > row["target"]
 
@@ -42,7 +42,7 @@ def table(rows: Sequence[dict]) -> str:
 
     cells = [
         (row["name"], number(row["value"]), row["unit"], ("≥ " if row["better"] == "higher" else "≤ ") + number(row["target"])
-         if row["target"] is not None else "", "short" if falls_short(row) else "")
+         if row["target"] is not None else "", "short" if falls_short(row) else row.get("reason", ""))
         for row in rows
     ]  # fmt: skip
     cells = [("benchmark", "value", "unit", "target", ""), *cells]

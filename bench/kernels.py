@@ -33,6 +33,8 @@ from dccot.kernels.tuning import TABLE
 OUTPUT = Path("runs/bench")
 THREADS = min(4, os.cpu_count() or 1)
 WORK_TOKENS = 16_384  # packed tokens for which the share of wanted work is promised
+GPU = torch.cuda.is_available()
+TOKENS, HEADS, HEAD_DIM, HIDDEN = (WORK_TOKENS, (12, 2), 128, 1536) if GPU else (4096, (4, 2), 64, 256)  # of the paper's model; of a CPU
 
 
 def row(name: str, value: float, unit: str, target: float | None = None, better: str = "higher") -> dict:
@@ -45,12 +47,12 @@ def run(quick: bool = False) -> list[dict]:
     tokens = 2048 if quick else WORK_TOKENS
     rows = work_rows("paper", tokens) + schedule_rows(tokens) + balance_rows(trees.MEASURED[:1] if quick else trees.MEASURED)
     rows += [] if quick else predicted_rows()
-    if torch.cuda.is_available():
+    if GPU:
         from dccot.bench import kernels_gpu as bench_gpu
 
-        return rows + bench_gpu.attention_rows("paper", tokens, 12, 2, 128) + bench_gpu.logprob_rows(8192, 151_936, 1536)
-    rows += attention_rows("paper", 512 if quick else 4096, 4, 2, 64, seeds=1 if quick else 3)
-    return rows + (logprob_rows(256, 4096, 64) if quick else logprob_rows(8192, 151_936, 256))
+        return rows + bench_gpu.attention_rows("paper", tokens, *HEADS, HEAD_DIM) + bench_gpu.logprob_rows(8192, 151_936, HIDDEN)
+    rows += attention_rows("paper", 512 if quick else TOKENS, *HEADS, HEAD_DIM, seeds=1 if quick else 3)
+    return rows + (logprob_rows(256, 4096, 64) if quick else logprob_rows(8192, 151_936, HIDDEN))
 
 
 def fastest(functions: dict[str, Callable[[], object]], repeats: int = 3) -> dict[str, float]:
@@ -293,14 +295,14 @@ def parser() -> argparse.ArgumentParser:
     kinds = top.add_subparsers(dest="kernel", required=True)
     attention = kinds.add_parser("attention", epilog="example: dccot bench attention --tree paper --tokens 16384 --profile")
     attention.add_argument("--tree", default="paper", help="paper, one, shared-7x200, packs, causal, or a rollout JSONL")
-    attention.add_argument("--tokens", type=int, default=4096, help="packed tokens")
-    attention.add_argument("--heads", type=int, default=4, help="query heads")
-    attention.add_argument("--key-heads", type=int, default=2)
-    attention.add_argument("--head-dim", type=int, default=64)
+    attention.add_argument("--tokens", type=int, default=TOKENS, help="packed tokens (default: %(default)s)")
+    attention.add_argument("--heads", type=int, default=HEADS[0], help="query heads (default: %(default)s)")
+    attention.add_argument("--key-heads", type=int, default=HEADS[1])
+    attention.add_argument("--head-dim", type=int, default=HEAD_DIM)
     logprob = kinds.add_parser("logprob", epilog="example: dccot bench logprob --rows 2048")
     logprob.add_argument("--rows", type=int, default=8192)
     logprob.add_argument("--vocabulary", type=int, default=151_936)
-    logprob.add_argument("--hidden", type=int, default=256)
+    logprob.add_argument("--hidden", type=int, default=HIDDEN)
     for kind in (attention, logprob):
         kind.add_argument("--profile", action="store_true", help="also write a trace for Perfetto (and a Proton profile on a GPU)")
         kind.add_argument("--output", type=Path, default=OUTPUT, help="folder for JSON, PNG and traces (default: %(default)s)")

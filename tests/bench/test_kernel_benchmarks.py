@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from dccot.bench import kernels as bench
+from dccot.bench import kernels_gpu
+from dccot.bench.__main__ import table
 from dccot.kernels import trees
-from dccot.kernels.mask import validate
+from dccot.kernels.mask import TreeMask, validate
+from dccot.kernels.tree_attention import tree_attention
 from dccot.kernels.trees import Shape, forest, paper_like
 
 
@@ -95,3 +98,35 @@ def test_peak_memory_sees_an_allocation_and_forgets_it_when_reset():
     del block
     assert bench.peak_memory() - before > 60 * 2**20
     assert bench.reset_peak_memory() - before < 30 * 2**20
+
+
+def test_a_candidate_that_fails_or_is_not_installed_leaves_its_reason_and_ends_nothing(monkeypatch):
+    """The loop of the GPU benchmark, with candidates of which one is broken, one forward-only, one missing."""
+    monkeypatch.setattr(kernels_gpu, "_milliseconds", lambda function: function() and 2.0)
+    tokens = trees.tree("paper", 200)
+    mask = TreeMask(tokens)
+
+    def broken(q, k, v):
+        raise RuntimeError("CUDA error: no kernel image\nfor this device")
+
+    candidates = {
+        "broken": lambda: broken,
+        "missing": lambda: kernels_gpu.flash_attention(tokens, "flash_attention_that_nobody_installed"),
+        "forward only": lambda: lambda q, k, v: (q.detach(),),
+        "whole": lambda: lambda q, k, v: (tree_attention(q, k, v, mask),),
+    }
+    rows, speed = kernels_gpu.compared(candidates, bench.attention_inputs(len(tokens), 2, 1, 32), dict.fromkeys(candidates, 4e9))
+    assert speed == {("forward only", "forward"): 2.0, ("whole", "forward"): 2.0, ("whole", "forward + backward"): 7.0}
+    reasons = {row["name"].removeprefix("attention: "): row.get("reason") for row in rows}
+    assert reasons["broken, forward"] == "failed: RuntimeError: CUDA error: no kernel image"
+    assert reasons["missing, forward"] == "not run: No module named 'flash_attention_that_nobody_installed'"
+    assert "does not require grad" in reasons["forward only, forward + backward"]
+    assert reasons["whole, forward"] is None
+    printed = table(rows)
+    assert "failed: RuntimeError: CUDA error" in printed and json.loads(json.dumps(rows)) == rows
+
+
+def test_a_dense_mask_that_cannot_fit_is_not_tried(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**9))
+    with pytest.raises(kernels_gpu.DoesNotFit, match=r"takes 1.2 GB at 20,000 tokens, 1.0 GB are free"):
+        kernels_gpu.dense_that_fits(torch.full((20_000,), 20_000))
