@@ -94,6 +94,7 @@ NOT_SIZES = {  # the keys besides sizes in which the miniature differs from the 
     "dsr_hlp_12k.filter": "the same",
     "report.rows": "only one sequential budget, and a row for the base after the same RL",
     "report.baselines": "DC-CoT is compared with the base after the same RL",
+    "latency.concurrency": "two cores are full with more than one",
     "report.title": "says that it is the miniature",
     "report.kind": "ids of its problems tell their kind",
 }
