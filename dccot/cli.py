@@ -25,6 +25,7 @@ COMMANDS = {
     "serve": ("dccot.serve.launch", "a model behind the OpenAI API, workers included, with a page to watch"),
     "view": ("dccot.eval.view", "a page to browse rollouts"),
     "export": ("dccot.export", "a trained model with a model card, to give away or push to a hub"),
+    "model": ("dccot.models", "check a model folder, or make one from a GGUF file"),
     "data": ("dccot.data.cli", "problem sets and the SFT set"),
     "plan": ("dccot.train.plan", "memory and time of a run before it is launched"),
     "rehearse": ("dccot.train.rehearse", "the training step of a run at its real size on fake GPUs"),

@@ -1,0 +1,192 @@
+"""What a model folder holds and whether everything here computes it alike; and a folder from a GGUF file.
+
+dccot model check FOLDER                   family, shape, tokenizer, prompt, tags; logits beside transformers' and vLLM's
+dccot model import FILE.gguf FOLDER        a Hugging Face folder from what llama.cpp uses
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dccot.command import print_table, run_cleanly
+from dccot.config import ConfigError
+from dccot.data.prompting import PromptConfig
+from dccot.model.config import ModelConfig, read_config
+from dccot.model.folder import resolve_model
+from dccot.model.tokenizer import PROBE, open_tokenizer
+from dccot.rollout.protocol import TagIds, all_tags
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DTYPES = ("float32", "bfloat16", "float16")
+QUESTION = "Which is larger, 17 or 41?"
+LARGEST_GAP = {"transformers": 1e-3, "vLLM": 1e-3}  # in float32: of a logit, of a log-prob
+Row = tuple[str, str]
+
+
+def shape_rows(config: ModelConfig, folder: Path) -> list[Row]:
+    from dccot.model.checkpoint_io import open_tensors
+
+    with open_tensors(folder) as tensors:
+        stored = sorted({tensor.get_dtype() for tensor in tensors.values()})
+    heads = f"{config.heads} heads, {config.kv_heads} of keys and values, of {config.head_dim}"
+    rope = config.rope.type + (f" ×{config.rope.factor:g}" if config.rope.type != "default" else "")
+    return [
+        ("family", config.model_type),
+        ("shape", f"{config.layers} layers, width {config.hidden_size:,}, MLP {config.intermediate_size:,}, {heads}"),
+        ("parameters", f"{_parameters(config):,}{', embeddings tied' if config.tied_embeddings else ''}; stored as {', '.join(stored)}"),
+        ("largest context", f"{config.max_position:,} tokens (rope {rope})"),
+    ]
+
+
+def _parameters(config: ModelConfig) -> int:
+    import torch
+
+    from dccot.model.transformer import Transformer
+
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Transformer(config).parameters())
+
+
+def text_rows(config: ModelConfig, folder: Path, workers: int) -> Iterator[Row]:
+    """The tokenizer, the prompt it makes and how it spells the tags."""
+    tokenizer = open_tokenizer(folder)
+    exact = tokenizer.decode(tokenizer.encode(PROBE, add_special_tokens=False), clean_up_tokenization_spaces=False) == PROBE
+    yield "tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer):,} of {config.vocab_size:,} tokens, eos {tokenizer.eos_token!r}"
+    yield "round trip", "exact" if exact else "white space is kept; other characters of the probe are not"
+    if len(tokenizer) > config.vocab_size:
+        raise ConfigError(f"the tokenizer of {folder} has {len(tokenizer):,} tokens, the model embeds {config.vocab_size:,}")
+    prompt = PromptConfig()
+    yield "prompt", f"{prompt.chat_format(tokenizer)}: {prompt.text('QUESTION', tokenizer)!r}"
+    TagIds.of(tokenizer, workers)
+    for tag in all_tags(workers):
+        ids = tokenizer.encode(tag, add_special_tokens=False)
+        merged = tokenizer.encode(f"{tag}\n", add_special_tokens=False)[: len(ids)] != ids
+        yield tag, f"{' '.join(map(str, ids))}{'   (its > merges with a newline after it)' if merged else ''}"
+
+
+def numbers_rows(folder: Path, engine: bool) -> Iterator[Row]:
+    """Our decoder in float32 beside transformers' on the probe, and beside what vLLM sampled with."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from dccot.kernels.mask import TreeMask
+
+    tokenizer, ours = open_tokenizer(folder), _decoder(folder)
+    ids = torch.tensor(tokenizer.encode(PROBE, add_special_tokens=False))
+    with torch.no_grad():
+        found = ours(ids, torch.arange(len(ids)), TreeMask.causal([len(ids)]))
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        gap = _gap(found, theirs(input_ids=ids[None]).logits[0])
+    del theirs
+    yield "beside transformers", _said(gap, "transformers", f"logits of {len(ids)} tokens")
+    if engine:
+        gap, tokens, rate = sampled_gap(folder, ours)
+        yield "beside vLLM", _said(gap, "vLLM", f"log-probs of {tokens} sampled tokens") + f", {rate:.1f} tokens/s alone"
+
+
+def _decoder(folder: Path) -> Any:
+    import torch
+
+    from dccot.model.checkpoint_io import load_weights
+    from dccot.model.transformer import Transformer
+
+    with torch.device("meta"):
+        model = Transformer(read_config(folder))
+    model.to_empty(device="cpu")
+    load_weights(model, folder, torch.float32)
+    return model
+
+
+def sampled_gap(folder: Path, model: Any, tokens: int = 48) -> tuple[float, int, float]:
+    """The largest difference between the log-probs that vLLM sampled a response with and the trainer's; its length; tokens per second."""
+    import torch
+
+    from dccot.rollout.director import RolloutConfig
+    from dccot.rollout.generate import Request, generate
+    from dccot.rollout.interface import open_engine
+    from dccot.rollout.settings import EngineConfig
+    from dccot.train.forest import build_forest
+
+    config = RolloutConfig(budget=tokens, temperature=1.0)
+    with open_engine(folder, EngineConfig(dtype="float32", context=1024, kv_cache_gb=0.5)) as engine:
+        prompt = PromptConfig().ids(engine.tokenizer, QUESTION)
+        for seed in (0, 1):  # the first warms up
+            began = time.perf_counter()
+            ((_, response),) = generate(engine, [Request("probe", 0, prompt, parallel=False)], config, seed=(seed,))
+            seconds = time.perf_counter() - began
+    forest = build_forest([[(0, response)]])
+    mask, targets = forest.mask, forest.targets
+    with torch.no_grad():
+        logprob, _ = model(forest.tokens, mask.position, mask, mask.parent[targets], forest.tokens[targets], config.temperature)
+    return _gap(logprob, forest.logprob[targets]), len(targets), len(targets) / seconds
+
+
+def _gap(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max())
+
+
+def _said(gap: float, beside: str, what: str) -> str:
+    if not gap < LARGEST_GAP[beside]:
+        raise ConfigError(f"{what} are {gap:.2g} away from those of {beside} in float32; at most {LARGEST_GAP[beside]:g} is rounding")
+    return f"{what} in float32 differ by at most {gap:.1e}"
+
+
+def check(model: str, workers: int, engine: bool, weights: bool) -> None:
+    """Print what is found; the first thing that cannot be used is an error after everything that can."""
+    folder = resolve_model(model)
+    rows: list[Row] = []
+    parts: list[Callable[[ModelConfig], Iterator[Row]]] = [
+        lambda config: iter(shape_rows(config, folder)),
+        lambda config: text_rows(config, folder, workers),
+        lambda config: numbers_rows(folder, engine) if weights else iter(()),
+    ]
+    try:
+        config = read_config(folder)
+        for part in parts:
+            rows.extend(part(config))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"model {folder} cannot be used: {error}") from None
+    finally:
+        if rows:
+            print_table(str(folder), ("", ""), ((name, said) for name, said in rows))
+    print("nothing is unsupported")
+
+
+def convert(file: Path, folder: Path, dtype: str) -> None:
+    import torch
+
+    from dccot.model.gguf import import_gguf
+
+    config = import_gguf(file, folder, getattr(torch, dtype))
+    print(f"{folder}: {config.model_type}, {_parameters(config):,} parameters in {dtype}; `dccot model check {folder}` compares it")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    top = argparse.ArgumentParser(description="Model folders.", epilog="example: dccot model check MODEL")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    one = commands.add_parser(
+        "check", help="what a folder holds, and whether all compute it alike", epilog="example: dccot model check MODEL"
+    )
+    one.add_argument("model", help="a Hugging Face folder, or a run whose newest checkpoint is meant")
+    one.add_argument("--workers", type=int, default=3, help="whose tags are spelled (default: %(default)s)")
+    one.add_argument("--no-engine", action="store_true", help="do not compare with vLLM, which takes a while to start")
+    one.add_argument("--no-weights", action="store_true", help="do not compute anything: configuration and tokenizer alone")
+    one.set_defaults(run=lambda a: check(a.model, a.workers, not a.no_engine, not a.no_weights))
+    one = commands.add_parser("import", help="a folder from a GGUF file", epilog="example: dccot model import MODEL.gguf FOLDER")
+    one.add_argument("file", type=Path, help="qwen2, qwen3 or llama, quantised or not")
+    one.add_argument("folder", type=Path, help="a new one")
+    one.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights that are written (default: %(default)s)")
+    one.set_defaults(run=lambda a: convert(a.file, a.folder, a.dtype))
+    arguments = top.parse_args(argv)
+    return run_cleanly(lambda: arguments.run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
