@@ -17,7 +17,7 @@ from dccot.command import run_cleanly
 from dccot.config import read_yaml, require
 from dccot.eval.results import LABELS, Evaluation
 
-MEASURES = ("accuracy", "maj3_accuracy", "longest_path", "total_tokens", "well_formed", "spawned")
+MEASURES = ("accuracy", "maj3_accuracy", "longest_path", "total_tokens", "parallelism", "well_formed")
 
 
 def rows_of(run: Path) -> dict[str, Evaluation]:
@@ -41,8 +41,9 @@ def by_seed(runs: Sequence[Path], benchmark: str) -> dict[str, list[str]]:
             found = [rows[name].results[benchmark].estimate(measure) for rows in by_run]
             scale = 100 if "%" in LABELS[measure] else 1
             values = [scale * estimate.value for estimate in found if estimate]
-            each = ", ".join(f"{value:.1f}" for value in values)
-            cells.append(f"{sum(values) / len(values):.1f} ({each})" if values else "–")
+            digits = 2 if measure == "parallelism" else 1
+            each = ", ".join(f"{value:.{digits}f}" for value in values)
+            cells.append(f"{sum(values) / len(values):.{digits}f} ({each})" if values else "–")
         shown[name] = cells
     return shown
 
