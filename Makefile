@@ -6,6 +6,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ROOM   ?=
 BIN    := .venv/bin
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 PIP := $(BIN)/pip --disable-pip-version-check install --progress-bar off -q
 
 .PHONY: setup test quick lint format demo mini bench bench-peers rehearse torture docs-check clean
@@ -52,13 +53,13 @@ format: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# ROOM=train runs tests/train alone.
+# Two at a time: the cores of the smallest machine it must run on. ROOM=train runs tests/train alone.
 test: setup lint
-	$(BIN)/python -m pytest $(if $(ROOM),tests/$(ROOM))
+	$(PYTEST) $(if $(ROOM),tests/$(ROOM))
 
 # Before each commit: no engine, no torchrun, no browser, no compiler (tests/conftest.py says how they are told apart).
 quick: .venv/ready lint
-	$(BIN)/python -m pytest -m "not slow and not thorough" --durations=5 $(if $(ROOM),tests/$(ROOM))
+	$(PYTEST) -m "not slow and not thorough" --durations=5 $(if $(ROOM),tests/$(ROOM))
 
 demo: .venv/ready
 	$(BIN)/dccot demo $(SETTINGS)

@@ -9,27 +9,37 @@ import pytest
 from hypothesis import settings
 
 # A test is slow when it uses one of these fixtures, directly or through another, or when its name begins with one of these.
-SLOW_FIXTURES = {"engine", "engines", "build_engine", "speaker_engine", "torchrun", "driver", "browser", "session", "servers"}
+SLOW_FIXTURES = {"engine", "engines", "build_engine", "speaker_engine", "torchrun", "driver", "browser", "session", "servers", "fleet"}
 SLOW_TESTS = (
+    "tests/system/",
+    "tests/kernels/test_interpreter.py",
+    "tests/kernels/test_inspect.py",
+    "tests/train/test_rehearse.py",
+    "tests/model/test_sharding.py",
+    "tests/eval/test_run.py",
+    "tests/data/test_grading_hostile.py",
     "tests/data/test_grading.py::test_five_hundred_verdicts",
     "tests/data/test_grading.py::test_worker_dies",
-    "tests/data/test_grading_hostile.py",
-    "tests/data/test_rewrite.py::test_killed",
-    "tests/data/test_rewrite.py::test_rerun",
+    "tests/data/test_rewrite.py",
     "tests/eval/test_latency.py",
-    "tests/eval/test_run.py",
     "tests/eval/test_sequential_solutions.py",
-    "tests/kernels/test_inspect.py",
-    "tests/kernels/test_interpreter.py",
-    "tests/model/test_sharding.py",
+    "tests/front_door/test_transformers.py",
+    "tests/kernels/test_tree_attention.py::test_flash_compiled",
     "tests/model/test_vllm_roundtrip.py",
     "tests/rollout/test_rollout_command.py",
     "tests/rollout/test_tag_soup.py",
-    "tests/system/",
+    "tests/rollout/test_torchrun.py",
+    "tests/test_docs.py::test_every_command",
     "tests/test_packaging.py",
+    "tests/train/test_forest.py::test_forest_gives",
+    "tests/train/test_metrics.py::test_weights_and_biases_gets",
     "tests/train/test_run_folder.py",
     "tests/train/test_timeline.py",
 )
+# `make test` runs two tests at a time. Those of one file stay together, and those of these rooms, which share engines or servers; what
+# takes longest starts first, so that neither process is left alone with it.
+TOGETHER = ("tests/serve/", "tests/rollout/")
+LONGEST = ("tests/serve/", "tests/system/test_demo.py", *SLOW_TESTS)
 
 settings.register_profile("here", deadline=None)  # how long an example takes says more about the machine than about the code
 settings.register_profile("ci", deadline=None, derandomize=True)
@@ -37,7 +47,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).pare
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(SLOW_TESTS) or SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
+        together = next((room for room in TOGETHER if item.nodeid.startswith(room)), item.nodeid.split("::")[0])
+        item.add_marker(pytest.mark.xdist_group(together))
+    items.sort(key=lambda item: next((place for place, name in enumerate(LONGEST) if item.nodeid.startswith(name)), len(LONGEST)))

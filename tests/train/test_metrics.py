@@ -186,7 +186,7 @@ def offline_rows(run: Path) -> list[list[dict]]:
 
 
 def test_weights_and_biases_gets_the_rows_of_metrics_jsonl_and_a_restart_continues_its_run(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")  # make setup installs it; dccot itself does without
+    wandb = pytest.importorskip("wandb")  # make setup installs it; dccot itself does without
     monkeypatch.setenv("WANDB_MODE", "offline")
     first = Recorder(tmp_path, 0, active=True, wandb="project", settings={"optimizer.learning_rate": 0.5})
     for step in range(3):
@@ -195,6 +195,7 @@ def test_weights_and_biases_gets_the_rows_of_metrics_jsonl_and_a_restart_continu
     again = Recorder(tmp_path, 2, active=True, wandb="project")
     again.write(2, {"reward/mean": 7.0})
     again.close()
+    wandb.teardown()  # waits for the process that writes the files
     told = [[{name: row[name] for name in ("step", "reward/mean")} for row in rows] for rows in offline_rows(tmp_path)]
     assert told == [[{"step": step, "reward/mean": step / 2} for step in range(3)], [{"step": 2, "reward/mean": 7.0}]]
     assert not any("validation/accuracy" in row for rows in offline_rows(tmp_path) for row in rows)
