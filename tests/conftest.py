@@ -33,6 +33,7 @@ SLOW_TESTS = (
     "tests/test_packaging.py",
     "tests/train/test_forest.py::test_forest_gives",
     "tests/train/test_metrics.py::test_weights_and_biases_gets",
+    "tests/test_vllm_names.py",
     "tests/train/test_run_folder.py",
     "tests/train/test_timeline.py",
 )

@@ -1,0 +1,189 @@
+"""Every name and argument of vLLM that we use beyond its public API, so that an upgrade says at once what broke, and all of it.
+
+Arguments of calls are read from our own sources; attributes of objects are looked for in the classes that assign them. The last test
+keeps the list whole: a new import from vLLM that is not pinned here fails it.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import textwrap
+from importlib import import_module
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted([*ROOT.glob("rollout/*.py"), *ROOT.glob("serve/*.py")])
+
+# module:name → arguments that we give by name, or in this order
+CALLED = {
+    "vllm:SamplingParams": (),
+    "vllm.inputs:tokens_input": ("prompt_token_ids",),
+    "vllm.engine.arg_utils:EngineArgs": (),
+    "vllm.v1.engine.llm_engine:LLMEngine.from_engine_args": ("engine_args",),
+    "vllm.v1.engine.llm_engine:LLMEngine.add_request": ("request_id", "prompt", "params", "priority"),
+    "vllm.v1.engine.llm_engine:LLMEngine.abort_request": ("request_ids",),
+    "vllm.v1.engine.llm_engine:LLMEngine.step": (),
+    "vllm.v1.engine.llm_engine:LLMEngine.get_tokenizer": (),
+    "vllm.v1.engine.llm_engine:LLMEngine.reset_prefix_cache": (),
+    "vllm.v1.engine.llm_engine:LLMEngine.sleep": ("level",),
+    "vllm.v1.engine.llm_engine:LLMEngine.wake_up": ("tags",),
+    "vllm.v1.engine.llm_engine:LLMEngine.collective_rpc": ("method", "kwargs"),
+    "vllm.v1.engine.core:EngineCore.shutdown": (),
+    "vllm.v1.executor.uniproc_executor:UniProcExecutor.shutdown": (),
+    "vllm.v1.core.sched.scheduler:Scheduler.shutdown": (),
+    "vllm.v1.worker.cpu_worker:CPUWorker.reload_weights": ("weights_iterator",),
+    "vllm.v1.worker.gpu_worker:Worker.reload_weights": ("weights_iterator",),
+    "vllm.v1.worker.gpu_worker:Worker.sleep": ("level",),
+    "vllm.v1.worker.gpu_worker:Worker.wake_up": ("tags",),
+    "vllm.v1.worker.gpu_worker:Worker.get_model": (),
+    "vllm.v1.worker.cpu_worker:CPUWorker.get_model": (),
+    "vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply": ("layer", "x"),
+    "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply": ("layer", "x"),
+    "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.process_weights_after_loading": ("layer",),
+    "vllm.engine.protocol:EngineClient.generate": ("prompt", "sampling_params", "request_id", "priority"),
+    "vllm.engine.protocol:EngineClient.check_admission": (),
+    "vllm.entrypoints.serve.utils.api_utils:listen_for_disconnect": ("request",),
+    "vllm.entrypoints.serve.utils.api_utils:cli_env_setup": (),
+    "vllm.entrypoints.launchers.cli_args:make_arg_parser": ("parser",),
+    "vllm.entrypoints.launchers.cli_args:validate_parsed_serve_args": ("args",),
+    "vllm.entrypoints.cli.serve:ServeSubcommand.cmd": ("args",),
+    "vllm.utils.argparse_utils:FlexibleArgumentParser": (),
+    "vllm.plugins.endpoint_plugins.interface:EndpointPlugin.attach_router": ("app",),
+    "vllm.plugins.endpoint_plugins.interface:EndpointPlugin.init_state": ("engine_client", "state", "args"),
+    "vllm.exceptions:GracefulHTTPError": ("message", "http_status"),
+    "vllm.entrypoints.openai.models.serving:OpenAIServingModels.show_available_models": (),
+}
+# module:class → attributes that we read
+READ = {
+    "vllm.v1.engine.llm_engine:LLMEngine": ("engine_core", "model_config", "model_executor", "output_processor"),
+    "vllm.v1.engine.core_client:InprocClient": ("engine_core", "_finalizer"),
+    "vllm.v1.engine.core:EngineCore": ("model_executor", "scheduler"),
+    "vllm.v1.core.sched.scheduler:Scheduler": ("running",),
+    "vllm.v1.executor.uniproc_executor:UniProcExecutor": ("driver_worker",),
+    "vllm.v1.worker.worker_base:WorkerWrapperBase": ("worker",),
+    "vllm.v1.engine.output_processor:OutputProcessor": ("request_states",),
+    "vllm.v1.engine.output_processor:RequestState": ("external_req_id", "detokenizer"),
+    "vllm.v1.engine.detokenizer:IncrementalDetokenizer": ("output_token_ids",),
+    "vllm.outputs:RequestOutput": ("request_id", "outputs", "num_cached_tokens"),
+    "vllm.outputs:CompletionOutput": ("token_ids", "logprobs", "finish_reason", "stop_reason"),
+    "vllm.logprobs:FlatLogprobs": ("logprobs",),
+    "vllm.config:ModelConfig": ("max_model_len", "dtype"),
+    "vllm.sampling_params:RequestOutputKind": ("FINAL_ONLY", "DELTA"),
+    "vllm.model_executor.layers.linear:LinearBase": ("quant_method",),
+    "vllm.model_executor.layers.linear:ColumnParallelLinear": ("input_size_per_partition",),
+    "vllm.model_executor.layers.linear:RowParallelLinear": ("input_size_per_partition",),
+    "vllm.model_executor.models.qwen2:Qwen2ForCausalLM": ("packed_modules_mapping", "lm_head"),
+    "vllm.model_executor.models.qwen3:Qwen3ForCausalLM": ("packed_modules_mapping", "lm_head"),
+    "vllm.model_executor.models.llama:LlamaForCausalLM": ("packed_modules_mapping", "lm_head"),
+    "vllm.engine.protocol:EngineClient": ("model_config", "vllm_config", "renderer"),
+    "vllm.platforms:current_platform": ("is_cpu",),
+}
+ENVIRONMENT = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_PLUGINS")
+
+
+@functools.cache
+def find(where: str) -> object:
+    module, _, names = where.partition(":")
+    return functools.reduce(getattr, names.split("."), import_module(module))
+
+
+def problem(where: str, arguments: tuple[str, ...]) -> str | None:
+    """What is missing of a callable, in words; None if nothing is."""
+    try:
+        parameters = [name for name in inspect.signature(find(where)).parameters if name != "self"]  # type: ignore[arg-type]
+    except (ImportError, AttributeError) as error:
+        return f"{where}: {error}"
+    if missing := [name for name in arguments if name not in parameters and "kwargs" not in parameters]:
+        return f"{where}: no argument {', '.join(missing)} among {', '.join(parameters)}"
+    return None
+
+
+def attributes(where: str) -> set[str]:
+    """Of instances of a class: members, fields, and what it or a parent assigns to self."""
+    owner = find(where)
+    found = set(dir(owner))
+    for parent in getattr(owner, "__mro__", ())[:-1]:
+        found |= set(getattr(parent, "__annotations__", {}))
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(parent)))
+        except (OSError, TypeError, SyntaxError):
+            continue
+        found |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    return found
+
+
+def keywords(function: str) -> set[str]:
+    """Arguments that our sources give to `function` by name."""
+    nodes = [node for file in FILES for node in ast.walk(ast.parse(file.read_text()))]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function]
+    return {word.arg for call in calls for word in call.keywords if word.arg}
+
+
+def test_what_we_call_is_there_and_takes_what_we_give_it():
+    assert not [said for where, arguments in CALLED.items() if (said := problem(where, arguments))]
+
+
+def test_what_we_read_is_there():
+    assert not [f"{where} has no {name}" for where, names in READ.items() for name in names if name not in attributes(where)]
+
+
+def test_the_first_arguments_are_in_the_order_in_which_we_give_them():
+    for where, count in {
+        "vllm.v1.engine.llm_engine:LLMEngine.add_request": 3,
+        "vllm.v1.engine.llm_engine:LLMEngine.abort_request": 1,
+        "vllm.v1.engine.llm_engine:LLMEngine.collective_rpc": 1,
+        "vllm.engine.protocol:EngineClient.generate": 3,
+    }.items():
+        parameters = [name for name in inspect.signature(find(where)).parameters if name != "self"]  # type: ignore[arg-type]
+        assert tuple(parameters[:count]) == CALLED[where][:count], where
+
+
+@pytest.mark.parametrize(("name", "where"), [("EngineArgs", "vllm.engine.arg_utils"), ("SamplingParams", "vllm")])
+def test_settings_that_we_give_exist(name, where):
+    kind, given = find(f"{where}:{name}"), keywords(name)
+    known = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set(kind.__struct_fields__)  # type: ignore[attr-defined]
+    assert len(given) > 8 and given <= known, given - known
+
+
+def test_choices_that_we_make_exist():
+    from vllm.config import ModelConfig, SchedulerConfig
+    from vllm.v1.executor.abstract import SLEEP_TAGS
+
+    assert "processed_logprobs" in str(get_type_hints(ModelConfig)["logprobs_mode"])
+    assert "priority" in str(get_type_hints(SchedulerConfig)["policy"])
+    assert {"weights", "kv_cache"} == SLEEP_TAGS
+
+
+def test_variables_that_we_set_are_read():
+    from vllm import envs
+
+    assert not set(ENVIRONMENT) - set(envs.environment_variables)
+
+
+def test_options_that_dccot_serve_gives_are_known():
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from dccot.serve.launch import defaults
+
+    known = set(make_arg_parser(FlexibleArgumentParser())._option_string_actions)
+    for on_gpu in (True, False):
+        given = {flag for flag in [*defaults(on_gpu), "--tokenizer", "--served-model-name"] if flag.startswith("--")}
+        assert given <= known, given - known
+
+
+def test_nothing_is_imported_from_vllm_that_is_not_pinned_here():
+    pinned = {where.partition(":")[0] + ":" + where.partition(":")[2].split(".")[0] for where in [*CALLED, *READ]}
+    imported = {
+        f"{node.module}:{alias.name}": f"{file.name}:{node.lineno}"
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+        for alias in node.names
+    }
+    assert len(imported) > 10
+    assert not {name: where for name, where in imported.items() if name not in pinned}
