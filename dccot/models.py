@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dccot.command import print_table, run_cleanly
+from dccot.command import run_cleanly
 from dccot.config import ConfigError
 from dccot.data.prompting import PromptConfig
 from dccot.model.config import ModelConfig, read_config
@@ -154,8 +154,8 @@ def check(model: str, workers: int, engine: bool, weights: bool) -> None:
     except (ValueError, OSError) as error:
         raise ConfigError(f"model {folder} cannot be used: {error}") from None
     finally:
-        if rows:
-            print_table(str(folder), ("", ""), ((name, said) for name, said in rows))
+        width = max((len(name) for name, _ in rows), default=0)
+        print("\n".join([str(folder), *(f"  {name:<{width}}  {said}" for name, said in rows)]))
     print("nothing is unsupported")
 
 

@@ -30,6 +30,7 @@ from dccot.eval.report import write_report
 from dccot.eval.results import Evaluation
 from dccot.eval.run import METHODS, EvalConfig, eval_config, evaluate
 from dccot.eval.tables import row_labels
+from dccot.miniature.lists import ListsConfig, make_lists
 from dccot.miniature.world import WorldConfig, make_world
 from dccot.model.checkpoint_io import stored_parameters
 from dccot.model.folder import resolve_model
@@ -111,12 +112,17 @@ def _set(key: str, value: str | None, plan: StagePlan) -> list[str]:
     return [f"{key}={json.dumps(plan.recipe.filled_in(value))}"] if value else []
 
 
-# ---- the miniature world -------------------------------------------------------------------------------------------------------
+# ---- worlds of problems -------------------------------------------------------------------------------------------------------
 
 
 def _run_world(context: Context, config: WorldConfig) -> None:
     if context.runtime.is_main:
         make_world(config, context.folder)
+
+
+def _run_lists(context: Context, config: ListsConfig) -> None:
+    if context.runtime.is_main:
+        make_lists(config, context.folder)
 
 
 # ---- training ------------------------------------------------------------------------------------------------------------------
@@ -333,6 +339,7 @@ def _run_report(context: Context, config: ReportStage) -> None:
 
 KINDS: dict[str, Kind] = {
     "world": Kind(WorldConfig, _run_world, lambda plan: [_seed(plan)]),
+    "lists": Kind(ListsConfig, _run_lists, lambda plan: [_seed(plan)]),
     "sft": Kind(SFTConfig, lambda context, config: sft.train(config), _given_training, _sft_needs, trains=True),
     "rl": Kind(RLConfig, _run_rl, _given_rl, _rl_needs, trains=True),
     "sequential": Kind(sequential.SequentialConfig, _run_sequential, _given_sequential, _sequential_needs),

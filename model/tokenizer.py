@@ -62,10 +62,16 @@ def check_same_ids(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenize
 
 
 def lost_white_space(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
-    """A text and what came back, if only its white space is different. A vocabulary that cannot spell the text says nothing."""
-    back = str(tokenizer.decode(tokenizer.encode(SPACED, add_special_tokens=False), clean_up_tokenization_spaces=False))
-    same_letters = "".join(back.split()) == "".join(SPACED.split())
-    return (SPACED, back) if same_letters and back.strip() != SPACED.strip() else None
+    """A text and what came back, if its letters alone do come back. A vocabulary that cannot spell those says nothing."""
+
+    def back(text: str) -> str:
+        return str(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), clean_up_tokenization_spaces=False)).strip()
+
+    for text in (SPACED, "a b", "a\nb"):
+        letters = "".join(text.split())
+        if back(letters) == letters and (found := back(text)) != text.strip():
+            return text, found
+    return None
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

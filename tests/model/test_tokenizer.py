@@ -79,6 +79,13 @@ def test_a_file_that_itself_loses_white_space_is_refused(tmp_path):
         open_tokenizer(write(tmp_path, "PreTrainedTokenizerFast", core))
 
 
+def test_a_file_without_a_token_for_newlines_is_refused(tmp_path):
+    core = Tokenizer(models.BPE(vocab={"<unk>": 0, "a": 1, "b": 2, " ": 3}, merges=[], unk_token="<unk>"))
+    core.decoder = decoders.Fuse()
+    with pytest.raises(ValueError, match=r"'a\\nb' comes back as 'a<unk>b'"):
+        open_tokenizer(write(tmp_path, "PreTrainedTokenizerFast", core))
+
+
 def test_a_closed_vocabulary_that_cannot_spell_the_probe_is_not_refused(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path)
     assert isinstance(open_tokenizer(tmp_path), PreTrainedTokenizerFast)
