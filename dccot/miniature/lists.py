@@ -66,7 +66,7 @@ SPLITS = ("base", "train", "validation", "test")
 @dataclass
 class ListsConfig:
     seed: int = 0
-    base: int = 800
+    base: int = 800  # problems with solutions, for the sequential model to learn from
     train: int = 1500
     validation: int = 40
     test: int = 100
