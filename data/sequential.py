@@ -11,7 +11,6 @@ An attempt's seed is made of (seed, problem, attempt), so attempts differ and a 
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from dccot.rollout.director import RolloutConfig
 from dccot.rollout.interface import Engine, open_engine
 from dccot.rollout.response import Rollout
 from dccot.rollout.settings import EngineConfig
+from dccot.runtime import Runtime
 
 Progress = Callable[[int, int], None]  # (done, total)
 
@@ -132,14 +132,9 @@ def keep(problems: Sequence[Problem], config: SequentialConfig) -> SequentialSum
 def run(config: SequentialConfig, engine: Engine | None = None, *, progress: Progress = _silent) -> SequentialSummary | None:
     """The whole command; None on ranks other than the first. An engine that is given is used and left running."""
     problems = load_problems(config.problems)[: config.first]
-    with open_judge(config.grading) as judge, open_engine(resolve_model(config.model), config.engine, engine) as engine:
-        sample(engine, judge, problems, config, progress=progress)
-        _wait_for_all()
-    return keep(problems, config) if os.environ.get("RANK", "0") == "0" else None
-
-
-def _wait_for_all() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.barrier()
+    with Runtime.of_workers() as runtime:
+        opened = open_engine(resolve_model(config.model), config.engine, engine, logs=Path(config.output).parent)
+        with open_judge(config.grading) as judge, opened as engine:
+            sample(engine, judge, problems, config, progress=progress)
+            runtime.gather([])  # every attempt is on disk
+        return keep(problems, config) if runtime.is_main else None

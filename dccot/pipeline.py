@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from dccot.config import to_yaml
 from dccot.files import write_atomic
 from dccot.preflight import check_recipe
 from dccot.recipe import Recipe, StagePlan, load_recipe
-from dccot.runtime import Runtime
+from dccot.runtime import PATIENCE, Runtime, set_timeout
 from dccot.stages import KINDS, Context, SharedEngine, load_stage
 from dccot.train.run import launch_parser, log_to_terminal
 
@@ -31,18 +32,14 @@ from dccot.train.run import launch_parser, log_to_terminal
 def run_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Check every stage, then run those that are not finished; returns the recipe as resolved."""
     recipe, plans = load_recipe(path, overrides)
-    runtime = Runtime.start()
-    engines = SharedEngine()
-    try:
+    with Runtime.start(PATIENCE) as runtime:
         checked = runtime.broadcast(check_recipe(recipe, plans, runtime.ranks) if runtime.is_main else None)
         checked.require()
         if runtime.is_main:
             write_atomic(recipe.folder / "recipe.yaml", to_yaml(recipe))
-        for number, plan in enumerate(plans, start=1):
-            _run_stage(plan, f"[{number}/{len(plans)}] {plan.name}", Context(plan, engines, runtime))
-    finally:
-        engines.close()
-        runtime.stop()
+        with closing(SharedEngine(plans, recipe.folder)) as engines:
+            for number, plan in enumerate(plans, start=1):
+                _run_stage(plan, f"[{number}/{len(plans)}] {plan.name}", Context(plan, engines, runtime))
     return recipe
 
 
@@ -53,6 +50,7 @@ def _run_stage(plan: StagePlan, heading: str, context: Context) -> None:
     context.say(heading)
     began = time.perf_counter()
     KINDS[plan.stage.run].run(context, load_stage(plan))
+    set_timeout(PATIENCE)  # what one rank does alone may take hours; training has set its own
     context.runtime.barrier()
     seconds = time.perf_counter() - began
     if context.runtime.is_main:

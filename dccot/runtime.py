@@ -1,15 +1,16 @@
 """Where this process runs: its rank, its device, and the few collectives that the loops need.
 
 Launched by `torchrun` there are as many ranks as it says; launched plainly there is one, and it still has a process group, so that one
-code path serves both. Objects travel over gloo, tensors over nccl where there are GPUs.
+code path serves both. Objects travel over gloo, tensors over nccl where there are GPUs. No other file starts a process group.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,8 +18,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 T = TypeVar("T")
+
+PATIENCE = 7 * 24 * 3600.0  # seconds that ranks wait for the slowest one where each does work of its own; torchrun notices one that died
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Runtime:
 
     @classmethod
     def start(cls, timeout_seconds: float = 1800) -> Runtime:
-        """Join the process group that torchrun announces, or make one of size 1."""
+        """Join the process group that torchrun announces, or make one of size 1. A group that exists takes the time-out from now on."""
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
         if cuda:
@@ -38,16 +42,25 @@ class Runtime:
         owned = not dist.is_initialized()
         if owned:
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-            timeout = timedelta(seconds=timeout_seconds)
+            timeout, bound = timedelta(seconds=timeout_seconds), device if cuda else None  # vLLM and HSDP split only what is bound
             rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 store = _fresh_store(rank, ranks, timeout)
-                dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=ranks)
+                dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=ranks, device_id=bound)
             elif "RANK" in os.environ:
-                dist.init_process_group(backend, timeout=timeout)
+                dist.init_process_group(backend, timeout=timeout, device_id=bound)
             else:
-                dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+                dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1, device_id=bound)
+        else:
+            set_timeout(timeout_seconds)
         return cls(dist.get_rank(), dist.get_world_size(), device, owned)
+
+    @classmethod
+    def of_workers(cls) -> Runtime:
+        """For ranks that work apart and meet at the end, however late. One process needs no group: none is left in a larger program."""
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            return cls.start(PATIENCE)
+        return cls(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), owned=False)
 
     def __enter__(self) -> Runtime:
         return self
@@ -79,11 +92,33 @@ class Runtime:
         return box[0]
 
     def barrier(self) -> None:
-        dist.barrier()
+        """Over gloo: one over nccl would keep every GPU busy for as long as the slowest rank works."""
+        self.sum(torch.zeros(1))
 
     def stop(self) -> None:
         if self.owned and dist.is_initialized():  # an engine that shuts down takes the group with it
             dist.destroy_process_group()
+
+
+def set_timeout(seconds: float) -> None:
+    """How long collectives of the default group that begin from now on may take."""
+    _set_pg_timeout(timedelta(seconds=seconds))
+
+
+def inherit_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Give groups the default group's time-out; torch gives new ones its own, over nccl 10 minutes."""
+    assert dist.group.WORLD is not None
+    options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+    if options is not None:  # a rehearsal's ranks have none
+        for group in groups:
+            _set_pg_timeout(options._timeout, group)
+
+
+def free_memory() -> None:
+    """Collect what only cycles hold, and give the GPU memory of it back: what comes next may need all of it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def on_rank_zero(work: Callable[[], T]) -> T:

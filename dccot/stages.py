@@ -16,9 +16,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +44,29 @@ from dccot.train.sft import SFTConfig
 
 
 class SharedEngine:
-    """One engine for all stages. A model of the same shape is streamed into it; another shape makes a new engine."""
+    """One engine for all stages. A model of the same shape is streamed into it; another shape makes a new engine.
 
-    def __init__(self) -> None:
+    It takes no more GPU memory than any of the stages grants it, and sleeps if one of them trains: neither makes a new one.
+    """
+
+    def __init__(self, plans: Sequence[StagePlan], logs: Path) -> None:
+        configs = [config for plan in plans if (config := getattr(load_stage(plan), "engine", None))]
+        self.gpu_memory = min((config.gpu_memory for config in configs), default=1.0)
+        self.sleeps = any(KINDS[plan.stage.run].config is RLConfig for plan in plans)
+        self.logs = logs
         self.engine: Engine | None = None
         self._shape: tuple | None = None
         self._stack = ExitStack()
 
     def on(self, model: Path, config: EngineConfig) -> Engine:
+        config = replace(config, gpu_memory=self.gpu_memory)
         shape = (json.loads((model / "config.json").read_text()), (model / "tokenizer.json").read_bytes(), asdict(config))
         if self.engine is not None and self._shape == shape:
             self.engine.load(stored_parameters(model))
             return self.engine
         self.close()
-        self.engine, self._shape = self._stack.enter_context(open_engine(model, config)), shape
+        opened = open_engine(model, config, logs=self.logs, sleeps=self.sleeps)
+        self.engine, self._shape = self._stack.enter_context(opened), shape
         return self.engine
 
     def close(self) -> None:

@@ -24,8 +24,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dccot.command import positive, run_cleanly
 from dccot.config import ConfigError, load_config, require
 from dccot.data.grading import GradingConfig, Judge, open_judge
@@ -46,7 +44,6 @@ from dccot.runtime import Runtime
 
 log = logging.getLogger(__name__)
 METHODS = ("parallel", "sequential")
-PATIENCE = 7 * 24 * 3600.0  # seconds that a rank waits for the slowest one; torchrun notices one that died
 
 
 @dataclass
@@ -83,8 +80,7 @@ def evaluate(
     Without an `engine` one is built, and only if a response is missing.
     """
     out = Path(out)
-    with ExitStack() as stack:
-        runtime = _runtime(stack)
+    with Runtime.of_workers() as runtime, ExitStack() as stack:
         path = resolve_model(model)
         open_folder(out, _settings(path, config), runtime)
         tokenizer = engine.tokenizer if engine else open_tokenizer(path)
@@ -93,7 +89,7 @@ def evaluate(
         _check_context(path, config, asked)
         missing = {b.name: missing_pairs(asked[b.name], range(b.samples), _pairs_in(out, b, asked[b.name])) for b in benchmarks}
         if any(missing.values()):
-            engine = stack.enter_context(open_engine(path, config.engine, engine))
+            engine = stack.enter_context(open_engine(path, config.engine, engine, logs=out))
             for benchmark in benchmarks:
                 _generate(engine, benchmark, asked[benchmark.name], missing[benchmark.name], config, out, runtime)
         runtime.gather([])  # everything is on disk
@@ -108,15 +104,6 @@ def evaluate(
         if runtime.is_main:
             evaluation.save(out)
     return evaluation
-
-
-def _runtime(stack: ExitStack) -> Runtime:
-    """One process needs no process group: nothing is left over in a program that evaluates on the side."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return Runtime(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    runtime = Runtime.start(PATIENCE)
-    stack.callback(runtime.stop)
-    return runtime
 
 
 def _check_context(path: Path, config: EvalConfig, asked: dict[str, list[Asked]]) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from dccot.model.checkpoint_io import load_weights
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.transformer import Block, Transformer
+from dccot.runtime import inherit_timeout
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
@@ -99,7 +100,9 @@ def _mesh(device: torch.device, replicate: int) -> DeviceMesh:
         raise ValueError(f"replicate is {replicate}, which does not divide the {ranks} ranks evenly")
     if replicate == 1:
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (replicate, ranks // replicate), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device.type, (replicate, ranks // replicate), mesh_dim_names=("replicate", "shard"))
+    inherit_timeout(mesh.get_all_groups())
+    return mesh
 
 
 def _dtype(name: str, value: str) -> torch.dtype:

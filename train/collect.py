@@ -77,7 +77,9 @@ class Collector:
     def start(self, model: Path, phases: Phases, stack: ExitStack, engine: Engine | None) -> None:
         self.phases = phases
         self.judge = stack.enter_context(open_judge(self.config.grading))
-        self.engine = stack.enter_context(open_engine(model, self.config.engine, engine))
+        self.engine = stack.enter_context(
+            open_engine(model, self.config.engine, engine, logs=Path(self.config.output) / self.config.name, sleeps=True)
+        )
 
     def load(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the engine's weights."""

@@ -3,7 +3,7 @@
 import os
 import threading
 
-from dccot.rollout.engine import _restore_environment
+from dccot.rollout.engine_start import restore_environment
 
 
 def test_only_what_changed_is_restored_and_nothing_is_ever_missing(monkeypatch):
@@ -22,7 +22,7 @@ def test_only_what_changed_is_restored_and_nothing_is_ever_missing(monkeypatch):
     for _ in range(300):
         os.environ["DCCOT_CHANGED"], os.environ["DCCOT_ADDED"] = "after", "1"
         del os.environ["DCCOT_REMOVED"]
-        _restore_environment(before)
+        restore_environment(before)
         assert dict(os.environ) == before
     done.set()
     reader.join()

@@ -1,0 +1,93 @@
+"""One place starts process groups; how long ranks wait for each other is what the work at hand says."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dccot.runtime import PATIENCE, Runtime, set_timeout
+
+ROOT = Path(__file__).parents[2]
+APART = """
+import sys, time
+import torch.distributed as dist
+from dccot.model.sharding import _mesh
+from dccot.runtime import Runtime
+import torch
+
+with Runtime.start(2.0) as outer:                                       # a training run's group, with little patience
+    mesh = _mesh(torch.device("cpu"), 2)
+    print("mesh", [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in mesh.get_all_groups()])
+    with Runtime.of_workers() as runtime:                               # the same group, for ranks that work apart
+        if runtime.is_main:
+            time.sleep(4)
+        print("together", runtime.gather([runtime.rank]))
+    with Runtime.start(1.0) as runtime:                                 # a stage of its own
+        if runtime.is_main:
+            time.sleep(4)
+        try:
+            runtime.barrier()
+        except RuntimeError as error:
+            print("timed out", runtime.rank)
+            sys.stdout.flush()
+            import os; os._exit(0)
+"""
+
+
+def timeout() -> float:
+    return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert not dist.is_initialized()
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_only_the_runtime_starts_process_groups():
+    """The rehearsal's are not real."""
+    calls = [
+        str(path.relative_to(ROOT))
+        for room in ("dccot", "kernels", "model", "rollout", "data", "train", "eval", "serve", "bench")
+        for path in (ROOT / room).glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "init_process_group"
+    ]
+    assert set(calls) == {"dccot/runtime.py", "train/rehearsal.py"}
+
+
+def test_a_group_that_exists_takes_the_time_out_of_each_stage(alone):
+    with Runtime.start(PATIENCE) as pipeline:
+        assert pipeline.owned and timeout() == PATIENCE
+        with Runtime.start(120.0) as stage:
+            assert not stage.owned and timeout() == 120.0
+        assert dist.is_initialized()
+        set_timeout(PATIENCE)
+        assert timeout() == PATIENCE
+    assert not dist.is_initialized()
+
+
+def test_one_worker_needs_no_process_group(alone):
+    with Runtime.of_workers() as runtime:
+        assert runtime.gather(["mine"]) == [["mine"]]
+        assert not dist.is_initialized()
+
+
+def test_ranks_that_work_apart_are_waited_for_and_ranks_of_a_stage_only_so_long(tmp_path):
+    program = tmp_path / "apart.py"
+    program.write_text(APART)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    lines = done.stdout.splitlines()
+    assert lines.count("mesh [2.0, 2.0]") == 2, done.stderr[-3000:]
+    assert lines.count("together [[0], [1]]") == 2
+    assert "timed out 1" in lines
