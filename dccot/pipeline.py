@@ -24,7 +24,7 @@ from dccot.config import to_yaml
 from dccot.files import write_atomic
 from dccot.preflight import check_recipe
 from dccot.recipe import Recipe, StagePlan, load_recipe
-from dccot.runtime import PATIENCE, Runtime, set_timeout
+from dccot.runtime import PATIENCE, Runtime, free_memory, set_timeout
 from dccot.stages import KINDS, Context, SharedEngine, load_stage
 from dccot.train.run import launch_parser, log_to_terminal
 
@@ -50,6 +50,7 @@ def _run_stage(plan: StagePlan, heading: str, context: Context) -> None:
     context.say(heading)
     began = time.perf_counter()
     KINDS[plan.stage.run].run(context, load_stage(plan))
+    free_memory()  # before the next trainer comes, beside an engine that is awake
     set_timeout(PATIENCE)  # what one rank does alone may take hours; training has set its own
     context.runtime.barrier()
     seconds = time.perf_counter() - began

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
@@ -195,11 +194,11 @@ class Recorder:
             self.online.finish()
 
 
-def memory_metrics() -> dict[str, float]:
-    if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated() / 1e9
-        torch.cuda.reset_peak_memory_stats()  # the next step has its own
-        return {"memory/peak_gb": peak}
+def memory_metrics(peaks: dict[str, int]) -> dict[str, float]:
+    """The step's highest use of GPU memory, and each phase's; without a GPU, what the process holds now."""
+    if peaks:
+        by_phase = {f"memory/peak_{name}_gb": peak / 1e9 for name, peak in peaks.items() if name}
+        return {"memory/peak_gb": max(peaks.values()) / 1e9, **by_phase}
     with open(f"/proc/{os.getpid()}/statm") as statm:
         return {"memory/resident_gb": int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9}
 

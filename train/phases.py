@@ -21,21 +21,27 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dccot.config import require
+from dccot.config import one_of, require
 from dccot.runtime import Runtime
 from dccot.train.timeline import merge
 
 log = logging.getLogger(__name__)
 
+PROFILED = ("rollout", "grade", "old_logprob", "reference", "pack", "update", "sync")
+ACTIVITIES = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+
 
 @dataclass
 class ProfileConfig:
     steps: list[int] = field(default_factory=list)  # which steps leave a trace, on every rank
+    phases: list[str] = field(default_factory=lambda: ["update", "sync"])  # of these steps; a rollout makes millions of events
     shapes: bool = False
     memory: bool = False
 
     def check(self) -> None:
         require(min(self.steps, default=0) >= 0, f"profile.steps is {self.steps}; steps are counted from 0")
+        for name in self.phases:
+            one_of(name, PROFILED, "profile.phases")
 
 
 class Phases:
@@ -45,10 +51,14 @@ class Phases:
     def __init__(self, runtime: Runtime):
         self.rank, self.step = runtime.rank, 0
         self.seconds: dict[str, float] = {}
+        self.peaks: dict[str, int] = {}  # bytes of GPU memory; "" for what comes between phases
+        self.profile: profile | None = None  # while a step is traced
+        self.profiled: list[str] = []
         self._history: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=20))
 
     def begin_step(self, step: int) -> None:
-        self.step, self.seconds = step, {}
+        self._note_peak("")
+        self.step, self.seconds, self.peaks = step, {}, {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -60,7 +70,7 @@ class Phases:
             watchdog.start()
         start = time.perf_counter()
         try:
-            with record_function(name):
+            with self._observed(name), record_function(name):
                 yield
         except BaseException as error:
             error.add_note(f"rank {self.rank}, step {self.step}, phase {name}, after {time.perf_counter() - start:.1f} s")
@@ -76,18 +86,41 @@ class Phases:
         running = time.monotonic() - since
         log.warning("rank %d, step %d: %s has been running for %.0f s, usually %.1f s", self.rank, self.step, name, running, usual)
 
+    @contextmanager
+    def _observed(self, name: str) -> Iterator[None]:
+        """With a peak of GPU memory of its own, and traced if this phase of this step is to be."""
+        self._note_peak("")
+        trace = self.profile if name in self.profiled else None
+        if trace:
+            trace.toggle_collection_dynamic(True, ACTIVITIES)
+        try:
+            yield
+        finally:
+            if trace:
+                trace.toggle_collection_dynamic(False, ACTIVITIES)
+            self._note_peak(name)
+
+    def _note_peak(self, name: str) -> None:
+        if torch.cuda.is_available():
+            self.peaks[name] = max(self.peaks.get(name, 0), torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+
 
 @contextmanager
-def profiled(config: ProfileConfig, step: int, folder: Path, runtime: Runtime) -> Iterator[None]:
+def profiled(config: ProfileConfig, step: int, folder: Path, runtime: Runtime, phases: Phases) -> Iterator[None]:
     """If `step` is one of the chosen, a trace of each rank and one of all ranks together (train/timeline.py)."""
     if step not in config.steps:
         yield
         return
     folder = folder / f"step_{step:06d}"
     folder.mkdir(parents=True, exist_ok=True)
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
-    with profile(activities=activities, record_shapes=config.shapes, profile_memory=config.memory) as trace:
-        yield
+    with profile(activities=ACTIVITIES, record_shapes=config.shapes, profile_memory=config.memory) as trace:
+        trace.toggle_collection_dynamic(False, ACTIVITIES)
+        phases.profile, phases.profiled = trace, config.phases
+        try:
+            yield
+        finally:
+            phases.profile, phases.profiled = None, []
     trace.export_chrome_trace(str(folder / f"rank{runtime.rank}.pt.trace.json"))
     runtime.barrier()  # every rank's trace is there
     if runtime.is_main:

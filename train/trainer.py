@@ -78,7 +78,7 @@ class Trainer(Generic[C]):
             yield step
 
     def profiled(self, step: int) -> AbstractContextManager[None]:
-        return profiled(self.config.profile, step, self.run / "profile", self.runtime)
+        return profiled(self.config.profile, step, self.run / "profile", self.runtime, self.phases)
 
     def update(self, forests: Sequence[Forest], token_loss: TokenLoss, temperature: float) -> StepReport:
         """One optimizer step."""
@@ -108,7 +108,8 @@ class Trainer(Generic[C]):
 
     def log(self, step: int, metrics: dict[str, float], texts: dict[str, str] | None = None) -> None:
         """Write the step's metrics, with times and memory."""
-        metrics |= {f"time/{name}": took for name, took in self.phases.seconds.items()} | self.checkpointer.costs() | memory_metrics()
+        metrics |= {f"time/{name}": took for name, took in self.phases.seconds.items()}
+        metrics |= self.checkpointer.costs() | memory_metrics(self.phases.peaks)
         metrics["time/step"] = time.perf_counter() - self._start
         self.recorder.write(step, metrics, texts)
         self.progress.show(step + 1, console_line(step + 1, self.config.steps, metrics))

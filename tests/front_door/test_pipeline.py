@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from dccot.config import ConfigError
@@ -9,7 +11,7 @@ from dccot.data.problems import Problem
 from dccot.data.stream import ProblemStream
 from dccot.recipe import load_recipe
 from dccot.rollout.generate import seed_of
-from dccot.stages import load_stage
+from dccot.stages import SharedEngine, load_stage
 from dccot.train.run import flat
 
 RECIPE = """
@@ -143,3 +145,14 @@ def test_a_recipe_leaves_out_what_it_is_told_to_and_its_rows(tmp_path):
     assert report.baselines == {"DC-CoT": "DSR-12K", "DC-CoT-Maj": "Maj-DSR-3", "SFT": "DSR-12K"}
     with pytest.raises(ConfigError, match="a name in without is 'stage9'"):
         load_recipe("configs/mini/demo.yaml", ["without=[stage9]"])
+
+
+@pytest.mark.parametrize("recipe, least", [("paper.yaml", 0.6), ("mini/mini.yaml", 0.6)])
+def test_all_stages_share_one_engine_that_takes_what_the_most_modest_grants_it(recipe, least, tmp_path):
+    _, plans = load_recipe(f"configs/{recipe}", ["model=M"])
+    engines = [asdict(config.engine) for config in map(load_stage, plans) if hasattr(config, "engine")]
+    assert {engine.pop("gpu_memory") for engine in engines} == {0.6, 0.85} and len(engines) > 10
+    assert all(engine == engines[0] for engine in engines)
+    shared = SharedEngine(plans, tmp_path)
+    assert (shared.gpu_memory, shared.sleeps) == (least, True)
+    assert not SharedEngine([plan for plan in plans if plan.stage.run == "eval"], tmp_path).sleeps

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dccot.runtime import Runtime
+from dccot.train.metrics import memory_metrics
 from dccot.train.phases import Phases
 
 HERE = Runtime(rank=3, ranks=8, device=torch.device("cpu"), owned=False)
@@ -51,3 +52,34 @@ def test_a_phase_that_ends_in_time_says_nothing(caplog):
             pass
     time.sleep(0.1)
     assert caplog.text == ""
+
+
+def test_each_phase_has_a_memory_peak_of_its_own_and_the_step_has_the_highest(monkeypatch):
+    """A GPU's counters, which there is none to read: a peak that stays until it is reset, and what is allocated now."""
+    counter = {"peak": 0, "now": 0}
+
+    def allocate(size: int) -> None:
+        counter["now"] += size
+        counter["peak"] = max(counter.values())
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: counter["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: counter.update(peak=counter["now"]))
+    phases = Phases(HERE)
+    for step, update in enumerate([50e9, 30e9]):
+        phases.begin_step(step)
+        with phases("rollout"):
+            allocate(20e9)
+            allocate(-15e9)
+        for size in (update, 10e9):
+            with phases("update"):
+                allocate(size)
+                allocate(-size)
+        allocate(7e9)
+        allocate(-7e9)
+        allocate(-5e9)
+        with phases("sync"):
+            allocate(1e9)
+            allocate(-1e9)
+        peaks = {"memory/peak_rollout_gb": 20.0, "memory/peak_update_gb": 5 + update / 1e9, "memory/peak_sync_gb": 1.0}
+        assert memory_metrics(phases.peaks) == {"memory/peak_gb": 5 + update / 1e9, **peaks}

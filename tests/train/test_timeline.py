@@ -20,14 +20,16 @@ from dccot.runtime import Runtime
 torch.set_num_threads(1)
 runtime = Runtime.start(60)
 phases = Phases(runtime)
-with profiled(ProfileConfig(steps=[10]), 10, Path(sys.argv[1]), runtime):
+with profiled(ProfileConfig(steps=[10], phases=["rollout", "update"]), 10, Path(sys.argv[1]), runtime, phases):
     with phases("rollout"):
         torch.randn(64, 64) @ torch.randn(64, 64)
+    with phases("grade"):
+        torch.zeros(3).cumsum(0)
     with phases("update"), torch.profiler.record_function("inner"):
         weight = torch.randn(8, 8, requires_grad=True)
         (weight @ weight).sum().backward()
         dist.all_reduce(weight.grad)
-with profiled(ProfileConfig(steps=[10]), 11, Path(sys.argv[1]), runtime):
+with profiled(ProfileConfig(steps=[10]), 11, Path(sys.argv[1]), runtime, phases):
     torch.zeros(3).sum()
 runtime.stop()
 """
