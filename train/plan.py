@@ -29,6 +29,7 @@ from typing import Any
 from dccot.config import ConfigError, load_config
 from dccot.kernels.gpus import GPUS, Gpu
 from dccot.model.config import ModelConfig, parse_config, read_config
+from dccot.rollout.settings import EngineConfig
 from dccot.train.largest import largest_micro_batch
 from dccot.train.memory import TrainingMemory, numbers, parameter_shapes
 from dccot.train.rl_config import RLConfig
@@ -92,9 +93,10 @@ def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan
     persistent, (moment, training) = memory.persistent, memory.peak
     kv_per_token = 2 * model.layers * model.kv_heads * model.head_dim * 2 / parallel
     weights = 2 * total / parallel
-    room = min(config.engine.gpu_memory * gpu.memory * GB, gpu.memory * GB - sum(persistent.values())) - weights
+    working = engine_at_work(model, config.engine)
+    room = min(config.engine.gpu_memory * gpu.memory * GB, gpu.memory * GB - sum(persistent.values())) - weights - working
     kv_tokens = max(0, int(room / kv_per_token))
-    sampling = {"engine weights": weights, "KV cache": max(0.0, room)}
+    sampling = {"engine weights": weights, "engine at work": working, "KV cache": max(0.0, room)}
     typical = config.prompt.max_prompt_tokens / 4 + config.rollout.budget / 2
     sequences = max(1, min(config.engine.max_sequences, int(kv_tokens / typical)))
     step = (weights + sequences * typical * kv_per_token) / (gpu.bandwidth * GB * ASSUMED_BANDWIDTH_SHARE)
@@ -104,6 +106,12 @@ def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan
         rollout_tokens_per_second=sequences / step * (gpus / parallel),
         train_tokens_per_second=gpus * gpu.tflops * 1e12 * ASSUMED_MFU / flops_per_token,
     )  # fmt: skip
+
+
+def engine_at_work(model: ModelConfig, engine: EngineConfig) -> float:
+    """Bytes of the engine's largest forward pass, in an MLP, or of its fp32 logits and what sampling makes of them, whichever is more."""
+    hidden, inside = 2 * model.hidden_size, 3 * model.intermediate_size / engine.tensor_parallel
+    return max(2 * engine.batched_tokens * (hidden + inside), 3 * 4 * engine.max_sequences * model.vocab_size)
 
 
 def training_peak(model: ModelConfig, config: RLConfig, ranks: int) -> float:

@@ -27,7 +27,7 @@ def life(checkpoints, tmp_path_factory) -> tuple[dict, str, Path]:
 
 def test_a_start_that_fails_shows_the_end_of_its_log(life):
     found, stderr, out = life
-    assert "KV cache" in found["error"]
+    assert "No available memory for the cache blocks" in found["error"]
     shown = stderr.split("--- and now")[0].split(f"the end of {out / 'failed.log'}:\n")[1]
     lines = (out / "failed.log").read_text().splitlines()
     assert shown.splitlines() == lines[-60:] and any(" INFO vllm" in line for line in lines)

@@ -5,14 +5,16 @@
 The task is that of fault_injection/task.py: a reward of mean 0.1875 at the start, and variance 1/4 · (1/2 · 1 + 1/2 · 1/4) − 0.1875².
 """
 
+import gc
 import sys
 from pathlib import Path
 
 import torch
 
 from dccot.config import load_config
+from dccot.model.transformer import Transformer
 from dccot.rollout.engine import VllmEngine
-from dccot.runtime import Runtime
+from dccot.runtime import Runtime, free_memory
 from dccot.train.rl import train
 from dccot.train.rl_config import RLConfig
 from tests.support.fault_injection.task import make_task, write_problems
@@ -33,6 +35,9 @@ def main(out: Path, steps: int) -> None:
     config = settings(out, "whole", steps)
     engine = VllmEngine(out / "model", config.engine)
     train(config, engine)
+    free_memory()
+    left_over = [type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, (Transformer, torch.optim.Optimizer))]
+    (out / f"left_over_{runtime.rank}.txt").write_text(str(left_over))
     for stop_after in (2, 3):  # stopped after step 2, then the same command again
         train(settings(out, "stopped", stop_after), engine)
     validated = (f"data.validation={out / 'held_out.jsonl'}", "validation.every=2", "validation.samples=4", "validation.problems=2")

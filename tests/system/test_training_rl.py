@@ -71,13 +71,18 @@ def test_the_trainer_finds_the_log_probs_that_the_engine_sampled_with(runs):
     assert max(found) < 1e-4
 
 
-def test_every_rank_leaves_a_trace_with_the_phases_by_name(runs):
+def test_every_rank_leaves_a_trace_of_the_chosen_phases_and_of_no_others(runs):
     ranks, out = runs
     traces = sorted((out / "whole" / "profile").rglob("rank*.pt.trace.json"))
     assert [trace.name for trace in traces] == [f"rank{rank}.pt.trace.json" for rank in range(ranks)]
     for trace in traces:
         names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
-        assert {"rollout", "grade", "old_logprob", "reference", "update", "sync"} <= names
+        assert names & {"rollout", "grade", "old_logprob", "reference", "update", "sync"} == {"update", "sync"}
+
+
+def test_nothing_of_a_trainer_is_left_beside_the_engine_when_its_stage_has_ended(runs):
+    ranks, out = runs
+    assert [(out / f"left_over_{rank}.txt").read_text() for rank in range(ranks)] == ["[]"] * ranks
 
 
 def test_saved_rollouts_hold_text_verdict_reward_and_lengths(runs):
