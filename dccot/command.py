@@ -37,7 +37,7 @@ def quiet() -> None:
     """Send what dependencies warn about to runs/dccot.log. DCCOT_DEBUG=1 leaves everything on the terminal."""
     if os.environ.get("DCCOT_DEBUG"):
         return
-    for name, value in {"TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}.items():
+    for name, value in {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}.items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM reads its variable only when an engine starts, not while it is imported
     logging.captureWarnings(True)

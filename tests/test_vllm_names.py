@@ -82,7 +82,10 @@ READ = {
     "vllm.engine.protocol:EngineClient": ("model_config", "vllm_config", "renderer"),
     "vllm.platforms:current_platform": ("is_cpu",),
 }
-ENVIRONMENT = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_PLUGINS")
+ENVIRONMENT = (
+    "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CONFIGURE_LOGGING", "VLLM_NO_USAGE_STATS", "VLLM_PLUGINS",
+    "VLLM_DISTRIBUTED_USE_SPLIT_GROUP",
+)  # fmt: skip
 
 
 @functools.cache

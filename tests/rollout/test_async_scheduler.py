@@ -147,7 +147,8 @@ def engine(request, checkpoints):
         patch.setattr(type(current_platform), "is_sleep_mode_available", lambda platform: True)
         patch.setattr(engine_module.LLMEngine, "from_engine_args", from_engine_args)
         patch.setattr(engine_module, "ON_GPU", True)
-        built = VllmEngine(checkpoints["spelled"], EngineConfig(dtype="float32", max_sequences=8, kv_cache_gb=2**-6, block_size=32))
+        config = EngineConfig(dtype="float32", max_sequences=8, kv_cache_gb=2**-6, block_size=32)
+        built = VllmEngine(checkpoints["spelled"], config, sleeps=True)
         assert isinstance(built._engine.engine_core.engine_core.scheduler, AsyncScheduler)
         yield built
         built.shutdown()
