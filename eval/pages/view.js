@@ -104,6 +104,8 @@ function showTotals() {
     "reward": fixed(mean(row => columns.reward[row], rewarded), 3), "longest path": fixed(mean(row => columns.longest[row]), 0),
     "total tokens": fixed(mean(row => columns.total[row]), 0), "parallelism": fixed(mean(parallelism)),
   };
+  const overshot = overshoots(listed);
+  if (overshot) facts["overshoots"] = overshot;
   $("totals").replaceChildren(...Object.entries(facts).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
 }
 

@@ -50,6 +50,13 @@ async function showDetail(row) {
 
 function siblings(row) { return rows.filter(other => columns.problem[other] === columns.problem[row]); }
 
+/* How often the token that ended a segment ran on after its tag, by what it wrote there. */
+function overshoots(among) {
+  const counts = {};
+  for (const row of among) for (const [kind, count] of Object.entries(columns.overshoots[row])) counts[kind] = (counts[kind] ?? 0) + count;
+  return Object.entries(counts).map(([kind, count]) => `${number(count)} ${kind}`).join(", ");
+}
+
 function heading(row) {
   const [id, question, gold] = problems[columns.problem[row]], [, kind] = verdict(row), same = siblings(row), flaw = columns.flaw[row];
   const step = columns.step[row] === null ? "" : ` · step ${columns.step[row]}`;
@@ -57,7 +64,7 @@ function heading(row) {
   const facts = {
     answer: columns.answer[row] ?? "none", "right answer": gold, reward: fixed(columns.reward[row], 3), advantage: fixed(columns.advantage[row], 3),
     "longest path": number(columns.longest[row]), "total tokens": number(columns.total[row]), parallelism: fixed(parallelism(row)),
-    "mean log-prob": fixed(columns.logprob[row], 3),
+    "mean log-prob": fixed(columns.logprob[row], 3), ...(overshoots([row]) ? { overshoots: overshoots([row]) } : {}),
   };
   return [
     el("h2", {}, id, el("small", {}, `sample ${columns.sample[row]}${step}`), badge(columns.verdict[row] ?? "not graded", kind, "verdict of the grader"),

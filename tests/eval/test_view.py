@@ -131,6 +131,12 @@ def test_the_index_holds_what_the_rollouts_say(tmp_path):
     assert columns["logprob"][0] == -0.5
 
 
+def test_what_ran_on_after_a_tag_is_in_the_index_by_kind(tmp_path):
+    spread = rollout(1)
+    spread.text = spread.text.replace("<worker_1>", "\n<worker_1>").replace("</spawn_workers>", "The</spawn_workers>")
+    assert unpacked(built(tmp_path, rollout(0), spread), "index")["columns"]["overshoots"] == [{}, {"newline": 1, "text": 1}]
+
+
 def test_details_hold_texts_tokens_and_logprobs_of_every_segment(tmp_path):
     [[*segments]] = unpacked(built(tmp_path, rollout(), pieces=Pieces(WORDS)), "block-0")
     expected = list(rollout().response.segments())

@@ -16,6 +16,7 @@ from dccot.rollout.protocol import (
     all_tags,
     answer_block,
     flaw_of,
+    overshoots,
     parse,
     sequential_flaw_of,
 )
@@ -168,3 +169,16 @@ def test_a_tokenizer_without_an_end_is_refused():
     words.eos_token = None
     with pytest.raises(ValueError, match="has no eos token"):
         TagIds.of(words)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("a<spawn_workers><worker_1>b</worker_1><worker_2>c</worker_2></spawn_workers>\n", {}),
+        ("a<spawn_workers>\n<worker_1>b</worker_1>\n\n<worker_2>c</worker_2> </spawn_workers>", {"newline": 2, "space": 1}),
+        ("a<spawn_workers>The<worker_1>b</worker_1></<worker_2>c</worker_2>\n</spawn_workers>", {"text": 1, "tag": 1, "newline": 1}),
+        ("a<spawn_workers><worker_1>no end of it<worker_2>c</worker_2></spawn_workers>\n\nso", {}),
+    ],
+)
+def test_what_a_token_wrote_after_a_tag_is_counted_by_kind(text, expected):
+    assert overshoots(text) == expected

@@ -38,8 +38,9 @@ def parallel_response() -> Response:
     return Response([1], [Round(tokens(4), [tokens(3), tokens(5), tokens(2)])], tokens(6))
 
 
+OVERSHOT = "<spawn_workers>\n<worker_1>a</worker_1>\n\n<worker_2>b</worker_2><worker_3>c</worker_3>The</spawn_workers>"
 ROLLOUTS = [
-    Rollout("a", 0, "q", "2", "t", parallel_response(), None, "correct", 1.0),
+    Rollout("a", 0, "q", "2", OVERSHOT, parallel_response(), None, "correct", 1.0),
     Rollout("a", 1, "q", "2", "t", Response([1], [], tokens(10), Finish.BUDGET), Flaw.NO_SPAWN.value, "wrong", 0.0),
     Rollout("b", 0, "q", "2", "t", Response([1], [], tokens(5)), Flaw.NO_SPAWN.value, "timed_out", None),
     Rollout("b", 1, "q", "2", "t", Response([1], [], tokens(5)), Flaw.NO_THINK.value, "unparsable", 0.0),
@@ -56,6 +57,9 @@ def test_rollout_metrics_by_hand():
         "format/no_spawn": 2 / 4,
         "format/no_think": 1 / 4,
         "format/open_worker": 0.0,
+        "format/overshoot_newline": 2 / 4,
+        "format/overshoot_space": 0.0,
+        "format/overshoot_text": 1 / 4,
         "length/longest_path": (15 + 10 + 5 + 5) / 4,
         "length/longest_path_correct": 15.0,
         "length/longest_path_incorrect": 20 / 3,

@@ -1,0 +1,82 @@
+"""SmolLM2-135M-Instruct through the whole system: import, parity, promise 1, a step of SFT and one of RL on two ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dccot import models
+from dccot.data.prompting import PromptConfig
+from dccot.kernels.mask import TreeMask
+from dccot.miniature.lists import problem_stream, rewrite_parallel
+from dccot.model.checkpoint_io import load_weights
+from dccot.model.config import read_config
+from dccot.model.tokenizer import PROBE, open_tokenizer
+from dccot.model.transformer import Transformer
+from dccot.rollout.director import RolloutConfig
+from dccot.rollout.generate import Request, generate
+from dccot.rollout.interface import open_engine
+from dccot.rollout.settings import EngineConfig
+from dccot.train.forest import forests_of_rank, pack
+
+ROLLOUT = RolloutConfig(budget=160, temperature=0.6, max_rounds=1)
+RESPONSES = 20
+
+
+def test_the_imported_folder_is_the_published_model(smollm2, measured):
+    config, tokenizer = read_config(smollm2), open_tokenizer(smollm2)
+    assert (config.model_type, config.layers, config.hidden_size, config.vocab_size) == ("llama", 30, 576, 49_152)
+    assert models._parameters(config) == 134_515_008
+    assert tokenizer.decode(tokenizer.encode(PROBE)) == PROBE
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("x  12")) == ["x", "ĠĠ", "1", "2"]  # digits are cut off first
+    assert PromptConfig().text("Q?", tokenizer).startswith("<|im_start|>system\n")
+    measured["SmolLM2: import"] = "134,515,008 parameters, chat template, digits one by one"
+
+
+def test_logits_are_those_of_transformers(smollm2, measured):
+    measured["SmolLM2: transformers"] = next(iter(models.numbers_rows(smollm2, engine=False)))[1]
+
+
+@pytest.mark.parametrize("dtype, mean, largest", [("float32", 1e-5, 1e-3), ("bfloat16", 0.04, 2.0)])
+def test_rollout_is_training(smollm2, measured, dtype, mean, largest):
+    """Promise 1. One problem is solved in the prompt, with workers, so that the untrained model writes tags as well."""
+    solved, *asked = [problem for problem, _ in zip(problem_stream(0, "base", set()), range(30)) if "-things-" in problem.id]
+    shown = f"{solved.question}\n{rewrite_parallel(solved, solved.solution)}"
+    with open_engine(smollm2, EngineConfig(dtype=dtype, context=2048, max_sequences=64)) as engine:
+        prompts = [PromptConfig(max_prompt_tokens=1024).ids(engine.tokenizer, f"{shown}\n\n{one.question}") for one in asked]
+        requests = [Request(str(i), i, prompts[i % len(prompts)]) for i in range(RESPONSES)]
+        responses = [response for _, response in generate(engine, requests, ROLLOUT, seed=(0,))]
+    model = Transformer(read_config(smollm2))
+    load_weights(model, smollm2, getattr(torch, dtype))
+    gaps = []
+    for forest in forests_of_rank(responses, pack(responses, 4096), rank=0):
+        mask: TreeMask = forest.mask
+        with torch.no_grad():
+            rows, targets = mask.parent[forest.targets], forest.tokens[forest.targets]
+            logprob, _ = model(forest.tokens, mask.position, mask, rows, targets, ROLLOUT.temperature)
+        gaps.append((logprob - forest.logprob[forest.targets]).abs())
+    gap = torch.cat(gaps)
+    spawned = sum(bool(response.rounds) for response in responses)
+    measured[f"SmolLM2: rollout = training, {dtype}"] = (
+        f"mean |Δ log p| {gap.mean():.1e}, largest {gap.max():.1e}; "
+        f"{len(gap):,} tokens of {len(responses)} responses, {spawned} with workers"
+    )
+    assert len(responses) == RESPONSES and spawned > 0
+    assert gap.mean() < mean and gap.max() < largest
+
+
+def test_a_step_of_sft_and_one_of_rl_on_two_ranks(smollm2, tmp_path, measured):
+    root = Path(__file__).parents[2]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "dccot.pipeline"]
+    settings = [f"model={smollm2.resolve()}", f"output={tmp_path}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, *launch, str(root / "configs/real/check.yaml"), *settings], check=True, cwd=tmp_path, env=environment)
+    rows = {stage: json.loads((tmp_path / "check" / stage / "metrics.jsonl").read_text().splitlines()[-1]) for stage in ("sft", "dapo")}
+    assert 0.3 < rows["sft"]["policy/loss"] < 4 and rows["sft"]["policy/grad_norm"] > 0
+    assert rows["dapo"]["gap/kl"] < 0.05
+    measured["SmolLM2: SFT on 2 ranks"] = f"loss {rows['sft']['policy/loss']:.2f}, gradient norm {rows['sft']['policy/grad_norm']:.2f}"
+    measured["SmolLM2: RL on 2 ranks"] = f"KL of trainer and rollout {rows['dapo']['gap/kl']:.1e} in bfloat16"
