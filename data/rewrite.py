@@ -25,8 +25,10 @@ from dccot.config import named, require
 from dccot.data.endpoints import Endpoint, EndpointConfig, Refused, Reply
 from dccot.data.grading import GradingConfig, Judge, Verdict, open_judge
 from dccot.data.problems import Problem
-from dccot.files import BadData, JsonlWriter, read_jsonl, write_jsonl_atomic
+from dccot.files import BadData, JsonlWriter, checksum, read_jsonl, write_atomic, write_jsonl_atomic
+from dccot.provenance import record
 from dccot.rollout.protocol import flaw_of
+from dccot.runtime import Runtime
 
 ACCEPTED, FAILED = "accepted", "failed"
 ENDPOINT = "endpoint"
@@ -227,6 +229,8 @@ def summarize(solutions: Sequence[Solution], rows: Sequence[dict], attempts: int
 async def run(config: RewriteConfig, progress: Callable[[int, int], None]) -> Summary:
     """The whole command: read, ask the endpoint or the rule, check, write."""
     solutions = load_solutions(config.source, config.first)
+    read = {"source": config.source, "instruction": config.instruction}
+    record(Path(config.output), config, {key: {Path(file).name: checksum(file)} for key, file in read.items() if file}, Runtime.alone())
     async with AsyncExitStack() as stack:
         if config.by == ENDPOINT:
             instruction = Path(config.instruction).read_text(encoding="utf-8") if config.instruction else prompt_text("rewrite.txt")
@@ -235,5 +239,5 @@ async def run(config: RewriteConfig, progress: Callable[[int, int], None]) -> Su
             rewriter = rule(named({}, config.by, "by"))
         judge = stack.enter_context(open_judge(config.grading))
         summary = await rewrite_all(solutions, rewriter, judge, config, progress=progress)
-    Path(config.output).with_suffix(".summary.json").write_text(json.dumps(asdict(summary), indent=1) + "\n")
+    write_atomic(Path(config.output).with_suffix(".summary.json"), json.dumps(asdict(summary), indent=1) + "\n")
     return summary

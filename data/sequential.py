@@ -21,8 +21,9 @@ from dccot.data.grading import GradingConfig, Judge, Verdict, open_judge
 from dccot.data.problems import Problem, load_problems
 from dccot.data.prompting import PromptConfig, prompts_of
 from dccot.data.rollouts import graded, missing_pairs, roll_out
-from dccot.files import JsonlWriter, read_jsonl, write_jsonl_atomic
-from dccot.model.folder import resolve_model
+from dccot.files import JsonlWriter, checksum, read_jsonl, write_jsonl_atomic
+from dccot.model.folder import model_checksums, resolve_model
+from dccot.provenance import record
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.interface import Engine, open_engine
 from dccot.rollout.response import Rollout
@@ -133,7 +134,10 @@ def run(config: SequentialConfig, engine: Engine | None = None, *, progress: Pro
     """The whole command; None on ranks other than the first. An engine that is given is used and left running."""
     problems = load_problems(config.problems)[: config.first]
     with Runtime.of_workers() as runtime:
-        opened = open_engine(resolve_model(config.model), config.engine, engine, logs=Path(config.output).parent)
+        model = resolve_model(config.model)
+        inputs = {"model": model_checksums(model, runtime), "problems": {Path(config.problems).name: checksum(config.problems)}}
+        record(Path(config.output), config, inputs, runtime)
+        opened = open_engine(model, config.engine, engine, logs=Path(config.output).parent)
         with open_judge(config.grading) as judge, opened as engine:
             sample(engine, judge, problems, config, progress=progress)
             runtime.gather([])  # every attempt is on disk

@@ -33,9 +33,11 @@ class ProblemStream(Generic[P]):
         self._order = self._shuffled()
         ids = "\n".join(problem.id for problem in self.problems)
         self._fingerprint = hashlib.sha256(ids.encode()).hexdigest()[:16]
-        content = hashlib.sha256()
+        content, self.rows = hashlib.sha256(), list[tuple[str, str]]()  # id and checksum of each
         for problem in self.problems:
-            content.update(repr(problem).encode("utf-8", "backslashreplace"))
+            row = repr(problem).encode("utf-8", "backslashreplace")
+            content.update(row)
+            self.rows.append((problem.id, hashlib.sha256(row).hexdigest()[:16]))
         self._content = content.hexdigest()[:16]
 
     def _shuffled(self) -> list[int]:

@@ -10,17 +10,21 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import logging
 import os
+import re
 import sys
 import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+log = logging.getLogger(__name__)
 C = TypeVar("C")
 E = TypeVar("E")
 RENAMED = {
@@ -34,7 +38,29 @@ class ConfigError(ValueError):
     """A configuration that cannot be run; the message is one line and says what to change."""
 
     def __init__(self, message: str):
-        super().__init__(" ".join(message.splitlines()))
+        super().__init__(hide_credentials(" ".join(message.splitlines())))
+
+
+def hide_credentials(text: str) -> str:
+    """Without user and password of any address in it."""
+    return re.sub(r"(\w+://)[^/\s\"'@]*@", r"\1[…]@", text)
+
+
+def check_address(url: str, key: str) -> None:
+    """A whole http(s) address without a password, which would end up in recipes, in provenance and in lists of processes."""
+    parts = urlsplit(url)
+    require("@" not in parts.netloc, f"{key} holds a user or a password; keys come from the environment: leave what is before the @ out")
+    example = "write a whole address, http://host:8000"
+    require(parts.scheme in ("http", "https") and bool(parts.hostname), f"{key} is {url.rpartition('@')[2]!r}; {example}")
+
+
+def warn_of_plain_http(url: str, key: str) -> None:
+    """Keys and texts that leave this machine unencrypted are worth a line."""
+    parts = urlsplit(url)
+    if parts.scheme == "http" and not re.fullmatch(r"localhost|127(\.\d+){3}|::1", parts.hostname or ""):
+        log.warning(
+            "%s: http://%s is not encrypted: whoever is in between reads texts and keys; use https where you can", key, parts.netloc
+        )
 
 
 def find_config(path: str | Path) -> Path:
@@ -119,8 +145,13 @@ def read_yaml(path: Path, _above: tuple[str, ...] = ()) -> dict[str, Any]:
     return _merge(merged, own)
 
 
+def to_plain(config: Any) -> dict[str, Any]:
+    """A configuration as dicts, lists and values."""
+    return typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True))
+
+
 def to_yaml(config: Any) -> str:
-    return yaml.safe_dump(OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 
 
 def check(config: Any) -> None:

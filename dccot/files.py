@@ -10,7 +10,9 @@ Bad means: not UTF-8, not JSON, not an object, or longer than `MAX_LINE_BYTES`. 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import hashlib
 import json
 import os
 import threading
@@ -97,7 +99,7 @@ class JsonlWriter:
 
     def __init__(self, path: str | Path, *, fsync: bool = False):
         self.path, self._fsync, self._lock = Path(path), fsync, threading.Lock()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path.parent)
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,6 +129,11 @@ class JsonlWriter:
         if self.path.stat().st_size:
             for _, row in read_jsonl(self.path):
                 yield row
+
+    def flush(self) -> None:
+        """Every row so far survives a power cut."""
+        os.fsync(self._fd)
+        flush_to_disk(self.path.parent)
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -159,19 +166,35 @@ def _cut_partial_line(fd: int) -> int:
 
 
 def flush_to_disk(path: Path) -> None:
-    """fsync of a file or a folder."""
+    """fsync of a file or a folder; a folder's holds the names in it. Some network file systems have none for folders."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):
+            raise
     finally:
         os.close(descriptor)
 
 
+def make_folder(path: Path) -> None:
+    """mkdir with parents, as durable as what will be written into it."""
+    new = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in new:
+        flush_to_disk(folder.parent)
+
+
+def checksum(path: str | Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """A file to write that takes the name `path` when the block ends: `path` is either the old file or the whole new one."""
+    """A file to write that takes the name `path` when the block ends: `path` is the old file or the whole new one, whatever happens."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with beside.open("wb") as file:
@@ -179,6 +202,7 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
+        flush_to_disk(path.parent)
     finally:
         beside.unlink(missing_ok=True)
 

@@ -15,18 +15,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dccot.command import positive, run_cleanly
-from dccot.config import ConfigError, load_config
+from dccot.config import ConfigError, load_config, to_plain
 from dccot.data.problems import load_problems
 from dccot.data.prompting import PromptConfig, prompts_of
 from dccot.data.rollouts import Asked, Pair, missing_pairs, roll_out
-from dccot.files import JsonlWriter
-from dccot.model.folder import resolve_model
+from dccot.files import JsonlWriter, checksum
+from dccot.model.folder import model_checksums, resolve_model
 from dccot.model.tokenizer import open_tokenizer
+from dccot.provenance import record
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.interface import open_engine
 from dccot.rollout.progress import RolloutProgress
 from dccot.rollout.response import Rollout
 from dccot.rollout.settings import EngineConfig
+from dccot.runtime import Runtime
 
 
 @dataclass
@@ -44,6 +46,8 @@ def run(model: str, problems: Path, samples: int, out: Path, resume: bool, setti
     folder = resolve_model(model)
     asked = prompts_of(load_problems(problems), open_tokenizer(folder), settings.prompt)
     with JsonlWriter(out) as writer:
+        inputs = {"model": model_checksums(folder), "problems": {problems.name: checksum(problems)}}
+        record(out, to_plain(settings) | {"samples": samples}, inputs, Runtime.alone())
         pairs = missing_pairs(asked, range(samples), pairs_in(writer, asked))
         if pairs:
             with open_engine(folder, settings.engine) as engine, RolloutProgress(len(pairs)) as progress:

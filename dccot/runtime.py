@@ -58,8 +58,10 @@ class Runtime:
     @classmethod
     def of_workers(cls) -> Runtime:
         """For ranks that work apart and meet at the end, however late. One process needs no group: none is left in a larger program."""
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            return cls.start(PATIENCE)
+        return cls.start(PATIENCE) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else cls.alone()
+
+    @classmethod
+    def alone(cls) -> Runtime:
         return cls(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), owned=False)
 
     def __enter__(self) -> Runtime:
@@ -87,6 +89,8 @@ class Runtime:
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
+        if self.ranks == 1:
+            return value
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]

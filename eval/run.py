@@ -25,17 +25,18 @@ from pathlib import Path
 from typing import Any
 
 from dccot.command import positive, run_cleanly
-from dccot.config import ConfigError, load_config, require
+from dccot.config import ConfigError, load_config, require, to_plain
 from dccot.data.grading import GradingConfig, Judge, open_judge
 from dccot.data.prompting import PromptConfig, prompts_of
 from dccot.data.rollouts import Asked, Pair, missing_pairs, roll_out
 from dccot.eval.benchmarks import BENCHMARKS, Benchmark, named_benchmark, own_benchmark
 from dccot.eval.results import Evaluation, Sample, by_problem, summarise
 from dccot.eval.terminal import LengthProgress, show
-from dccot.files import BadData, JsonlWriter, read_jsonl, write_jsonl_atomic
+from dccot.files import BadData, JsonlWriter, checksum, read_jsonl, write_atomic, write_jsonl_atomic
 from dccot.model.config import read_config
-from dccot.model.folder import explain_best, find_model, resolve_model
+from dccot.model.folder import explain_best, find_model, model_checksums, resolve_model
 from dccot.model.tokenizer import open_tokenizer
+from dccot.provenance import record
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.interface import Engine, open_engine
 from dccot.rollout.response import Rollout
@@ -87,6 +88,9 @@ def evaluate(
         care: dict[str, Any] = {"strict": strict, "report": log.warning if runtime.is_main else lambda message: None}
         asked = {b.name: prompts_of(b.problems(**care), tokenizer, config.prompt, **care) for b in benchmarks}
         _check_context(path, config, asked)
+        files = {benchmark.name: {benchmark.file.name: checksum(benchmark.file)} for benchmark in benchmarks}
+        wanted = {benchmark.name: benchmark.samples for benchmark in benchmarks}
+        record(out, to_plain(config) | {"samples": wanted}, {"model": model_checksums(path, runtime), **files}, runtime)
         missing = {b.name: missing_pairs(asked[b.name], range(b.samples), _pairs_in(out, b, asked[b.name])) for b in benchmarks}
         if any(missing.values()):
             engine = stack.enter_context(open_engine(path, config.engine, engine, logs=out))
@@ -147,7 +151,8 @@ def _open_folder(out: Path, settings: dict) -> str | None:
         was, now = before.get(changed[0]), settings[changed[0]]
         return f"{out} was begun with {changed[0]}={was}, now it is {now}; give another folder with --out"
     (out / "rollouts").mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(settings, indent=1, ensure_ascii=False))
+    if not file.exists():
+        write_atomic(file, json.dumps(settings, indent=1, ensure_ascii=False))
     try:
         for unfinished in (out / "rollouts").glob("*.jsonl"):
             JsonlWriter(unfinished).close()  # cuts a line that a crash left unfinished, and refuses a file that is being written

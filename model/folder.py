@@ -3,22 +3,23 @@
 A model is a Hugging Face folder, or a checkpoint of a run of ours: `runs/hlp` is its newest, `runs/hlp@180` that of step 180, and
 `runs/hlp@best` the one with the best validation accuracy. Each checkpoint has a manifest of sizes and checksums, which is written last.
 
-    find_model(path)       the folder that is meant; nothing is read but names
-    resolve_model(path)    the same, checked against its manifest: what every command uses before it reads weights
+    find_model(path)           the folder that is meant; nothing is read but names
+    resolve_model(path)        the same, checked against its manifest: what every command uses before it reads weights
+    model_checksums(folder)    what is in it, for provenance
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from dccot.files import BadData, flush_to_disk, read_jsonl, write_atomic
-from dccot.runtime import on_rank_zero
+from dccot.files import BadData, checksum, flush_to_disk, read_jsonl, write_atomic
+from dccot.runtime import Runtime, on_rank_zero
 
 log = logging.getLogger(__name__)
 _STEP = re.compile(r"step_(\d{6,})")
@@ -76,6 +77,19 @@ def _newest(run: Path) -> Path:
         problem = f"names {named!r}, which has no weights" if named else "is empty"
         raise FileNotFoundError(f"{run / 'latest'} {problem}; name a checkpoint yourself as {run}@STEP (there are {there})")
     return folder
+
+
+def model_checksums(folder: Path, runtime: Runtime | None = None) -> dict[str, str]:
+    """File → sha256 of a model's folder: its manifest's, which resolve_model has compared, or else read; a machine's ranks share that."""
+    if step_of(folder.parent) is not None and (folder.parent / "manifest.json").is_file():
+        return {Path(name).name: each["sha256"] for name, each in _read_manifest(folder.parent).items() if name.startswith("hf/")}
+    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    if runtime is None or runtime.ranks == 1:
+        return {path.name: checksum(path) for path in files}
+    machine, rank = os.environ.get("GROUP_RANK", f"rank {runtime.rank}"), int(os.environ.get("LOCAL_RANK", "0"))
+    mine = {path.name: checksum(path) for path in files[rank :: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]}
+    parts = [part for [(where, part)] in runtime.gather([(machine, mine)]) if where == machine]
+    return dict(sorted(entry for part in parts for entry in part.items()))
 
 
 def step_of(folder: Path) -> int | None:
@@ -160,15 +174,15 @@ def verify_manifest(folder: Path, part: str = "") -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != expected["size"]:
             return f"{name} has {path.stat().st_size:,} bytes instead of {expected['size']:,}"
-        if _checksum(path) != expected["sha256"]:
+        if checksum(path) != expected["sha256"]:
             return f"{name} has another checksum than when it was written"
     return None
 
 
 def write_manifest(folder: Path) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    manifest = {str(path.relative_to(folder)): {"size": path.stat().st_size, "sha256": _checksum(path)} for path in files}
-    for path in files:
+    manifest = {str(path.relative_to(folder)): {"size": path.stat().st_size, "sha256": checksum(path)} for path in files}
+    for path in [*files, *(path for path in folder.rglob("*") if path.is_dir())]:
         flush_to_disk(path)
     write_atomic(folder / "manifest.json", json.dumps(manifest, indent=1))
 
@@ -186,8 +200,3 @@ def _read_manifest(folder: Path) -> dict[str, dict]:
     if not good:
         raise ValueError("not a table of sizes and checksums")
     return manifest
-
-
-def _checksum(path: Path) -> str:
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -23,6 +23,8 @@ SLOW_TESTS = (
     "tests/data/test_rewrite.py",
     "tests/eval/test_latency.py",
     "tests/eval/test_sequential_solutions.py",
+    "tests/foundations/test_provenance.py",
+    "tests/front_door/test_marks.py",
     "tests/front_door/test_transformers.py",
     "tests/kernels/test_tree_attention.py::test_flash_compiled",
     "tests/model/test_vllm_roundtrip.py",

@@ -11,7 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ORDER = ("foundations", "kernels", "model", "rollout", "data", "train", "eval", "front door")
-FOUNDATIONS = {"command", "config", "files", "progress", "runtime", "statistics"}  # of dccot/; its other files are the front door
+# Of dccot/; its other files are the front door.
+FOUNDATIONS = {"__version__", "command", "config", "files", "progress", "provenance", "runtime", "statistics"}
 BESIDE = {"bench": "front door", "serve": "eval"}  # rooms that nobody imports, and the last room that they may import
 
 

@@ -65,6 +65,7 @@ class Collector:
         self.config, self.runtime = config, runtime
         problems = self._asked(config.data.train, tokenizer)
         self.stream = ProblemStream([problem for problem, _ in problems], config.seed, config.batch.prompts_rolled_out)
+        self.rows = self.stream.rows
         self.prompt_ids = {problem.id: ids for problem, ids in problems}
         held_out = self._asked(config.data.validation, tokenizer) if config.data.validation else []
         self.validation = held_out[: config.validation.problems]
@@ -162,6 +163,7 @@ class Replay:
     """A batch that an earlier run saved, the same in every step; there is no engine."""
 
     epoch = 0
+    rows: Sequence[tuple[str, str]] = ()
 
     def __init__(self, path: str, prompts: int):
         groups: dict[str, list[Rollout]] = {}

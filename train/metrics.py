@@ -11,17 +11,21 @@ from __future__ import annotations
 import math
 import os
 import re
+import socket
 import statistics
+import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard import summary
 
-from dccot.files import JsonlWriter, read_jsonl, write_atomic, write_jsonl_atomic
+from dccot.files import JsonlWriter, flush_to_disk, make_folder, read_jsonl, write_atomic, write_jsonl_atomic
 from dccot.rollout.protocol import OVERSHOOTS, Flaw, overshoots
 from dccot.rollout.response import Finish, Rollout
 from dccot.statistics import PERCENTILES, clustered_error, mean
@@ -155,6 +159,35 @@ def open_wandb(run: Path, project: str, settings: Mapping[str, Any]) -> Any:
     return online
 
 
+class EventFile:
+    """What TensorBoard reads of one start of a run, which continues from `first_step`. TensorBoard reads files in the order of their names,
+    so each is numbered higher than those before it, whatever the clock says."""
+
+    def __init__(self, folder: Path, first_step: int):
+        make_folder(folder)
+        numbers = [int(match[1]) for path in folder.iterdir() if (match := re.match(r"events\.out\.tfevents\.(\d+)\.", path.name))]
+        number = max(int(time.time()), *(number + 1 for number in numbers), 0)
+        self.path = folder / f"events.out.tfevents.{number:010d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = self.path.open("xb")
+        self._records = RecordWriter(self._file)
+        self._write(file_version="brain.Event:2")
+        self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))  # TensorBoard forgets what it has from there on
+
+    def add(self, summary: Summary, step: int = 0) -> None:
+        self._write(summary=summary, step=step)
+
+    def _write(self, **what: Any) -> None:
+        self._records.write(Event(wall_time=time.time(), **what).SerializeToString())
+        self._file.flush()
+
+    def flush(self) -> None:
+        os.fsync(self._file.fileno())
+        flush_to_disk(self.path.parent)
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class Recorder:
     """Writes metrics on rank 0; a no-op elsewhere. `wandb` is a project of Weights & Biases that gets them, too, with the `settings`."""
 
@@ -167,7 +200,7 @@ class Recorder:
             kept = [row for _, row in read_jsonl(self.path) if row["step"] < first_step]
             write_jsonl_atomic(self.path, kept)
         self.lines = JsonlWriter(self.path)
-        self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=first_step)
+        self.writer = EventFile(run / "tensorboard", first_step)
         self.arranged = False
         if wandb:
             self.online = open_wandb(run, wandb, settings or {})
@@ -177,17 +210,21 @@ class Recorder:
             return
         finite = {name: value for name, value in metrics.items() if not math.isnan(value)}
         if not self.arranged:
-            self.writer.add_custom_scalars(_charts(LAYOUT if any(name.startswith("reward/") for name in finite) else SFT_LAYOUT))
-            self.writer.add_text("what the curves mean", _legend(finite), step)
+            self.writer.add(summary.custom_scalars(_charts(LAYOUT if any(name.startswith("reward/") for name in finite) else SFT_LAYOUT)))
+            self.writer.add(summary.text("what the curves mean", _legend(finite)), step)
             self.arranged = True
-        shown = [Summary.Value(tag=tag_of(name), simple_value=value) for name, value in finite.items()]
-        self.writer._get_file_writer().add_summary(Summary(value=shown), step)  # add_scalar would change the titles
+        self.writer.add(Summary(value=[Summary.Value(tag=tag_of(name), simple_value=value) for name, value in finite.items()]), step)
         for name, text in (texts or {}).items():
-            self.writer.add_text(name, text, step)
-        self.writer.flush()
+            self.writer.add(summary.text(name, text), step)
         self.lines.write({"step": step, **finite})
         if self.online is not None:
             self.online.log({"step": step, **finite})
+
+    def flush(self) -> None:
+        """Everything so far survives a power cut."""
+        if self.writer is not None:
+            self.writer.flush()
+            self.lines.flush()
 
     def close(self) -> None:
         if self.writer is not None:

@@ -65,7 +65,7 @@ class RL(Trainer[RLConfig]):
         path, tokenizer = check_model(config)
         prompts = config.batch.prompts
         self.rollouts = Replay(config.replay, prompts) if config.replay is not None else Collector(config, runtime, tokenizer)
-        super().__init__(config, runtime, path)
+        super().__init__(config, runtime, path, self.rollouts.rows)
         self.reference: nn.Module | None = None
         if config.objective.kl_coefficient:
             frozen = replace(config.sharding, master_dtype=config.sharding.compute_dtype, activation_checkpointing=False)

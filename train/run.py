@@ -1,6 +1,6 @@
 """What SFT and RL runs have in common: the command line, the run folder.
 
-runs/<name>/config.yaml  metrics.jsonl  tensorboard/  rollouts/  checkpoints/  latest  profile/
+runs/<name>/config.yaml  provenance.json  data.jsonl  metrics.jsonl  tensorboard/  rollouts/  checkpoints/  latest  profile/
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,12 +23,13 @@ from transformers import PreTrainedTokenizerBase
 from dccot.command import run_cleanly
 from dccot.config import ConfigError, at_least, load_config, require, to_yaml
 from dccot.data.prompting import PromptConfig
-from dccot.files import write_atomic
+from dccot.files import BadData, checksum, make_folder, read_jsonl, write_atomic, write_jsonl_atomic
 from dccot.model.config import ModelConfig, read_config
-from dccot.model.folder import resolve_model
+from dccot.model.folder import model_checksums, resolve_model
 from dccot.model.tokenizer import open_tokenizer
+from dccot.provenance import record
 from dccot.rollout.protocol import TagIds
-from dccot.runtime import Runtime
+from dccot.runtime import Runtime, on_rank_zero
 
 log = logging.getLogger("dccot")
 
@@ -94,7 +96,7 @@ _CLAIMS: dict[Path, TextIO] = {}  # a lock lives as long as its file is open: to
 
 def claim(run: Path) -> str | None:
     """Make the folder this process's own; what prevents that, or None. Of two jobs in one folder each would spoil the other's files."""
-    run.mkdir(parents=True, exist_ok=True)
+    make_folder(run)
     if run.resolve() in _CLAIMS:
         return None
     file = open(run / ".lock", "a+")  # noqa: SIM115 (stays open)
@@ -114,11 +116,19 @@ def claim(run: Path) -> str | None:
     return None
 
 
-def open_run(config: Any, runtime: Runtime) -> Path:
-    """Make the run folder and write the resolved configuration; a run that was configured otherwise says what changed."""
+def open_run(config: Any, runtime: Runtime, source: Path, rows: Sequence[tuple[str, str]]) -> Path:
+    """Make the run folder; write the resolved configuration and what the run is made of. One configured otherwise says what changed.
+
+    `rows` are (id, checksum) of what it draws from: a run that has a checkpoint continues with the same ones only.
+    """
     run = Path(config.output) / config.name
     if taken := runtime.broadcast(claim(run) if runtime.is_main else None):
         raise FileExistsError(taken)
+    on_rank_zero(lambda: _keep_rows(run, rows))
+    replay = getattr(config, "replay", None)
+    read = {"replay": replay} if replay else {"data.train": config.data.train, "data.validation": config.data.validation}
+    data = {key: {Path(file).name: checksum(file)} for key, file in read.items() if file}
+    record(run, config, {"model.path": model_checksums(source, runtime), **data}, runtime)
     if runtime.is_main:
         path, text = run / "config.yaml", to_yaml(config)
         if path.exists() and path.read_text() != text:
@@ -127,6 +137,20 @@ def open_run(config: Any, runtime: Runtime) -> Path:
         write_atomic(path, text)
     runtime.barrier()
     return run
+
+
+def _keep_rows(run: Path, rows: Sequence[tuple[str, str]]) -> None:
+    """Refuse other data than that of the checkpoints, by its first row that differs; without a checkpoint this is the run's data."""
+    file = run / "data.jsonl"
+    if not (run / "latest").exists():
+        write_jsonl_atomic(file, ({"id": id, "sha256": found} for id, found in rows))
+    elif file.exists() and rows:
+        known = [(row["id"], row["sha256"]) for _, row in read_jsonl(file)] if file.stat().st_size else []
+        for number, (before, now) in enumerate(zip_longest(known, rows), start=1):
+            if before != now:
+                was, is_ = ("missing" if row is None else f"{row[0]!r}" for row in (before, now))
+                what = f"was {was} and is {is_}" if was != is_ else f"{is_} has another content"
+                raise BadData(f"{run} was trained on other data: row {number} {what}; continue with that data, or choose another name")
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -168,8 +168,8 @@ class SFT(Trainer[SFTConfig]):
         report = log.warning if runtime.is_main else lambda *message: None
         files = config.data.train, config.data.validation
         examples, held_out = (load_examples(file, config, tokenizer, shape.max_position, report) if file else [] for file in files)
-        super().__init__(config, runtime, path)
         self.stream = ProblemStream(examples, config.seed, config.batch)
+        super().__init__(config, runtime, path, self.stream.rows)
         self.held_out = self.forests(held_out) if held_out else []
         state = self.resume(stack)
         if "stream" in state:

@@ -1,6 +1,6 @@
 """What SFT and RL share: model and optimizer in a run folder, and the frame around the steps.
 
-trainer = Trainer(config, runtime, model_folder)       opens the run folder, loads the model
+trainer = Trainer(config, runtime, model_folder, rows) opens the run folder, loads the model
 state = trainer.resume(stack)                          continues from the newest checkpoint, if there is one
 for step in trainer.steps():
     with trainer.profiled(step): …
@@ -48,9 +48,9 @@ C = TypeVar("C", bound=TrainingConfig)
 
 
 class Trainer(Generic[C]):
-    def __init__(self, config: C, runtime: Runtime, source: Path):
+    def __init__(self, config: C, runtime: Runtime, source: Path, rows: Sequence[tuple[str, str]]):
         self.config, self.runtime, self.source = config, runtime, source
-        self.run = open_run(config, runtime)
+        self.run = open_run(config, runtime, source, rows)
         self.phases = Phases(runtime)
         torch.manual_seed(config.seed)
         self.model = build_model(source, config.sharding, device=runtime.device)
@@ -118,5 +118,6 @@ class Trainer(Generic[C]):
         """Save what a run needs to continue after `step`, if a checkpoint is due."""
         if self.due(step, self.config.checkpoint.every):
             state = {"updates": self.updates, "skipped": self.skipped, **state}
+            self.recorder.flush()  # what a checkpoint says has been done must be on the disk before it
             with self.phases("checkpoint"):
                 self.checkpointer.save(step + 1, self.model, self.optimizer, state, last=step + 1 == self.config.steps)

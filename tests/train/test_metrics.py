@@ -6,6 +6,7 @@ import re
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,21 @@ def test_a_resumed_run_says_every_step_once_in_jsonl_and_tensorboard(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["reward/mean"]) for row in rows] == [(0, 0), (1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]
     assert scalars(tmp_path) == {tag_of("reward/mean"): [(0, 0), (1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]}
+
+
+def test_a_clock_that_is_set_back_hides_no_life_of_a_run(tmp_path, monkeypatch):
+    """Three starts, each an hour earlier by the clock than the one before; TensorBoard is open from the first on."""
+    real, open_one, expected = time.time, None, {}
+    for life, first_step in enumerate((0, 3, 4)):
+        monkeypatch.setattr("time.time", lambda: real() - 3600 * life)  # noqa: B023 (used before life changes)
+        recorder = Recorder(tmp_path, first_step, active=True)
+        for step in range(first_step, first_step + 3):
+            recorder.write(step, {"reward/mean": 10.0 * life + step})
+            expected[step] = 10.0 * life + step
+        recorder.close()
+        open_one = open_one or EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
+        shown = [(event.step, event.value) for event in open_one.Reload().Scalars(tag_of("reward/mean"))]
+        assert shown == list(expected.items()) == scalars(tmp_path)[tag_of("reward/mean")]
 
 
 def test_a_run_cut_off_in_the_middle_of_a_line_goes_on(tmp_path):

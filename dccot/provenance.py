@@ -1,0 +1,133 @@
+"""What a result was made of: `provenance.json` in its folder, `NAME.provenance.json` beside a `NAME.jsonl`.
+
+    {"starts": [{"time", "code", "python", "packages", "command", "configuration", "inputs", "ranks", "machines"}, …]}
+
+The newest start is last; one that equals the one before it is not repeated, so that a run that went on with other code, packages, settings
+or data says so. Everything but time and machines must be the same on every rank: a start refuses otherwise. No secret is written: what
+looks like one in the environment, and what stands before the @ of an address, is cut out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dccot import __version__
+from dccot.config import ConfigError, hide_credentials, to_plain
+from dccot.files import checksum, write_atomic
+from dccot.runtime import Runtime
+
+Checksums = dict[str, str]  # file → sha256
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)  # in the name of an environment variable
+OF_ONE_RANK = ("time", "machines")
+
+
+@cache
+def code_version() -> dict[str, Any]:
+    """Release, commit and whether files differ from it (None outside a checkout), and a checksum of the source that is running."""
+    package = Path(__file__).resolve().parent
+    walk = ((Path(folder, name), name) for folder, _, names in os.walk(package, followlinks=True) for name in names)
+    files = sorted((str(path.relative_to(package)), path) for path, name in walk if name.endswith((".py", ".yaml", ".txt", ".cpp")))
+    source = hashlib.sha256("\n".join(f"{name} {checksum(file)}" for name, file in files).encode()).hexdigest()
+    ours = _git(package, "ls-files", "--error-unmatch", Path(__file__).name) is not None  # not the checkout of somebody who installed us
+    commit = _git(package, "rev-parse", "HEAD") if ours else None
+    dirty = bool(_git(package, "status", "--porcelain", "--untracked-files=no", ":/")) if commit else None
+    return {"version": __version__, "commit": commit, "dirty": dirty, "sha256": source}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def provenance(configuration: Any, inputs: Mapping[str, Checksums], ranks: int = 1) -> dict[str, Any]:
+    """This start, as this rank sees it. `configuration` is a dataclass, or a dict of plain values."""
+    facts = {
+        "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "code": code_version(),
+        "python": platform.python_version(),
+        "packages": _packages(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "configuration": configuration if isinstance(configuration, dict) else to_plain(configuration),
+        "inputs": dict(inputs),
+        "ranks": ranks,
+        "machines": [_machine()],
+    }
+    return json.loads(without_secrets(json.dumps(facts, ensure_ascii=False)))
+
+
+@cache
+def _packages() -> dict[str, str]:
+    return {name: found.version for found in sorted(distributions(), key=lambda each: each.name) if (name := found.name)}
+
+
+@cache
+def _machine() -> dict[str, Any]:
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return {"host": platform.node(), "system": platform.platform(), "cores": os.cpu_count(), "memory_gb": round(memory, 1), "gpus": gpus,
+            "cuda": torch.version.cuda}  # fmt: skip
+
+
+def without_secrets(text: str) -> str:
+    """Without user and password of any address, and without the value of any environment variable that is named like a secret."""
+    for name, value in os.environ.items():
+        if SECRET.search(name) and len(value) >= 8:
+            text = text.replace(value, f"[{name}]")
+    return hide_credentials(text)
+
+
+def record(result: Path, configuration: Any, inputs: Mapping[str, Checksums], runtime: Runtime) -> None:
+    """Refuse ranks that disagree; then rank 0 adds this start to the file in, or of one file beside, the result. All ranks call this."""
+    file = result / "provenance.json" if result.is_dir() else result.with_suffix(".provenance.json")
+    facts = provenance(configuration, inputs, runtime.ranks)
+    require_agreement(facts, runtime)
+    machines = [machine for [machine] in runtime.gather([_machine()])]
+    if runtime.is_main:
+        facts["machines"] = [each for number, each in enumerate(machines) if each not in machines[:number]]
+        starts = read_starts(file)
+        if not starts or _lasting(starts[-1]) != _lasting(facts):
+            write_atomic(file, json.dumps({"starts": [*starts, facts]}, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_starts(file: Path) -> list[dict[str, Any]]:
+    return json.loads(file.read_text())["starts"] if file.is_file() else []
+
+
+def _lasting(facts: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in facts.items() if key not in OF_ONE_RANK}
+
+
+def require_agreement(facts: dict[str, Any], runtime: Runtime) -> None:
+    """Every rank's facts are rank 0's, but for time and machine; otherwise all ranks raise and name a rank, a key and both values."""
+    expected = runtime.broadcast(facts)
+    mine = next(differences(_lasting(expected), _lasting(facts)), None)
+    for rank, [found] in enumerate(runtime.gather([mine])):
+        if found is not None:
+            key, first, other = found
+            raise ConfigError(f"ranks disagree: {key} is {other!r} on rank {rank} and {first!r} on rank 0; every rank must run the same")
+
+
+def differences(before: Any, after: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, before, after) of everything that differs between two trees of plain values; None stands for what is not there."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name in [*before, *(name for name in after if name not in before)]:
+            yield from differences(before.get(name), after.get(name), f"{key}.{name}" if key else str(name))
+    elif before != after:
+        yield key, before, after
