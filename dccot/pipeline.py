@@ -4,65 +4,99 @@
     torchrun --nproc_per_node 8 -m dccot.pipeline configs/paper.yaml model=MODEL           the whole paper
 
 Every start checks all stages first (preflight.py). Stages share one process and, where the model's shape allows, one engine: a new model is
-streamed into it. A stage that is finished leaves a mark and is passed over.
+streamed into it. A stage that is finished leaves a mark that says what it was made from (marks.py) and is passed over; if it would be made
+otherwise now, the start is refused. `--redo STAGE` moves its results to replaced/ and does it again.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dccot.command import run_cleanly
-from dccot.config import to_yaml
+from dccot.config import ConfigError, one_of, to_yaml
 from dccot.files import write_atomic
-from dccot.preflight import check_recipe
+from dccot.marks import changes, finished, made_from, move_aside, write_mark
+from dccot.preflight import Checked, check_recipe
+from dccot.provenance import record
 from dccot.recipe import Recipe, StagePlan, load_recipe
-from dccot.runtime import PATIENCE, Runtime, free_memory, set_timeout
+from dccot.runtime import PATIENCE, Runtime, free_memory, on_rank_zero, set_timeout
 from dccot.stages import KINDS, Context, SharedEngine, load_stage
-from dccot.train.run import launch_parser, log_to_terminal
+from dccot.train.run import claim, launch_parser, log_to_terminal
 
 
-def run_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Check every stage, then run those that are not finished; returns the recipe as resolved."""
+def run_recipe(path: str | Path, overrides: Sequence[str] = (), redo: Sequence[str] = ()) -> Recipe:
+    """Check every stage, then run those that are not finished or are in `redo`; returns the recipe as resolved."""
     recipe, plans = load_recipe(path, overrides)
     with Runtime.start(PATIENCE) as runtime:
-        checked = runtime.broadcast(check_recipe(recipe, plans, runtime.ranks) if runtime.is_main else None)
-        checked.require()
-        if runtime.is_main:
-            write_atomic(recipe.folder / "recipe.yaml", to_yaml(recipe))
+        on_rank_zero(lambda: _open(recipe, plans, runtime.ranks, redo))
+        record(recipe.folder, recipe, {}, runtime)
         with closing(SharedEngine(plans, recipe.folder)) as engines:
             for number, plan in enumerate(plans, start=1):
                 _run_stage(plan, f"[{number}/{len(plans)}] {plan.name}", Context(plan, engines, runtime))
     return recipe
 
 
+def _open(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: Sequence[str]) -> None:
+    """Refuse what cannot run, with nothing changed; then take the folder, write the recipe, and make room for what is done again."""
+    checked = checked_recipe(recipe, plans, ranks, redo)
+    if taken := claim(recipe.folder):
+        raise FileExistsError(taken)
+    write_atomic(recipe.folder / "recipe.yaml", to_yaml(recipe))
+    for remark in checked.remarks():
+        print(remark, flush=True)
+    for plan in plans:
+        if plan.name in redo and (moved := move_aside(plan)):
+            print(f"{plan.name}: done again; what was there is in {moved}", flush=True)
+
+
+def checked_recipe(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: Sequence[str]) -> Checked:
+    for name in redo:
+        one_of(name, [plan.name for plan in plans], "--redo")
+    checked = check_recipe(recipe, plans, ranks, redo)
+    checked.require()
+    return checked
+
+
 def _run_stage(plan: StagePlan, heading: str, context: Context) -> None:
-    if plan.mark.is_file():
-        context.say(f"{heading}: done before ({json.loads(plan.mark.read_text())['seconds']:.0f} s)")
+    config = load_stage(plan)
+    if (seconds := on_rank_zero(lambda: _seconds_of_finished(plan, config))) is not None:
+        context.say(f"{heading}: done before ({seconds:.0f} s)")
         return
     context.say(heading)
+    source = on_rank_zero(lambda: made_from(plan, config))
     began = time.perf_counter()
-    KINDS[plan.stage.run].run(context, load_stage(plan))
+    KINDS[plan.stage.run].run(context, config)
     free_memory()  # before the next trainer comes, beside an engine that is awake
     set_timeout(PATIENCE)  # what one rank does alone may take hours; training has set its own
     context.runtime.barrier()
     seconds = time.perf_counter() - began
     if context.runtime.is_main:
-        write_atomic(plan.mark, json.dumps({"seconds": seconds}))
+        write_mark(plan, seconds, source)
     context.runtime.barrier()
     context.say(f"{heading}: {seconds:.0f} s")
+
+
+def _seconds_of_finished(plan: StagePlan, config: Any) -> float | None:
+    """How long a finished stage took; an error if an earlier one, done in this start, has changed what it was made from."""
+    mark = finished(plan)
+    if mark is not None and (changed := changes(plan, config, mark)):
+        key, what = changed[0]
+        raise ConfigError(f"stage {plan.name}: {key} {what}; do it again with --redo {plan.name}")
+    return mark["seconds"] if mark else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = launch_parser("All stages of a recipe.", "dccot pipeline configs/paper.yaml model=MODEL --check")
     parser.add_argument("--check", action="store_true", help="say what is missing, what it will take, and stop")
+    parser.add_argument("--redo", action="append", default=[], metavar="STAGE", help="do a finished stage again; may be repeated")
     arguments = parser.parse_intermixed_args(argv)
     log_to_terminal()
 
@@ -72,11 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(to_yaml(recipe), end="")
             print("".join(f"\n# ---- stage {plan.name}\n{to_yaml(load_stage(plan))}" for plan in plans), end="")
         elif arguments.check:
-            checked = check_recipe(recipe, plans, int(os.environ.get("WORLD_SIZE", "0")) or torch.cuda.device_count() or 8)
-            checked.require()
-            print(checked)
+            ranks = int(os.environ.get("WORLD_SIZE", "0")) or torch.cuda.device_count() or 8
+            print(checked_recipe(recipe, plans, ranks, arguments.redo))
         else:
-            run_recipe(arguments.config, arguments.overrides)
+            run_recipe(arguments.config, arguments.overrides, arguments.redo)
 
     return run_cleanly(work)
 

@@ -2,7 +2,7 @@
 
 Every stage's configuration is resolved and checked; every file, benchmark, model and key that it will need is there or is made by an
 earlier stage; what the run will write fits the disk, and what training needs fits the memory. All problems are reported at once, each with
-its stage and key. Finished stages are passed over.
+its stage and key. A finished stage needs nothing, but must be what the recipe would make (marks.py).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ import torch
 from dccot.config import ConfigError
 from dccot.data.problems import load_problems
 from dccot.files import BadData, read_jsonl
+from dccot.marks import changes, finished
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import find_model
+from dccot.provenance import code_version
 from dccot.recipe import SHARED, Recipe, StagePlan
 from dccot.stages import KINDS, Need, load_stage
 from dccot.train.plan import GB, checkpoint_bytes, parameters, training_peak
@@ -58,6 +60,8 @@ class Checked:
     free: float = 0.0  # bytes on the disk of the recipe's output
     memory: dict[str, float] | None = None  # stage → bytes per rank at the peak of training
     stages: int = 0
+    outdated: list[str] = field(default_factory=list)  # finished stages that would be made otherwise now
+    other_code: list[str] = field(default_factory=list)  # finished stages that other code has made
 
     def require(self) -> None:
         """Raise with every fault; stages that lack the same thing share a line."""
@@ -65,26 +69,37 @@ class Checked:
         for fault in self.faults:
             places.setdefault(fault.message, []).append(fault.place)
         lines = [f"  {message}   ({', '.join(dict.fromkeys(found))})" for message, found in places.items()]
+        if self.outdated:
+            again = " ".join(f"--redo {name}" for name in self.outdated)
+            lines.append(f"  put it back, change it for later stages only (STAGE.key=…), give the recipe another name, or: {again}")
         if lines:
-            raise Unmet("\n".join([f"the recipe cannot run, {len(lines)} things are missing or wrong (stage.key):", *lines]))
+            raise Unmet("\n".join([f"the recipe cannot run, {len(places)} things are missing or wrong (stage.key):", *lines]))
 
     def __str__(self) -> str:
         lines = [f"{self.stages} stages can run; checkpoints will take {self.disk / GB:,.1f} GB of {self.free / GB:,.1f} GB free"]
         if self.memory:
             stage, peak = max(self.memory.items(), key=lambda each: each[1])
             lines.append(f"most memory: {stage}, {peak / GB:,.1f} GB per rank while training (estimated; `dccot plan` has the parts)")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.remarks()])
+
+    def remarks(self) -> list[str]:
+        """What a person should know, though the recipe can run."""
+        now = f"{code_version()['version']}, source {code_version()['sha256'][:8]}"
+        return [f"made by other code than this ({now}): {', '.join(self.other_code)}"] if self.other_code else []
 
 
-def check_recipe(recipe: Recipe, plans: Sequence[StagePlan], ranks: int) -> Checked:
-    """Look at every stage that is not finished; nothing is raised and nothing is written."""
+def check_recipe(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: Collection[str] = ()) -> Checked:
+    """Look at every stage; of one that is finished and not in `redo`, only whether it would still be made the same way.
+
+    Nothing is raised and nothing is written.
+    """
     _fault_of.cache_clear()
     found = Checked([], memory={})
     existing = recipe.folder if recipe.folder.exists() else next(parent for parent in recipe.folder.absolute().parents if parent.exists())
     found.free = shutil.disk_usage(existing).free
     made: dict[str, Any] = {}  # stage → configuration, of those that come before
     for plan in plans:
-        finished = plan.mark.is_file()
+        mark = finished(plan) if plan.name not in redo else None
         try:
             config = load_stage(plan)
             needs = KINDS[plan.stage.run].needs(plan, config)
@@ -95,7 +110,8 @@ def check_recipe(recipe: Recipe, plans: Sequence[StagePlan], ranks: int) -> Chec
             continue
         made_before = dict(made)
         made[plan.name] = config
-        if finished:
+        if mark is not None:
+            _compare(found, plan, config, mark)
             continue
         found.stages += 1
         missing = [(need.key, _missing(need, recipe, made_before)) for need in needs]
@@ -105,6 +121,18 @@ def check_recipe(recipe: Recipe, plans: Sequence[StagePlan], ranks: int) -> Chec
         message = f"checkpoints will take about {found.disk / GB:,.1f} GB, {found.free / GB:,.1f} GB are free in {existing}: make room, "
         found.faults.append(Fault("all", "output", message + "set output=…, or lower checkpoint.keep"))
     return found
+
+
+def _compare(found: Checked, plan: StagePlan, config: Any, mark: dict[str, Any]) -> None:
+    """Whether a finished stage is what the recipe would make now: other settings and inputs are faults, other code is only said."""
+    if changed := changes(plan, config, mark):
+        key, what = changed[0]
+        more = f", and {len(changed) - 1} more" if changed[1:] else ""
+        found.faults.append(Fault(plan.name, key, f"{key} {what}{more}"))
+        found.outdated.append(plan.name)
+    code = mark.get("made_from", {}).get("code")
+    if code and code != code_version():
+        found.other_code.append(plan.name)
 
 
 def _missing(need: Need, recipe: Recipe, made: dict[str, Any]) -> str | None:

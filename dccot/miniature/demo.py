@@ -24,8 +24,7 @@ from dccot.config import read_yaml
 from dccot.eval.results import Evaluation
 from dccot.eval.seeds import rows_of
 from dccot.files import BadData
-from dccot.pipeline import run_recipe
-from dccot.preflight import check_recipe
+from dccot.pipeline import checked_recipe, run_recipe
 from dccot.recipe import load_recipe
 from dccot.statistics import Estimate
 
@@ -100,15 +99,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="The whole paper in miniature, on a CPU.", epilog="example: dccot demo")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe, e.g. seed=1 name=demo1")
     parser.add_argument("--recipe", default="configs/mini/demo.yaml", help="default: configs/mini/demo.yaml")
+    parser.add_argument("--redo", action="append", default=[], metavar="STAGE", help="do a finished stage again; may be repeated")
     parser.add_argument("--processes", type=int, help="ranks; default: 2 where there are two GPUs, or no GPU and two cores")
     arguments = parser.parse_intermixed_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     processes = arguments.processes or min(2, torch.cuda.device_count() or os.cpu_count() or 1)
     if "RANK" in os.environ or processes < 2:
-        return run_cleanly(lambda: _run(arguments.recipe, arguments.overrides))
+        return run_cleanly(lambda: _run(arguments.recipe, arguments.overrides, arguments.redo))
     recipe = arguments.recipe, arguments.overrides
-    refused = run_cleanly(lambda: check_recipe(*load_recipe(*recipe), processes).require())  # once, not once per rank
-    return refused or _launch(processes, ["--recipe", arguments.recipe, *arguments.overrides])
+    refused = run_cleanly(lambda: checked_recipe(*load_recipe(*recipe), processes, arguments.redo))  # once, not once per rank
+    redo = [f"--redo={stage}" for stage in arguments.redo]
+    return refused or _launch(processes, ["--recipe", arguments.recipe, *redo, *arguments.overrides])
 
 
 def _launch(processes: int, arguments: Sequence[str]) -> int:
@@ -128,9 +129,9 @@ def _launch(processes: int, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _run(file: str, overrides: Sequence[str]) -> None:
+def _run(file: str, overrides: Sequence[str], redo: Sequence[str]) -> None:
     began = time.perf_counter()
-    recipe = run_recipe(file, overrides)
+    recipe = run_recipe(file, overrides, redo)
     if os.environ.get("RANK", "0") != "0":
         return
     rows = rows_of(recipe.folder)

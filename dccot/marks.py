@@ -1,0 +1,110 @@
+"""What a finished stage was made from, and whether it still is what the recipe would make.
+
+    done.json    {"seconds": 12.3, "made_from": {"configuration": …, "inputs": {key: {file: {"sha256", "seen"}}}, "code": …}}
+
+Settings and the content of inputs count; where an input or the recipe's folder lies does not, and an input that is gone is not compared.
+Other code is said and not refused: nobody could work on one stage of a recipe otherwise, and no checksum tells whether a change of the
+source would change a finished stage's result. An input is hashed again only if its size or time is not what was seen.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dccot.config import to_plain
+from dccot.files import checksum, write_atomic
+from dccot.model.folder import find_model, model_checksums
+from dccot.provenance import code_version, differences
+from dccot.recipe import StagePlan
+from dccot.stages import KINDS, Need
+
+
+def finished(plan: StagePlan) -> dict[str, Any] | None:
+    """The mark of a finished stage."""
+    return json.loads(plan.mark.read_text()) if plan.mark.is_file() else None
+
+
+def write_mark(plan: StagePlan, seconds: float, made_from: dict[str, Any]) -> None:
+    write_atomic(plan.mark, json.dumps({"seconds": seconds, "made_from": made_from}, indent=1, ensure_ascii=False))
+
+
+def made_from(plan: StagePlan, config: Any, before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Everything that a stage's result depends on, as it is now; checksums are taken from `before`, a mark's, where files are unchanged."""
+    known = (before or {}).get("inputs", {})
+    inputs = {key: _files(need, known.get(key, {})) for key, need in _inputs(plan, config)}
+    return {"configuration": _settings(plan, config), "inputs": inputs, "code": code_version()}
+
+
+def changes(plan: StagePlan, config: Any, mark: dict[str, Any]) -> list[tuple[str, str]]:
+    """(key, what differs) of what a finished stage was made from; nothing for a mark of before marks held this."""
+    before = mark.get("made_from")
+    if before is None:
+        return []
+    now = made_from(plan, config, before)
+    settings = differences(before["configuration"], now["configuration"])
+    found = [(key, f"was {was!r} when the stage was finished and is {new!r} now") for key, was, new in settings]
+    for key, files in now["inputs"].items():
+        known = before["inputs"].get(key, {})
+        if files is None or known is None:  # an input that is gone
+            continue
+        other = next((name for name in sorted(files.keys() | known.keys()) if _sha(files, name) != _sha(known, name)), None)
+        if other is not None:
+            found.append((key, f"has another content than when the stage was finished{f' ({other})' if other else ''}"))
+    return found
+
+
+def move_aside(plan: StagePlan) -> Path | None:
+    """Make room to do a stage again; where its results are now. Nothing is deleted."""
+    if not plan.folder.exists():
+        return None
+    folder = plan.recipe.folder / "replaced"
+    folder.mkdir(exist_ok=True)
+    number = next(n for n in range(1, 1_000_000) if not (folder / f"{plan.name}-{n}").exists())
+    return Path(shutil.move(plan.folder, folder / f"{plan.name}-{number}"))
+
+
+def _settings(plan: StagePlan, config: Any) -> dict[str, Any]:
+    """The resolved configuration without the places of inputs, which are compared by content."""
+    plain = json.loads(json.dumps(to_plain(config)).replace(str(plan.recipe.folder), "{run}"))
+    for need in KINDS[plan.stage.run].needs(plan, config):
+        *groups, last = need.key.split(".")
+        inner = plain
+        for group in groups:
+            inner = inner[group]
+        if isinstance(inner.get(last), str):
+            del inner[last]
+    return plain
+
+
+def _inputs(plan: StagePlan, config: Any) -> Iterator[tuple[str, Need]]:
+    needs = KINDS[plan.stage.run].needs(plan, config)
+    for number, need in enumerate(needs):
+        same = [other for other in needs if other.key == need.key]
+        yield f"{need.key}[{sum(other.key == need.key for other in needs[:number])}]" if len(same) > 1 else need.key, need
+
+
+def _files(need: Need, known: dict[str, Any] | None) -> dict[str, Any] | None:
+    """File → checksum, and the size and time that it was seen with; None if there is no such input (any more)."""
+    try:
+        if need.what != "model":
+            return {"": _seen(Path(need.path), (known or {}).get(""))}
+        folder = find_model(need.path)
+        if folder.name == "hf":  # a checkpoint, whose manifest has them
+            return {name: {"sha256": found} for name, found in model_checksums(folder).items()}
+        files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+        return {path.name: _seen(path, (known or {}).get(path.name)) for path in files}
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _seen(path: Path, known: dict[str, Any] | None) -> dict[str, Any]:
+    seen = [path.stat().st_size, path.stat().st_mtime_ns]
+    return known if known and known.get("seen") == seen else {"sha256": checksum(path), "seen": seen}
+
+
+def _sha(files: dict[str, Any], name: str) -> str | None:
+    return files[name]["sha256"] if name in files else None
