@@ -1,7 +1,7 @@
 """Language models at an HTTP endpoint, through their makers' SDKs: one coroutine from messages to text.
 
-The SDKs retry rate limits, overload, server errors, time-outs and dropped connections (exponential backoff with jitter, or as long as the
-server's retry-after says), here until `patience_seconds` have passed without an answer. What cannot get better by waiting is told
+The SDKs retry rate limits, overload, server errors, time-outs and dropped connections (exponential backoff with jitter, or about as long as
+the server's retry-after says), here until `patience_seconds` have passed without an answer. What cannot get better by waiting is told
 apart: `Refused` concerns this request alone, `Unusable` every request. The key comes from the environment and is cut out of every
 message that leaves this file.
 """
@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import math
 import os
+import random
 from dataclasses import dataclass
 from typing import Any
 
-from dccot.config import ConfigError, one_of, require
+from dccot.config import ConfigError, check_address, one_of, require, warn_of_plain_http
 
 CLIENTS = {"anthropic": "AsyncAnthropic", "openai": "AsyncOpenAI"}  # protocol, which is the name of its SDK → the client in it
 ALL_REQUESTS_FAIL = {401, 403, 404}
 RETRIES = 1_000_000  # patience_seconds ends them
 GARBLED_SECONDS = 1.0  # pause after a reply that is none, which the SDKs do not retry
+SHORTEST_WAIT, LONGEST_WAIT = 0.5, 90.0  # seconds, of what a server's retry-after may ask for; OpenAI's SDK gives up at 120
 
 
 @dataclass
@@ -37,6 +40,8 @@ class EndpointConfig:
     def check(self) -> None:
         one_of(self.protocol, CLIENTS, "endpoint.protocol")
         one_of(self.max_tokens_field, ("max_tokens", "max_completion_tokens"), "endpoint.max_tokens_field")
+        if self.base_url is not None:
+            check_address(self.base_url, "endpoint.base_url")
         require(bool(self.model), "endpoint.model is not set; name the model that the endpoint serves")
         for name in ("max_tokens", "timeout_seconds", "patience_seconds"):
             require(getattr(self, name) > 0, f"endpoint.{name} is {getattr(self, name)}; it must be positive")
@@ -69,8 +74,12 @@ class Endpoint:
 
     def __init__(self, config: EndpointConfig):
         self.config, self._key = config, config.key()
-        options = {"api_key": self._key, "base_url": config.base_url, "timeout": config.timeout_seconds, "max_retries": RETRIES}
+        if config.base_url:
+            warn_of_plain_http(config.base_url, "endpoint.base_url")
         self._sdk: Any = importlib.import_module(config.protocol)
+        http = self._sdk.DefaultAsyncHttpxClient(timeout=config.timeout_seconds, event_hooks={"response": [_with_sensible_retry]})
+        options = {"api_key": self._key, "base_url": config.base_url, "http_client": http, "max_retries": RETRIES}
+        options["timeout"] = config.timeout_seconds
         self._client = getattr(self._sdk, CLIENTS[config.protocol])(**options)
         self._call = self._ask_anthropic if config.protocol == "anthropic" else self._ask_openai
 
@@ -88,7 +97,7 @@ class Endpoint:
                     try:
                         return await self._call(system, user)
                     except _Garbled:
-                        await asyncio.sleep(GARBLED_SECONDS)
+                        await asyncio.sleep(GARBLED_SECONDS * random.uniform(1, 1.25))
         except TimeoutError:
             raise Refused(f"no answer within {self.config.patience_seconds:.0f} s (endpoint.patience_seconds)") from None
         except self._sdk.APIStatusError as error:
@@ -139,6 +148,19 @@ class Endpoint:
         if self._key != "none":
             message = message.replace(self._key, "[key]")
         return message[:300]
+
+
+async def _with_sensible_retry(response: Any) -> None:
+    """A wait that a server asks for gets a floor, jitter and a limit; for what is none (0, negative, nan) the SDK has its own backoff."""
+    headers = response.headers
+    milliseconds, seconds = headers.pop("retry-after-ms", None), headers.get("retry-after")
+    try:
+        asked = float(milliseconds) / 1000 if milliseconds is not None else float(seconds or 0)
+    except ValueError:
+        return  # a date, which the SDKs read
+    headers.pop("retry-after", None)
+    if 0 < asked < math.inf:
+        headers["retry-after"] = f"{min(max(asked, SHORTEST_WAIT), LONGEST_WAIT) * random.uniform(1, 1.25):.3f}"
 
 
 class _Garbled(Exception):

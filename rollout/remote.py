@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from dccot.config import ConfigError
+from dccot.config import ConfigError, warn_of_plain_http
 from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import Call, Completion, Stop
 from dccot.rollout.interface import EngineStalled
@@ -205,6 +205,7 @@ class Fleet:
     async def _open(self, urls: list[str]) -> None:
         self._servers, self._guards = [_Server(url) for url in urls], []
         for server in self._servers:
+            warn_of_plain_http(server.url, "engine.url")
             try:
                 await server.meet()
             except httpx.HTTPError as error:

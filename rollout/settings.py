@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dccot.config import one_of, require
+from dccot.config import check_address, one_of, require
 
 
 @dataclass
@@ -26,6 +26,6 @@ class EngineConfig:
         require(self.max_sequences > 0, f"engine.max_sequences is {self.max_sequences}; it must be at least 1")
         require(self.batched_tokens > 0, f"engine.batched_tokens is {self.batched_tokens}; it must be at least 1")
         require(self.tensor_parallel > 0, f"engine.tensor_parallel is {self.tensor_parallel}; it must be at least 1")
-        wrong = [url for url in self.url if not url.startswith(("http://", "https://"))]
-        require(not wrong, f"engine.url holds {wrong[:1]}; write whole addresses: engine.url=[http://a:8000,http://b:8000]")
+        for url in self.url:
+            check_address(url, "engine.url")
         require(0 < self.gpu_memory <= 1, f"engine.gpu_memory is {self.gpu_memory}; it must be in (0, 1]")

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from dccot.config import ConfigError
+from dccot.config import ConfigError, load_config
 from dccot.data.check import leaks_in, verbatim_share, word_runs
-from dccot.data.endpoints import EndpointConfig, Unusable
+from dccot.data.endpoints import Endpoint, EndpointConfig, Unusable
 from dccot.data.grading import Grader, GradingConfig
 from dccot.data.problems import Problem
 from dccot.data.rewrite import RewriteConfig, accept, attempts_path, load_solutions, prompt_text, rewrite_all, rule, run
+from dccot.data.sequential import SequentialConfig
 from dccot.files import BadData, read_jsonl, write_jsonl_atomic
 from dccot.rollout.protocol import flaw_of, parse
 
@@ -97,10 +98,11 @@ class Handler(BaseHTTPRequestHandler):
         self.act(script[min(number, len(script) - 1)])
 
     def act(self, action: str):
-        if action in ("400", "401", "429", "500", "529"):
-            extra = {"retry-after": str(RETRY_AFTER)} if action == "429" else {}
+        status, _, wait = action.partition(" after ")
+        if status in ("400", "401", "429", "500", "529"):
+            extra = {"retry-after": wait or str(RETRY_AFTER)} if status == "429" else {}
             message = f"trouble with {self.headers.get('x-api-key') or self.headers.get('authorization')}"
-            self.send(int(action), json.dumps({"type": "error", "error": {"type": "trouble", "message": message}}), extra)
+            self.send(int(status), json.dumps({"type": "error", "error": {"type": "trouble", "message": message}}), extra)
         elif action == "drop":
             self.close_connection = True
         elif action == "drop half way":
@@ -221,6 +223,43 @@ def test_retry_after_is_waited_for(troubled):
     server, _, _ = troubled
     times = [at for question, at, *_ in server.requests if question == "rate limited"]
     assert len(times) == 3 and all(later - earlier >= RETRY_AFTER for earlier, later in pairwise(times))
+
+
+@pytest.mark.parametrize("protocol", ["openai", "anthropic"])
+def test_a_wait_that_is_none_is_no_reason_to_hurry(protocol, tmp_path, monkeypatch):
+    """Whatever the header says, a request is not repeated sooner than after 0.3 s: at most ten times in three seconds."""
+    monkeypatch.setenv("TEST_KEY", KEY)
+    waits = ["0", "-5", "nan", "0.001", "inf", "soon"]
+    server = Server(protocol, {f"q{n}": [f"429 after {wait}"] for n, wait in enumerate(waits)})
+    config = config_for(server, tmp_path, [f"q{n}" for n in range(len(waits))], patience_seconds=3.0)
+    config.concurrency = len(waits)
+    assert rewrite(config).failed == len(waits)
+    times = {question: [at for asked, at, *_ in server.requests if asked == question] for question in server.script}
+    assert all(3 <= len(asked) <= 10 for asked in times.values()), {question: len(asked) for question, asked in times.items()}
+    assert all(later - earlier > 0.3 for asked in times.values() for earlier, later in pairwise(asked))
+
+
+@pytest.mark.parametrize("address", ["https://me:hunter2@host/v1", "https://hunter2@host", "http://me:hunter2@127.0.0.1:1/v1"])
+def test_a_password_in_an_address_is_refused_and_not_repeated(address):
+    for kind, key in ((RewriteConfig, "endpoint.base_url"), (SequentialConfig, "engine.url")):
+        value = f"[{address}]" if key == "engine.url" else address
+        with pytest.raises(ConfigError, match=f"{key} holds a user or a password; keys come from the environment") as caught:
+            load_config(kind, None, [f"{key}={value}", *(["source=s"] if kind is RewriteConfig else ["model=m", "problems=p"])])
+        assert "hunter2" not in str(caught.value)
+    for broken in (f"{{a: '{address}'}}", f"{address.removeprefix('https:').removeprefix('http:')}"):
+        with pytest.raises(ConfigError) as caught:
+            load_config(RewriteConfig, None, [f"endpoint.base_url={broken}", "source=s"])
+        assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("address, warned", [
+    ("http://10.1.2.3:8000/v1", True), ("http://models.example", True), ("https://10.1.2.3", False), ("http://127.0.0.1:9", False),
+    ("http://localhost/v1", False), ("http://[::1]:8000", False), ("http://127.0.0.1.example", True),
+])  # fmt: skip
+def test_plain_http_to_another_machine_costs_a_warning(address, warned, caplog, monkeypatch):
+    monkeypatch.setenv("TEST_KEY", KEY)
+    Endpoint(EndpointConfig("openai", "m", address, "TEST_KEY"))
+    assert ("is not encrypted" in caplog.text) == warned
 
 
 def test_rerun_asks_again_only_for_what_failed(troubled):
