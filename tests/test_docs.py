@@ -189,7 +189,8 @@ QUICK = {
     r"dccot (sft|rl) .*": (resolved, "the same, or a whole training run"),
     r"dccot data (rewrite|sequential) .*": (resolved, "asks a paid API with a key, or generates for hours"),
     r"dccot( \w+)? --help": (helped, ""),
-    r"dccot (plan|view) .*": (in_process, ""),
+    r"dccot (plan|view) .*|dccot model check .* --no-engine": (in_process, ""),
+    r"dccot model import .*": (explained, "wants a GGUF file; tests/model makes some"),
     r"python examples/tree_logprobs\.py": (example, ""),
     r"python examples/trl_env\.py .*": (compiled, "installs TRL, 1.5 GB"),
 }

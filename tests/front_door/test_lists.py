@@ -1,12 +1,15 @@
 """The lists: solutions are right and well-formed, workers take the parts, and the test split shares neither words nor questions."""
 
 import re
+from dataclasses import asdict
 from itertools import islice
 
 import pytest
 
 from dccot.miniature.lists import SPLITS, WORDS, ListsConfig, make_lists, problem_stream, rewrite_parallel, words_of
+from dccot.recipe import load_recipe
 from dccot.rollout.protocol import parse, sequential_flaw_of
+from dccot.stages import load_stage
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +78,18 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path):
         make_lists(ListsConfig(seed=3, base=5, train=5, validation=5, test=5), tmp_path / name)
     for file in ("base.jsonl", "problems/test.jsonl"):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+
+
+@pytest.mark.parametrize("recipe", ["configs/real/real.yaml", "configs/real/check.yaml"])
+def test_every_stage_of_the_recipe_has_a_configuration_that_can_run(recipe):
+    for plan in load_recipe(recipe)[1]:
+        load_stage(plan)
+
+
+def test_the_sequential_model_goes_through_the_same_rl():
+    stages = {plan.name: load_stage(plan) for plan in load_recipe("configs/real/real.yaml")[1] if plan.stage.run == "rl"}
+    for parallel, sequential in (("dapo", "sequential_dapo"), ("cispo", "sequential_cispo")):
+        ours, theirs = asdict(stages[parallel]), asdict(stages[sequential])
+        different = {key for key in ours if ours[key] != theirs[key]}
+        assert different == {"name", "seed", "model", "prompt"}
+        assert {key for key in ours["prompt"] if ours["prompt"][key] != theirs["prompt"][key]} == {"kind"}
