@@ -9,7 +9,7 @@ HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 PIP := $(BIN)/pip --disable-pip-version-check install --progress-bar off -q
 
-.PHONY: setup test quick lint format demo mini bench bench-peers rehearse real-check real torture docs-check clean
+.PHONY: setup test quick lint format demo mini bench bench-peers rehearse gpu-check real-check real torture docs-check clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready .venv/system
@@ -82,6 +82,10 @@ rehearse: .venv/ready
 	$(BIN)/dccot rehearse $(REHEARSED) --model 7B --gpus 8 sharding.reduce_once=false --json runs/rehearse/7B.json
 	$(BIN)/dccot rehearse $(REHEARSED) --model 32B --gpus 64 --replicate 2 --gpu H200 sharding.reduce_once=false --json runs/rehearse/32B.json
 	$(BIN)/dccot rehearse $(REHEARSED) --model 32B --gpus 1024 --replicate 32 --gpu H200 sharding.reduce_once=false --json runs/rehearse/32B-1024.json
+
+# The first thing to run on a machine with GPUs: at most 15 minutes on one, more with two; ends in runs/gpu-check/report.md.
+gpu-check: .venv/ready
+	$(BIN)/dccot gpu-check $(if $(MODEL),--model $(MODEL))
 
 # Runs every command of README.md and docs/ (tests/test_docs.py says how), and the wheel outside the checkout.
 docs-check: setup

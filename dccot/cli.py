@@ -30,6 +30,7 @@ COMMANDS = {
     "plan": ("dccot.train.plan", "memory and time of a run before it is launched"),
     "rehearse": ("dccot.train.rehearse", "the training step of a run at its real size on fake GPUs"),
     "inspect": ("dccot.kernels.inspect", "registers, shared memory and instruction mix of the kernels, for GPUs that are not here"),
+    "gpu-check": ("dccot.bench.gpu_check", "the first minutes on a machine with GPUs: every check on its own, one page"),
     "bench": ("dccot.bench.__main__", "every benchmark, or one of them"),
 }
 

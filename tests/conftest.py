@@ -12,6 +12,7 @@ from hypothesis import settings
 SLOW_FIXTURES = {"engine", "engines", "build_engine", "speaker_engine", "torchrun", "driver", "browser", "session", "servers", "fleet"}
 SLOW_TESTS = (
     "tests/system/",
+    "tests/bench/test_gpu_check.py",
     "tests/kernels/test_interpreter.py",
     "tests/kernels/test_inspect.py",
     "tests/train/test_rehearse.py",

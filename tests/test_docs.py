@@ -182,7 +182,7 @@ def compiled(words: list[str], capsys) -> str:
 QUICK = {
     r"dccot serve .*": (explained, "runs until it is stopped; tests/serve starts it"),
     r"dccot (eval|rollout) .* engine\.url=.*": (explained, "wants servers; tests/serve starts them"),
-    r"make [\w-]+( (SETTINGS|ROOM)=.*)?": (dry, "takes minutes or hours, or is what runs this"),
+    r"make [\w-]+( (SETTINGS|ROOM|MODEL)=.*)?": (dry, "takes minutes or hours, or is what runs this"),
     r"(srun )?torchrun .* -m dccot\.pipeline .*": (checked, "weeks on 8 GPUs"),
     r"dccot pipeline .*": (checked, "the same"),
     r"(srun )?torchrun .* -m dccot\..*": (resolved, "wants 8 GPUs; docs-check trains with two processes"),
@@ -208,6 +208,7 @@ THOROUGH = {
     r"dccot solve .*": "--budget 300",
     r"dccot inspect.*": "",
     r"dccot rehearse .*": "",
+    r"dccot gpu-check --device cpu": "",
     r"dccot bench kernels": "--quick",
     r"dccot bench attention .*": "--tokens 512",
     r"dccot bench logprob .*": "--vocabulary 2048 --hidden 32",

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 tests/system/rl_program.py OUT STEPS
 
-The task is that of fault_injection/task.py: a reward of mean 0.1875 at the start, and variance 1/4 · (1/2 · 1 + 1/2 · 1/4) − 0.1875².
+The task is that of bench/task.py: a reward of mean 0.1875 at the start, and variance 1/4 · (1/2 · 1 + 1/2 · 1/4) − 0.1875².
 """
 
 import gc
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
+from dccot.bench.task import make_task, write_problems
 from dccot.config import load_config
 from dccot.model.transformer import Transformer
 from dccot.rollout.engine import VllmEngine
 from dccot.runtime import Runtime, free_memory
 from dccot.train.rl import train
 from dccot.train.rl_config import RLConfig
-from tests.support.fault_injection.task import make_task, write_problems
 
 
 def settings(out: Path, name: str, steps: int, *more: str) -> RLConfig:

@@ -47,12 +47,12 @@ def test_what_is_always_there_is_exact(case, measured):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_exact_and_the_peak_of_a_step_is_met_within_25_percent(case, measured):
+def test_gradients_are_exact_and_the_peak_of_a_step_is_met_within_15_percent(case, measured):
     memory = planned(CASES[case])
     once = CASES[case].get("reduce_once", True)
     assert memory.gradients == pytest.approx(measured[case]["gradients, waiting" if once else "gradients, sharded"], rel=1e-3)
     assert once or measured[case]["gradients, waiting"] == 0
-    assert sum(memory.peak[1].values()) == pytest.approx(measured[case]["step"], rel=0.25)  # gloo copies what it reduces
+    assert sum(memory.peak[1].values()) == pytest.approx(measured[case]["step"], rel=0.15)
 
 
 @pytest.mark.parametrize(("name", "billions"), [("1.5B", 1.78), ("7B", 7.62), ("32B", 32.8)])

@@ -1,79 +1,26 @@
 """`dccot rehearse` on a model of the 1.5B shape with two layers: what it says, and that it catches planted faults.
 
-Each rehearsal is a process of its own, because torch must not be imported before the fake device is there. A planted fault is a few lines
-of Python that run before a rehearsal.
+A rehearsal needs a process in which torch was not imported before the fake device was there. One such process is started and forks for
+every case and every planted fault, which is a few lines of Python that run before the rehearsal.
 """
 
 import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from dccot.train.plan import SHAPES
-from dccot.train.rehearse import main
+from dccot.train.plan import SHAPES, read_shape
+from dccot.train.rehearse import Rehearsal, main, prepare
 
 SMALL = ["rollout.budget=1000", "reward.cutoff=500", "batch.token_budget=2048", "prompt.max_prompt_tokens=256"]
-
-
-@pytest.fixture(scope="module")
-def two_layers(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("two_layers")
-    (folder / "config.json").write_text(json.dumps(SHAPES["1.5B"] | {"num_hidden_layers": 2}))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def rehearsed(two_layers, tmp_path_factory) -> dict:
-    """RL on 8 ranks and on 1,024 in copies of 8, and SFT."""
-    folder = tmp_path_factory.mktemp("found")
-    commands = {
-        "8 ranks": ["configs/rl/stage1.yaml", "--gpus", "8", *SMALL],
-        "1,024 ranks": ["configs/rl/stage4.yaml", "--gpus", "1024", "--replicate", "128", *SMALL, "sharding.reduce_once=false"],
-        "sft": ["configs/sft.yaml", "--gpus", "8", "token_budget=2048", "data.max_tokens=2048"],
-    }
-
-    def one(name: str) -> dict:
-        assert main([*commands[name], "--model", str(two_layers), "--json", str(folder / name)]) == 0, name
-        return json.loads((folder / name).read_text())["rehearsals"][0]
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(commands, pool.map(one, commands)))
-
-
-CASES = ("8 ranks", "1,024 ranks", "sft")
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_what_is_always_there_is_as_planned_to_the_byte(case, rehearsed):
-    steady, planned = rehearsed[case]["steady"], rehearsed[case]["planned_steady"]
-    assert {kind: steady.get(kind, 0) for kind in planned} == planned
-    assert sum(steady.values()) - sum(planned.values()) < 1024  # the rotation's frequencies
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_plan_meets_the_peak_within_10_percent(case, rehearsed):
-    peak = max(phase["total"] for phase in rehearsed[case]["peaks"].values())
-    assert rehearsed[case]["planned"] == pytest.approx(peak, rel=0.1)
-
-
-def test_master_weights_are_four_bytes_per_parameter_over_the_ranks_of_a_copy(rehearsed):
-    vocabulary, d, inner, kv = 151936, 1536, 8960, 256
-    block = 2 * d * d + d + 2 * (d * kv + kv) + 3 * d * inner + 2 * d
-    expected = 4 * (2 * vocabulary * d + d + 2 * block) / 8
-    assert rehearsed["8 ranks"]["steady"]["master weights"] == expected
-    assert rehearsed["1,024 ranks"]["steady"]["master weights"] == expected
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_host_waits_for_the_gpu_less_than_three_times_per_micro_batch(case, rehearsed):
-    waits = sum(rehearsed[case]["syncs"]["update"].values()) / rehearsed[case]["micro_batches"]["update"]
-    assert waits < 3, rehearsed[case]["syncs"]["update"]
-
-
+CASES = {  # configuration, ranks, overrides
+    "8 ranks": ("configs/rl/stage1.yaml", 8, SMALL),
+    "1,024 ranks": ("configs/rl/stage4.yaml", 1024, ["sharding.replicate=128", *SMALL, "sharding.reduce_once=false"]),
+    "sft": ("configs/sft.yaml", 8, ["token_budget=2048", "data.max_tokens=2048"]),
+}
 FAULTS = {
     "a tensor left on the CPU": """
 import dccot.model.transformer as t
@@ -97,32 +44,72 @@ f.Forest.to = lambda forest, device: f.Forest(*(getattr(forest, x).to(device) fo
 PROGRAM = """
 import json, os, sys
 import dccot.train.rehearsal as r
-spec, faults = json.load(sys.stdin)
-for fault in faults:
+for spec, fault in json.load(sys.stdin):
     if child := os.fork():
         os.waitpid(child, 0)
         continue
     exec(fault)
     try:
-        r.rehearse(spec)
-        error = "nothing"
+        found = r.rehearse(spec)
     except Exception as caught:
-        error = f"{type(caught).__name__}: {caught}"
-    print(json.dumps(error), flush=True)
+        found = f"{type(caught).__name__}: {caught}"
+    print(json.dumps(found), flush=True)
     os._exit(0)
 """
 
 
 @pytest.fixture(scope="module")
-def caught(two_layers) -> dict[str, str]:
-    """Fault → what a rehearsal with it ends in; each in a fork of one process that has imported everything."""
-    spec = {"config": "configs/rl/stage1.yaml", "overrides": SMALL, "ranks": 8, "gpu": "H100"}
-    spec["shape"] = json.loads((two_layers / "config.json").read_text())
+def two_layers(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("two_layers")
+    (folder / "config.json").write_text(json.dumps(SHAPES["1.5B"] | {"num_hidden_layers": 2}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(two_layers) -> dict:
+    """Case → what the rehearsal found; fault → what the first case ends in with it."""
+    tried = {case: (case, "") for case in CASES} | {fault: ("8 ranks", lines) for fault, lines in FAULTS.items()}
+    shape = json.loads((two_layers / "config.json").read_text())
+    specs = {
+        case: {"config": path, "overrides": overrides, "shape": shape, "ranks": ranks, "gpu": "H100"}
+        for case, (path, ranks, overrides) in CASES.items()
+    }
+    given = json.dumps([(specs[case], lines) for case, lines in tried.values()])
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    given = json.dumps([spec, list(FAULTS.values())])
-    done = subprocess.run([sys.executable, "-c", PROGRAM], input=given, capture_output=True, text=True, env=environment, timeout=300)
-    assert len(done.stdout.splitlines()) == len(FAULTS), done.stderr[-3000:]
-    return dict(zip(FAULTS, map(json.loads, done.stdout.splitlines())))
+    done = subprocess.run([sys.executable, "-c", PROGRAM], input=given, capture_output=True, text=True, env=environment, timeout=600)
+    assert len(done.stdout.splitlines()) == len(tried), done.stderr[-3000:]
+    return dict(zip(tried, map(json.loads, done.stdout.splitlines())))
+
+
+@pytest.fixture(params=CASES)
+def rehearsal(request, found, two_layers) -> Rehearsal:
+    path, ranks, overrides = CASES[request.param]
+    [prepared] = prepare([path], overrides, read_shape(str(two_layers)), ranks)
+    assert isinstance(found[request.param], dict), found[request.param]
+    prepared.found |= found[request.param]
+    return prepared
+
+
+def test_what_is_always_there_is_as_planned_to_the_byte(rehearsal):
+    steady, planned = rehearsal.found["steady"], rehearsal.planned.persistent
+    assert {kind: steady.get(kind, 0) for kind in planned} == planned
+    assert sum(steady.values()) - sum(planned.values()) < 1024  # the rotation's frequencies
+
+
+def test_the_plan_meets_the_peak_within_10_percent(rehearsal):
+    assert rehearsal.planned_peak == pytest.approx(rehearsal.peak, rel=0.1)
+
+
+def test_the_host_waits_for_the_gpu_less_than_three_times_per_micro_batch(rehearsal):
+    assert rehearsal.waits_per_micro_batch < 3, rehearsal.found["syncs"]["update"]
+
+
+def test_master_weights_are_four_bytes_per_parameter_over_the_ranks_of_a_copy(found):
+    vocabulary, d, inner, kv = 151936, 1536, 8960, 256
+    block = 2 * d * d + d + 2 * (d * kv + kv) + 3 * d * inner + 2 * d
+    expected = 4 * (2 * vocabulary * d + d + 2 * block) / 8
+    assert found["8 ranks"]["steady"]["master weights"] == expected
+    assert found["1,024 ranks"]["steady"]["master weights"] == expected
 
 
 @pytest.mark.parametrize(
@@ -134,8 +121,8 @@ def caught(two_layers) -> dict[str, str]:
         ("a shape that only the GPU knows", ["numbers that are on the GPU"]),
     ],
 )
-def test_a_planted_fault_is_caught(fault, said, caught):
-    assert all(words in caught[fault] for words in said), caught[fault]
+def test_a_planted_fault_is_caught(fault, said, found):
+    assert all(words in found[fault] for words in said), found[fault]
 
 
 def test_a_batch_that_cannot_fit_is_refused_with_what_it_needs(tmp_path, capsys):
@@ -148,8 +135,5 @@ def test_a_batch_that_cannot_fit_is_refused_with_what_it_needs(tmp_path, capsys)
 
 
 def test_configurations_that_ask_the_same_are_rehearsed_once(two_layers):
-    from dccot.train.plan import read_shape
-    from dccot.train.rehearse import prepare
-
     groups = prepare([f"configs/rl/{name}.yaml" for name in ("stage1", "stage2a", "stage2b", "stage3")], [], read_shape(str(two_layers)), 8)
     assert [group.configs for group in groups] == [["stage1"], ["stage2a", "stage2b", "stage3"]]

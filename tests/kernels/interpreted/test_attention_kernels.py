@@ -1,7 +1,5 @@
 """The Triton attention kernels, run by Triton's interpreter, against an fp64 dense oracle.
-
-The bound: at most twice (gradients three times) the error that dense PyTorch makes in the same precision, plus 1e-6 (a few units in the
-last place in fp32) for trees so small that dense PyTorch makes no error at all.
+The bound is that of `dccot gpu-check`, which makes the same comparison on a GPU (bench/gpu_kernels.py).
 """
 
 from dataclasses import replace
@@ -11,6 +9,8 @@ import torch
 from hypothesis import given, settings
 from kernel_forests import SHAPES, forests
 
+from dccot.bench.gpu_kernels import attention_with_gradients as with_gradients
+from dccot.bench.gpu_kernels import check_attention as check
 from dccot.kernels import attention_triton, tuning
 from dccot.kernels.attention_triton import _descriptor as described
 from dccot.kernels.balance import Plan
@@ -18,26 +18,10 @@ from dccot.kernels.tree_attention import TreeMask, tree_attention
 from dccot.kernels.tuning import Tile
 
 
-def with_gradients(q, k, v, grad, mask, backend: str) -> list[torch.Tensor]:
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = tree_attention(q, k, v, mask, backend=backend)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
-
-
 def inputs(tokens: int, group: int, dim: int, dtype: torch.dtype, key_heads: int = 1) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * tokens + dim)
     heads = (group * key_heads, key_heads, key_heads, group * key_heads)
     return [torch.randn(tokens, h, dim, generator=generator, dtype=torch.float64).to(dtype) for h in heads]
-
-
-def check(visible_until, tensors) -> None:
-    mask, dtype = TreeMask(visible_until), tensors[0].dtype
-    exact = with_gradients(*(x.double() for x in tensors), mask, "dense")
-    ours, dense = (with_gradients(*tensors, mask, backend) for backend in ("triton", "dense"))
-    for part, factor, a, b, truth in zip(("out", "dq", "dk", "dv"), (2, 3, 3, 3), ours, dense, exact, strict=True):
-        error, allowed = ((x - truth).abs().max().item() for x in (a, b))
-        assert a.dtype == dtype
-        assert error <= factor * allowed + 1e-6, f"{part}: error {error:.2e}, dense {dtype} {allowed:.2e}"
 
 
 COMBINATIONS = [
@@ -83,7 +67,7 @@ def test_cut_lists_give_the_same_results(processors, dtype, monkeypatch):
 def test_a_gpu_larger_than_the_forest_cuts_all_three_kernels(monkeypatch):
     monkeypatch.setattr(attention_triton, "_processors", lambda _: 50)
     mask = TreeMask(SHARED_PROMPT)
-    with_gradients(*inputs(113, 3, 32, torch.float32, key_heads=2), mask, "triton")
+    with_gradients(inputs(113, 3, 32, torch.float32, key_heads=2), mask, "triton")
     plans = [plan for plan in mask._derived.values() if isinstance(plan, Plan)]
     assert len(plans) == 3 and all(plan.slots > 1 for plan in plans)
 
@@ -121,7 +105,7 @@ def test_nothing_behind_the_last_token_is_used():
 def test_the_same_inputs_give_the_same_bits(processors, monkeypatch):
     monkeypatch.setattr(attention_triton, "_processors", lambda _: processors)
     tensors, mask = inputs(77, 2, 32, torch.float32), TreeMask(SHAPES["plain causal"])
-    first, second = (with_gradients(*tensors, mask, "triton") for _ in range(2))
+    first, second = (with_gradients(tensors, mask, "triton") for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from dccot.bench.task import make_task
 from dccot.config import ConfigError, load_config
 from dccot.data.problems import load_problems
 from dccot.files import BadData, read_jsonl, write_jsonl_atomic
-from tests.support.fault_injection.task import make_task
 from tests.support.tag_soup import disagreements
 
 KEY = "sk-planted-9b2e7c41d6"

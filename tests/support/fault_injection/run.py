@@ -29,11 +29,11 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util import tb_logging
 
+from dccot.bench.task import make_task
 from dccot.files import read_jsonl
 from dccot.model.folder import verify_manifest
 from tests.support.fault_injection.faults import FAULTS, PLANTED, Trial, planted_keys_in
 from tests.support.fault_injection.rank import FILES, FULL_DISK, PHASES, Kill
-from tests.support.fault_injection.task import make_task
 
 RANKS = 2
 MADE_HERE = ".torture"  # marks a folder that may be emptied

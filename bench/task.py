@@ -1,4 +1,4 @@
-"""A task for reinforcement learning whose start is known exactly, for tests and fault injection.
+"""A task for reinforcement learning whose start is known exactly, for tests, fault injection and the GPU check.
 
 A model whose next token depends on the last one alone, with chances written into its LM head, answers every question with one of four
 digits, each as likely, and spawns workers half of the time. The right answer is always 3. So the mean reward of the start is

@@ -1,0 +1,59 @@
+"""Runs checks of `dccot gpu-check` in a process that gpu_check.py starts, watches and may end.
+
+    python -m dccot.bench.gpu_worker FOLDER DEVICE MODEL SECONDS MODULE:CHECK…          leaves FOLDER/CHECK.json for each
+
+A check is a function that returns what it found, the first line a summary and the others details, or raises.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from dccot.files import write_atomic
+
+
+@dataclass(frozen=True)
+class Context:
+    folder: Path  # for files of the check
+    device: str  # "cuda" or "cpu"
+    model: str = ""  # a folder; without one a tiny model is made
+
+    @property
+    def cuda(self) -> bool:
+        return self.device == "cuda"
+
+
+def work(context: Context, names: list[str]) -> int:
+    """Run checks one after another; end at the first that fails, since it may leave this process in any state."""
+    for name in names:
+        module, _, check = name.partition(":")
+        began, found = time.perf_counter(), {}
+        try:
+            found["found"] = getattr(importlib.import_module(module), check)(context)
+        except BaseException as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+            found["trace"] = traceback.format_exc()
+        if os.environ.get("RANK", "0") == "0" or "error" in found:
+            write_atomic(context.folder / f"{check}.json", json.dumps(found | {"seconds": time.perf_counter() - began}))
+        if "error" in found:
+            print(found["trace"], file=sys.stderr, flush=True)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    folder, device, model, limit, *names = sys.argv[1:]
+    faulthandler.dump_traceback_later(max(1.0, float(limit) - 3), exit=False)  # where it hung, for the log
+    code = work(Context(Path(folder), device, model), names)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)  # engines and process groups end with the process, whatever state they are in

@@ -1,0 +1,78 @@
+"""`dccot gpu-check`: what of it runs on a CPU runs here; a check that fails, crashes or hangs hides no other."""
+
+import json
+import os
+import re
+import time
+
+from dccot.bench import gpu_check
+from dccot.bench.gpu_check import CHECKS, Check, check_all, main, processes
+
+HERE = "tests.bench.test_gpu_check"
+
+
+def fails(context):
+    raise ValueError("one | two")
+
+
+def crashes(context):
+    print("about to crash", flush=True)
+    os.kill(os.getpid(), 11)
+
+
+def hangs(context):
+    print("about to hang", flush=True)
+    time.sleep(600)
+
+
+def passes(context):
+    return f"fine on {context.device}\nin detail"
+
+
+def verdicts(results) -> dict[str, str]:
+    return {result.check.name: result.verdict for result in results}
+
+
+def test_one_check_never_hides_the_next(tmp_path, monkeypatch):
+    """All in one process, as on a CPU: it is started again after each that ends it."""
+    monkeypatch.setattr(gpu_check, "CPU_PATIENCE", 1)
+    checks = [Check(name, HERE, name, 4) for name in ("fails", "crashes", "passes")]
+    results = check_all([*checks, Check("gpu", HERE, "gpu", 4, cuda_only=True)], tmp_path, "cpu", "")
+    assert verdicts(results) == {"fails": "failed", "crashes": "failed", "passes": "passed", "gpu": "not run"}
+    report = (tmp_path / "report.md").read_text()
+    assert re.search(r"\| fails \(`fails`\) \| \*\*failed\*\* \| \d+ \| ValueError: one \\\| two \|", report)
+    assert "its process ended with code -11" in report and "about to crash" in report
+    assert "| gpu (`gpu`) | not run |  | not run: no GPU |" in report
+    assert "1 passed, 2 failed, 1 not run" in report
+    assert "fine on cpu\nin detail" in report
+
+
+def test_a_check_that_hangs_is_ended_and_its_stack_is_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check, "CPU_PATIENCE", 1)
+    [hung] = check_all([Check("hangs", HERE, "hangs", 8)], tmp_path, "cpu", "")
+    assert hung.verdict == "failed" and hung.found.startswith("not finished after 8 s")
+    assert "about to hang" in hung.found and "in hangs" in hung.found
+
+
+def test_on_gpus_every_check_has_its_own_process_and_one_gpu_takes_15_minutes_at_most():
+    assert [len(group) for group in processes(CHECKS, "cuda")] == [1] * len(CHECKS)
+    assert sum(check.limit for check in CHECKS if check.ranks == 1) <= 15 * 60
+
+
+def test_checks_of_two_ranks_are_not_run_on_one_gpu():
+    [two] = [check for check in CHECKS if check.name == "tensor_parallel"]
+    assert two.obstacle(1, "cuda") == "needs 2 GPUs, found 1" and two.obstacle(2, "cuda") == two.obstacle(0, "cpu") == ""
+
+
+def test_an_unknown_check_is_an_error_with_the_choices(capsys):
+    assert main(["atention"]) == 2
+    assert "no check 'atention'; there are environment, attention" in capsys.readouterr().err
+
+
+def test_what_needs_no_gpu_passes_on_a_cpu(tmp_path, capsys):
+    assert main(["--device", "cpu", "--output", str(tmp_path)]) == 0, (tmp_path / "report.md").read_text()
+    found = {check.name: json.loads((tmp_path / f"{check.name}.json").read_text()) for check in CHECKS if not check.cuda_only}
+    assert all("found" in each for each in found.values())
+    report = (tmp_path / "report.md").read_text()
+    assert f"{len(found)} passed, 0 failed, {len(CHECKS) - len(found)} not run" in report
+    assert report.count("not run: no GPU") == len(CHECKS) - len(found) == 2
