@@ -211,6 +211,8 @@ class Keeper:
 
 def main(argv: list[str]) -> int:
     logging.disable(logging.CRITICAL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # a cluster signals every process; the grader decides when to end
+        signal.signal(number, signal.SIG_IGN)
     import math_verify  # noqa: F401  (imported before the first fork, so that every worker has it)
 
     parsed(r"\boxed{\frac{1}{2}}")  # builds the grammar's tables and the regular expressions once, for all workers

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from dccot.config import ConfigError
 from dccot.files import BadData
+from dccot.stops import CONTINUE, Stopped, listening
 
 EXPECTED = (ConfigError, BadData, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 
@@ -22,14 +23,15 @@ EXPECTED = (ConfigError, BadData, FileNotFoundError, FileExistsError, IsADirecto
 def run_cleanly(work: Callable[[], object]) -> int:
     """Exit code of a command's work: what cannot run costs one line, not a trace; what was interrupted says how to continue."""
     try:
-        work()
+        with listening():
+            work()
     except EXPECTED as error:
         print(f"dccot: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Stopped) as stopped:
         if os.environ.get("RANK", "0") == "0":
             print("\nstopped; the same command continues where it can", file=sys.stderr)
-        return 130
+        return CONTINUE if isinstance(stopped, Stopped) else 130
     return 0
 
 

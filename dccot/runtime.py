@@ -6,8 +6,10 @@ code path serves both. Objects travel over gloo, tensors over nccl where there a
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import signal
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -45,6 +47,7 @@ class Runtime:
             timeout, bound = timedelta(seconds=timeout_seconds), device if cuda else None  # vLLM and HSDP split only what is bound
             rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG: nobody may train on after torchrun is gone
                 store = _fresh_store(rank, ranks, timeout)
                 dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=ranks, device_id=bound)
             elif "RANK" in os.environ:

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from dccot.config import at_least, one_of
+from dccot.config import at_least, one_of, require
 from dccot.files import flush_to_disk, write_atomic
 from dccot.model.checkpoint_io import read_companions, write_folder
 from dccot.model.folder import keep_in_manifest, step_of, verify_manifest, write_manifest
@@ -50,6 +50,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled, .* assuming th
 @dataclass
 class CheckpointConfig:
     every: int = 10  # steps; the last step is always saved
+    minutes: float | None = None  # save after the next step when the last checkpoint is as old as this; None: by steps alone
     keep: int = 2  # newest whole checkpoints that stay with their optimizer state
     keep_hf_every: int | None = None  # steps whose hf/ folder stays for good (for choosing among them afterwards)
     resume: str = "auto"  # auto: continue from the newest whole checkpoint; never: refuse a folder that has one
@@ -57,6 +58,7 @@ class CheckpointConfig:
     def check(self) -> None:
         at_least(1, self.every, "checkpoint.every")
         at_least(1, self.keep, "checkpoint.keep")
+        require(self.minutes is None or self.minutes > 0, f"checkpoint.minutes is {self.minutes}; it must be positive, or null")
         if self.keep_hf_every is not None:
             at_least(1, self.keep_hf_every, "checkpoint.keep_hf_every")
         one_of(self.resume, ("auto", "never"), "checkpoint.resume")

@@ -9,12 +9,13 @@ and judge in `start`, so that bad data is refused before a weight is loaded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -26,9 +27,11 @@ from dccot.data.rollouts import Asked, grade, missing_pairs, roll_out
 from dccot.data.stream import ProblemStream
 from dccot.files import BadData, read_jsonl, write_jsonl_atomic
 from dccot.rollout.director import RolloutConfig
+from dccot.rollout.generate import Watch
 from dccot.rollout.interface import Engine, open_engine
 from dccot.rollout.response import Rollout
 from dccot.runtime import Runtime
+from dccot.stops import Stopped, asked
 from dccot.train.advantages import group_advantages
 from dccot.train.filters import FILTERS, Group
 from dccot.train.metrics import rollout_metrics, validation_metrics
@@ -52,6 +55,29 @@ class Batch:
         size = len(self.groups) // count
         for start in range(0, len(self.groups), size):
             yield [rollout for group in self.groups[start : start + size] for rollout in group]
+
+
+class Heartbeat(Watch):
+    """Tells the watchdog that the engine works."""
+
+    def __init__(self, phases: Phases):
+        self.phases = phases
+
+    def stepped(self, engine: Engine) -> None:
+        self.phases.beat()
+
+
+class CutShort(Exception):
+    """A rollout that is not worth finishing: its step will begin anew."""
+
+
+class Impatient(Heartbeat):
+    """Ends the rollout when this rank was asked to stop."""
+
+    def stepped(self, engine: Engine) -> None:
+        super().stepped(engine)
+        if asked.stop:
+            raise CutShort
 
 
 class Collector:
@@ -81,6 +107,7 @@ class Collector:
         self.engine = stack.enter_context(
             open_engine(model, self.config.engine, engine, logs=Path(self.config.output) / self.config.name, sleeps=True)
         )
+        phases.pending = lambda: list(self.engine.pending)
 
     def load(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the engine's weights."""
@@ -114,8 +141,9 @@ class Collector:
         """The next problems' groups, graded and rewarded, in the order in which the problems were drawn."""
         problems: dict[str, Problem] = {problem.id: problem for problem in self.stream.next_batch()}
         with self.phases("rollout"):
-            asked = [(problem, self.prompt_ids[problem.id]) for problem in problems.values()]
-            mine = self._roll_out(asked, range(self.config.batch.group_size), self.config.rollout, (self.config.seed, step, number))
+            chosen, samples = [(problem, self.prompt_ids[problem.id]) for problem in problems.values()], range(self.config.batch.group_size)
+            seed = self.config.seed, step, number
+            mine = self._unless_stopped(lambda watch: self._roll_out(chosen, samples, self.config.rollout, seed, watch))
         with self.phases("grade"):
             rollouts = self._graded(mine)
         groups: dict[str, list[Rollout]] = {id: [] for id in problems}
@@ -129,14 +157,29 @@ class Collector:
             return {}
         with self.phases("validate"):
             config = replace(self.config.rollout, top_p=self.config.validation.top_p)
-            mine = self._roll_out(self.validation, range(self.config.validation.samples), config, (self.config.seed, step, "validation"))
+            samples, seed = range(self.config.validation.samples), (self.config.seed, step, "validation")
+            mine = self._roll_out(self.validation, samples, config, seed, Heartbeat(self.phases))
             return validation_metrics(self._graded(mine))
 
-    def _roll_out(self, asked: Sequence[Asked], samples: Sequence[int], config: RolloutConfig, seed: tuple) -> list[Rollout]:
+    def _unless_stopped(self, roll_out: Callable[[Watch], list[Rollout]]) -> list[Rollout]:
+        """Before a step has changed a weight, the run can stop at once. Every rank comes here, and all stop if one was asked to."""
+        alone = self.config.engine.tensor_parallel == 1  # the ranks of one replica must take the same steps
+        try:
+            found = roll_out(Impatient(self.phases) if alone else Heartbeat(self.phases))
+        except CutShort:
+            found = []
+        if self.runtime.sum(torch.tensor([asked.stop], dtype=torch.int32)).item():
+            raise Stopped
+        return found
+
+    def _roll_out(
+        self, problems: Sequence[Asked], samples: Sequence[int], config: RolloutConfig, seed: tuple, watch: Watch
+    ) -> list[Rollout]:
         """This replica's share of the rollouts."""
-        asked = asked[self.engine.replica :: self.engine.replicas]
+        problems = problems[self.engine.replica :: self.engine.replicas]
         self.engine.forget_prefixes()  # what is cached must not depend on what ran before
-        return list(roll_out(self.engine, asked, missing_pairs(asked, samples), self.config.prompt, config, seed=seed))
+        pairs = missing_pairs(problems, samples)
+        return list(roll_out(self.engine, problems, pairs, self.config.prompt, config, seed=seed, watch=watch))
 
     def _graded(self, mine: list[Rollout]) -> list[Rollout]:
         """Everybody's rollouts, graded where they were made, in an order that does not depend on which finished first."""

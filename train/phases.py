@@ -1,19 +1,17 @@
-"""The phases of a training step: timed, named in profiler traces, watched.
+"""The phases of a training step: timed, named in profiler traces, watched (watchdog.py).
 
     with phases("rollout"): …
 
-A phase that takes far longer than it ever did says so while it is still running. An error leaves a phase with rank, step and phase
-in its notes, so that a collective that timed out on one rank of many can be placed.
+An error leaves a phase with rank, step and phase in its notes, so that a collective that timed out on one rank of many can be placed.
 """
 
 from __future__ import annotations
 
 import logging
 import statistics
-import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,29 +43,31 @@ class ProfileConfig:
 
 
 class Phases:
-    PATIENCE = 5.0  # times the median of the last runs
-    LEAST_SECONDS = 60.0
-
     def __init__(self, runtime: Runtime):
         self.rank, self.step = runtime.rank, 0
         self.seconds: dict[str, float] = {}
         self.peaks: dict[str, int] = {}  # bytes of GPU memory; "" for what comes between phases
         self.profile: profile | None = None  # while a step is traced
         self.profiled: list[str] = []
+        self.pending: Callable[[], Iterable[str]] = tuple  # ids of the engine's calls
         self._history: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=20))
+        self._enter("start")
 
     def begin_step(self, step: int) -> None:
         self._note_peak("")
         self.step, self.seconds, self.peaks = step, {}, {}
 
+    def beat(self) -> None:
+        """A sign of life: whoever works for long calls this every now and then."""
+        self.last_beat = time.monotonic()
+
+    def _enter(self, name: str) -> None:
+        self.name, self.since, self.last_beat = name, time.monotonic(), time.monotonic()
+        self.usual = statistics.median(self._history[name]) if self._history[name] else None
+
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        usual = statistics.median(self._history[name]) if self._history[name] else None
-        watchdog = None
-        if usual is not None:
-            watchdog = threading.Timer(max(self.LEAST_SECONDS, self.PATIENCE * usual), self._complain, (name, usual, time.monotonic()))
-            watchdog.daemon = True
-            watchdog.start()
+        self._enter(name)
         start = time.perf_counter()
         try:
             with self._observed(name), record_function(name):
@@ -76,15 +76,10 @@ class Phases:
             error.add_note(f"rank {self.rank}, step {self.step}, phase {name}, after {time.perf_counter() - start:.1f} s")
             raise
         finally:
-            if watchdog:
-                watchdog.cancel()
+            self._enter("what comes between phases")
         took = time.perf_counter() - start
         self.seconds[name] = self.seconds.get(name, 0.0) + took
         self._history[name].append(took)
-
-    def _complain(self, name: str, usual: float, since: float) -> None:
-        running = time.monotonic() - since
-        log.warning("rank %d, step %d: %s has been running for %.0f s, usually %.1f s", self.rank, self.step, name, running, usual)
 
     @contextmanager
     def _observed(self, name: str) -> Iterator[None]:

@@ -11,11 +11,11 @@ The reference policy is the model that the stage started from. The first mini-ba
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,6 @@ from dccot.train.run import launch
 from dccot.train.token_metrics import TokenMetrics
 from dccot.train.trainer import Trainer
 from dccot.train.update import StepReport, TokenLoss, compute_logprobs
-
-log = logging.getLogger(__name__)
 
 
 def train(config: RLConfig, engine: Engine | None = None) -> None:
@@ -72,7 +70,6 @@ class RL(Trainer[RLConfig]):
             self.reference = build_model(path, frozen, device=runtime.device).requires_grad_(False).eval()
         self.rollouts.start(path, self.phases, stack, engine)
         state = self.resume(stack)
-        self.bad_in_a_row: int = state.get("bad_in_a_row", 0)
         self.rollouts.restore(state)
 
     def collect(self, step: int) -> Batch:
@@ -130,21 +127,14 @@ class RL(Trainer[RLConfig]):
             self.rollouts.load(full_parameters(self.model))
 
     def save(self, step: int, batch: Batch, reports: Sequence[StepReport]) -> None:
-        """Keep the step's rollouts; those of a step with skipped updates also in bad/, for replay. Stop after too many in a row."""
-        bad = [report for report in reports if not report.applied]
-        self.bad_in_a_row = self.bad_in_a_row + 1 if bad else 0
+        """Keep the step's rollouts."""
+
+        def into(folder: Path) -> None:
+            save_rollouts(folder, step, batch, self.config.keep_rollouts)
+
         if self.runtime.is_main and self.config.replay is None:
-            for folder in ["rollouts", "bad"] if bad else ["rollouts"]:
-                save_rollouts(self.run / folder, step, batch, self.config.keep_rollouts)
-        if bad:
-            log.error("step %d: %d of %d updates skipped (loss %s, gradient norm %s); the batch is in %s", step, len(bad), len(reports),
-                      bad[0].loss, bad[0].grad_norm, self.run / "bad")  # fmt: skip
-        if self.bad_in_a_row > self.config.max_bad_steps:
-            raise RuntimeError(
-                f"{self.bad_in_a_row} steps in a row had a loss or gradient that is not finite (max_bad_steps is "
-                f"{self.config.max_bad_steps}); their batches are in {self.run / 'bad'}: replay one with replay=FILE, "
-                "lower optimizer.learning_rate, or go back a checkpoint"
-            )
+            into(self.run / "rollouts")
+        self.note_bad(step, reports, into)
 
     def validate(self, step: int) -> dict[str, float]:
         return self.rollouts.validate(step) if self.config.validation.every else {}
@@ -162,7 +152,7 @@ class RL(Trainer[RLConfig]):
         }
 
     def state(self) -> dict:
-        return {"bad_in_a_row": self.bad_in_a_row, **self.rollouts.state()}
+        return self.rollouts.state()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -66,6 +66,11 @@ def check_run(config: Any) -> None:
     require(bool(config.name.strip()), f"name is {config.name!r}; it names the run's folder below output")
     require(0 <= config.seed < 2**63, f"seed is {config.seed}; it must be in [0, 2^63)")
     at_least(1, config.steps, "steps")
+    at_least(0, config.max_bad_steps, "max_bad_steps")
+    require(config.replay != "", "replay is ''; name a file that a training run wrote to its bad/ or rollouts/, or set it to null")
+    for name in ("timeout_seconds", "stall_seconds"):
+        seconds = getattr(config, name)
+        require(0 < seconds <= 1e9, f"{name} is {seconds}; it must be positive and at most 1e9")
     installed = config.wandb is None or importlib.util.find_spec("wandb") is not None
     require(installed, f"wandb is {config.wandb!r}, but Weights & Biases is not installed: pip install wandb, or leave wandb unset")
 

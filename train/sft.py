@@ -23,7 +23,7 @@ from torch import Tensor
 from dccot.config import at_least, require
 from dccot.data.prompting import PromptConfig, UnusablePrompt
 from dccot.data.stream import ProblemStream
-from dccot.files import BadData, read_jsonl
+from dccot.files import BadData, read_jsonl, write_jsonl_atomic
 from dccot.model.sharding import ShardingConfig
 from dccot.rollout.protocol import THINK_OPEN, IllFormed, TagIds, parse
 from dccot.rollout.response import Response, Round, Segment
@@ -69,6 +69,10 @@ class SFTConfig:
     workers: int = 3
     validate_every: int = 100
     threads: int | None = None  # of the CPU, per rank; a tiny model is fastest with one. None: torch's choice
+    replay: str | None = None  # train on this file in every step, all of it at once: one of a run's bad/
+    max_bad_steps: int = 5  # steps in a row that may be skipped for bad numbers
+    timeout_seconds: float = 1800.0  # of a collective
+    stall_seconds: float = 3600.0  # a rank without a sign of life for so long is ended
     wandb: str | None = None  # project of Weights & Biases that gets the metrics beside TensorBoard; None: off
     model: ModelPath = field(default_factory=ModelPath)
     data: SFTData = field(default_factory=SFTData)
@@ -90,6 +94,7 @@ class SFTConfig:
 class Example:
     id: str
     response: Response
+    line: int = field(default=0, repr=False)  # of the file it was read from
 
 
 def demonstration(completion: str, prompt: list[int], tokenizer, tags: TagIds, *, parallel: bool, open_think: bool) -> Response:
@@ -136,7 +141,7 @@ def load_examples(
             continue
         if max_positions is not None and longest_position(response) > max_positions:
             raise BadData(f"{path}:{line}: the example reaches position {longest_position(response):,}; the model takes {max_positions:,}")
-        examples.append(Example(str(row.get("id", line)), response))
+        examples.append(Example(str(row.get("id", line)), response, line))
     dropped = f"dropped {left_out['long']} over {config.data.max_tokens} tokens, {left_out[IllFormed]} ill-formed, "
     dropped += f"{left_out[UnusablePrompt]} with a prompt that cannot be used"
     log.info("%s: %d examples; %s", path, len(examples), dropped)
@@ -166,9 +171,9 @@ class SFT(Trainer[SFTConfig]):
     def __init__(self, config: SFTConfig, runtime: Runtime, stack: ExitStack):
         path, shape, tokenizer = open_model(config.model.path, config.prompt, config.workers)
         report = log.warning if runtime.is_main else lambda *message: None
-        files = config.data.train, config.data.validation
+        files = config.replay or config.data.train, config.data.validation
         examples, held_out = (load_examples(file, config, tokenizer, shape.max_position, report) if file else [] for file in files)
-        self.stream = ProblemStream(examples, config.seed, config.batch)
+        self.stream = ProblemStream(examples, config.seed, len(examples) if config.replay else config.batch)
         super().__init__(config, runtime, path, self.stream.rows)
         self.held_out = self.forests(held_out) if held_out else []
         state = self.resume(stack)
@@ -185,12 +190,20 @@ class SFT(Trainer[SFTConfig]):
         """One optimizer step and what there is to say about it."""
         with self.phases("pack"):
             forests = self.forests(examples)
-        return self.update_metrics([self.update(forests, negative_logprob, temperature=1.0)], forests)
+        report = self.update(forests, negative_logprob, temperature=1.0)
+        self.note_bad(self.phases.step, [report], lambda folder: self.save_rows(examples, folder))
+        return self.update_metrics([report], forests)
+
+    def save_rows(self, examples: Sequence[Example], folder: Path) -> None:
+        """The rows of the data file that these examples came from."""
+        lines = {example.line for example in examples}
+        rows = [row for line, row in read_jsonl(self.config.data.train, report=lambda message: None) if line in lines]
+        write_jsonl_atomic(folder / f"step_{self.phases.step:06d}.jsonl", rows)
 
 
 def train(config: SFTConfig) -> None:
     """Run to the end, from the newest checkpoint if there is one."""
-    with Runtime.start() as runtime, ExitStack() as stack:
+    with Runtime.start(config.timeout_seconds) as runtime, ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(config.threads or torch.get_num_threads())
         sft = SFT(config, runtime, stack)

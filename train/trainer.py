@@ -4,23 +4,27 @@ trainer = Trainer(config, runtime, model_folder, rows) opens the run folder, loa
 state = trainer.resume(stack)                          continues from the newest checkpoint, if there is one
 for step in trainer.steps():
     with trainer.profiled(step): …
+    trainer.note_bad(step, reports, save)
     trainer.log(step, metrics)
-    trainer.checkpoint(step, state)
+    trainer.checkpoint(step, state)                    saves if it is time, or if a signal asks for it; a run that is to stop ends here
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from dccot.model.sharding import DTYPES, ShardingConfig, build_model
 from dccot.progress import Progress
 from dccot.runtime import Runtime
+from dccot.stops import Stopped, asked, listening
 from dccot.train.checkpoint import CheckpointConfig, Checkpointer
 from dccot.train.flops import training_speed
 from dccot.train.forest import Forest
@@ -28,6 +32,9 @@ from dccot.train.metrics import Recorder, console_line, memory_metrics
 from dccot.train.phases import Phases, ProfileConfig, profiled
 from dccot.train.run import flat, open_run
 from dccot.train.update import OptimizerConfig, StepReport, TokenLoss, make_optimizer, update
+from dccot.train.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
 
 
 class TrainingConfig(Protocol):
@@ -37,6 +44,9 @@ class TrainingConfig(Protocol):
     output: str
     seed: int
     steps: int
+    max_bad_steps: int
+    replay: str | None
+    stall_seconds: float
     wandb: str | None
     optimizer: OptimizerConfig
     sharding: ShardingConfig
@@ -65,10 +75,16 @@ class Trainer(Generic[C]):
         self.first_step: int = state.get("step", 0)
         self.updates: int = state.get("updates", self.first_step)
         self.skipped: int = state.get("skipped", 0)
+        self.bad_in_a_row: int = state.get("bad_in_a_row", 0)
         self.recorder = Recorder(self.run, self.first_step, runtime.is_main, config.wandb, flat(config))
         stack.callback(self.recorder.close)
         progress = Progress(config.name, config.steps, first=self.first_step, active=runtime.is_main, lines=True, pause=3.0)
         self.progress = stack.enter_context(progress)
+        self._finished: tuple[int, dict[str, Any]] | None = None  # the last whole step since the start, as a checkpoint would keep it
+        self._saved, self._saved_at = self.first_step, time.monotonic()
+        stack.enter_context(Watchdog(self.phases, config.stall_seconds))
+        stack.enter_context(listening(wait=True))
+        stack.push(self._save_before_stopping)
         return state
 
     def steps(self) -> Iterator[int]:
@@ -84,8 +100,8 @@ class Trainer(Generic[C]):
         """One optimizer step."""
         config = self.config
         with self.phases("update"):
-            report = update(self.model, self.optimizer, forests, token_loss, config.optimizer, self.updates, temperature, self.runtime,
-                            config.sharding.reduce_once)  # fmt: skip
+            report = update(self.model, self.optimizer, forests, self._beating(token_loss), config.optimizer, self.updates, temperature,
+                            self.runtime, config.sharding.reduce_once)  # fmt: skip
         self.updates += 1
         self.skipped += not report.applied
         return report
@@ -114,10 +130,62 @@ class Trainer(Generic[C]):
         self.recorder.write(step, metrics, texts)
         self.progress.show(step + 1, console_line(step + 1, self.config.steps, metrics))
 
+    def _beating(self, token_loss: TokenLoss) -> TokenLoss:
+        """The same, and a sign of life for every micro-batch."""
+
+        def loss(number: int, *more: Any) -> Tensor:
+            self.phases.beat()
+            return token_loss(number, *more)
+
+        return loss
+
+    def note_bad(self, step: int, reports: Sequence[StepReport], save: Callable[[Path], None]) -> None:
+        """Have the batch of a step with skipped updates saved in bad/, for replay. Stop after too many such steps in a row."""
+        bad, folder = [report for report in reports if not report.applied], self.run / "bad"
+        self.bad_in_a_row = self.bad_in_a_row + 1 if bad else 0
+        if bad and self.config.replay is None and self.runtime.is_main:
+            save(folder)
+        if bad:
+            log.error("step %d: %d of %d updates skipped (loss %s, gradient norm %s); the batch is in %s", step, len(bad), len(reports),
+                      bad[0].loss, bad[0].grad_norm, self.config.replay or folder)  # fmt: skip
+        if self.bad_in_a_row > self.config.max_bad_steps:
+            raise RuntimeError(
+                f"{self.bad_in_a_row} steps in a row had a loss or gradient that is not finite (max_bad_steps is "
+                f"{self.config.max_bad_steps}); their batches are in {folder}: replay one with replay=FILE, "
+                "lower optimizer.learning_rate, or go back a checkpoint"
+            )
+
     def checkpoint(self, step: int, state: dict[str, Any]) -> None:
-        """Save what a run needs to continue after `step`, if a checkpoint is due."""
-        if self.due(step, self.config.checkpoint.every):
-            state = {"updates": self.updates, "skipped": self.skipped, **state}
-            self.recorder.flush()  # what a checkpoint says has been done must be on the disk before it
-            with self.phases("checkpoint"):
-                self.checkpointer.save(step + 1, self.model, self.optimizer, state, last=step + 1 == self.config.steps)
+        """Save what a run needs to continue after `step`, if it is time or was asked for; end the run if that was asked for."""
+        counters = {"updates": self.updates, "skipped": self.skipped, "bad_in_a_row": self.bad_in_a_row}
+        self._finished = step + 1, counters | state
+        stop, save = self._agreed()
+        if self.due(step, self.config.checkpoint.every) or save:
+            self._save(last=step + 1 == self.config.steps)
+        if stop:
+            raise Stopped
+
+    def _agreed(self) -> tuple[bool, bool]:
+        """Whether any rank was asked to stop, and to save; `checkpoint.minutes` asks as well."""
+        minutes = self.config.checkpoint.minutes
+        late = minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
+        stop, save = asked.stop, asked.save
+        asked.save = asked.save and not save  # one that comes meanwhile is for the next step
+        stops, saves = self.runtime.sum(torch.tensor([stop, save or late], dtype=torch.int32)).tolist()
+        return stops > 0, saves > 0
+
+    def _save(self, last: bool) -> None:
+        assert self._finished is not None
+        step, state = self._finished
+        self.recorder.flush()  # what a checkpoint says has been done must be on the disk before it
+        with self.phases("checkpoint"):
+            self.checkpointer.save(step, self.model, self.optimizer, state, last=last)
+        self._saved, self._saved_at = step, time.monotonic()
+
+    def _save_before_stopping(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """On every rank, when all have agreed to stop: nothing since the last whole step has changed the weights."""
+        if not isinstance(error, Stopped):
+            return
+        if self._finished is not None and (self._finished[0] != self._saved or not self.checkpointer.finish()):
+            self._save(last=True)
+        log.info("stopped after step %d of %d", self._finished[0] if self._finished else self.first_step, self.config.steps)

@@ -27,6 +27,7 @@ from dccot.files import BadData
 from dccot.pipeline import checked_recipe, run_recipe
 from dccot.recipe import load_recipe
 from dccot.statistics import Estimate
+from dccot.stops import CONTINUE
 
 COLUMNS = {
     "pass@1 %": ("accuracy", 100),
@@ -122,8 +123,8 @@ def _launch(processes: int, arguments: Sequence[str]) -> int:
     logging.disable()  # of the launcher alone: the ranks speak for themselves
     try:
         torchrun(["--standalone", "--nproc_per_node", str(processes), "-m", "dccot.cli", "demo", *arguments])
-    except SignalException as stopped:
-        return 128 + stopped.sigval
+    except SignalException:  # which the ranks have been given, too
+        return CONTINUE
     except ChildFailedError as failed:
         return failed.get_first_failure()[1].exitcode
     return 0

@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from dccot.stops import CONTINUE
+
 # Every kind of stage that a model without skill can pass; what needs right answers is tested with models that give them.
 RECIPE = """
 name: r
@@ -61,7 +63,7 @@ def test_it_is_stopped_and_goes_on_to_its_table(start, tmp_path):
         time.sleep(0.1)
     os.killpg(first.pid, signal.SIGINT)
     said = first.communicate(timeout=60)[0]
-    assert first.returncode == 130 and said.rstrip().endswith("the same command continues where it can")
+    assert first.returncode == CONTINUE and said.rstrip().endswith("the same command continues where it can")
     assert "Traceback" not in said and "[2/9] base:" not in said
 
     again = start()

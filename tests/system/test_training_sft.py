@@ -3,8 +3,11 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,9 @@ from dccot.files import write_jsonl_atomic
 from dccot.miniature.arithmetic import make_splits, make_tokenizer, rewrite_parallel, sequential_solution
 from dccot.model.checkpoint_io import create_checkpoint
 from dccot.rollout.protocol import flaw_of
+from dccot.train import sft
 from dccot.train.sft import main
+from tests.support.fault_injection.rank import descendants
 
 PROGRAM = Path(__file__).with_name("sft_program.py")
 STEPS, STOP = 6, 3
@@ -115,6 +120,71 @@ def test_a_run_of_two_ranks_goes_on_on_one(two_ranks):
     expected = weights(two_ranks / "two_whole")
     for name, tensor in weights(run).items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+class Job:
+    """`dccot sft` on two ranks under torchrun, in the background."""
+
+    def __init__(self, world: Path, name: str, *settings: str):
+        self.run, self.log = world / name, world / f"{name}.log"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "dccot.train.sft"]
+        with self.log.open("a") as said:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            self.process = subprocess.Popen([*command, *arguments(world, name, LONG), *settings], env=environment, stdout=said, stderr=said)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.01)
+
+    def at_step(self, step: int) -> bool:
+        path = self.run / "metrics.jsonl"
+        return path.exists() and len(path.read_text().splitlines()) >= step
+
+
+LONG = 60
+
+
+def test_a_run_that_is_told_to_save_and_then_to_stop_ends_in_the_same_bits(world):
+    """SIGUSR1 to one rank, SIGTERM to torchrun, which gives it to its ranks; nothing else makes them save before the end."""
+    by_signals = "checkpoint.every=1000"
+    whole = Job(world, "long_whole", by_signals)
+    assert whole.process.wait(300) == 0, whole.log.read_text()
+    job = Job(world, "signalled", by_signals)
+    job.wait_until(lambda: job.at_step(5))
+    os.kill(descendants(job.process.pid)[1], signal.SIGUSR1)
+    job.wait_until((job.run / "latest").exists)
+    saved = (job.run / "latest").read_text()
+    job.process.send_signal(signal.SIGTERM)
+    job.process.wait(60)
+    assert "stopped; the same command continues" in job.log.read_text()
+    stopped = (job.run / "latest").read_text()
+    assert "step_000005" <= saved < stopped < f"step_{LONG:06d}"
+    assert len(metrics(job.run)) == int(stopped.removeprefix("step_")), "it stopped where it saved"
+    again = Job(world, "signalled", by_signals)
+    assert again.process.wait(300) == 0, again.log.read_text()
+    assert_same_bits(weights(job.run, LONG), weights(whole.run, LONG))
+    assert [row["step"] for row in metrics(job.run)] == list(range(LONG))
+
+
+def test_checkpoint_minutes_saves_by_the_clock(world):
+    assert main([*arguments(world, "by_the_clock", STEPS), "checkpoint.every=1000", "checkpoint.minutes=1e-6", "checkpoint.keep=99"]) == 0
+    assert len(list((world / "by_the_clock" / "checkpoints").glob("step_*"))) == STEPS
+
+
+def test_a_loss_that_is_never_finite_ends_the_run_and_its_batch_can_be_replayed(world, monkeypatch):
+    run = world / "nan"
+    monkeypatch.setattr(sft, "negative_logprob", lambda number, forest, logprob, entropy: logprob * float("nan"))
+    with pytest.raises(RuntimeError, match=r"2 steps in a row .* \(max_bad_steps is 1\).* replay one with replay=FILE"):
+        main([*arguments(world, "nan", STEPS), "max_bad_steps=1"])
+    assert not (run / "latest").exists()
+    kept = sorted((run / "bad").iterdir())
+    assert [path.name for path in kept] == ["step_000000.jsonl", "step_000001.jsonl"]
+    monkeypatch.undo()
+    assert main([*arguments(world, "replayed", 1), f"replay={kept[0]}"]) == 0
+    assert main(arguments(world, "undisturbed", 1)) == 0
+    assert metrics(world / "replayed")[0]["policy/loss"] == pytest.approx(metrics(world / "undisturbed")[0]["policy/loss"], rel=1e-6)
 
 
 def test_loss_falls_on_examples_seen_and_unseen(two_ranks):

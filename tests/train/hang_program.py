@@ -1,0 +1,48 @@
+"""A rank that hangs in one of three ways under a watchdog with stall_seconds=1.
+
+python tests/train/hang_program.py lock
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+
+from dccot.runtime import Runtime
+from dccot.train.phases import Phases
+from dccot.train.watchdog import Watchdog
+
+
+def hang_in_a_lock(runtime: Runtime) -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def hang_without_python(runtime: Runtime) -> None:
+    ctypes.PyDLL(None).sleep(1000)  # unlike CDLL, keeps the interpreter's lock
+
+
+def hang_in_a_collective(runtime: Runtime) -> None:
+    if runtime.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    runtime.barrier()
+
+
+HANGS = {"lock": hang_in_a_lock, "without Python": hang_without_python, "collective": hang_in_a_collective}
+
+
+def main(how: str) -> None:
+    logging.basicConfig(format="%(message)s")
+    with Runtime.start(timeout_seconds=600) as runtime:
+        phases = Phases(runtime)
+        phases.begin_step(7)
+        with Watchdog(phases, stall_seconds=1.0), phases("rollout"):
+            threading.Event().wait(0.5)
+            HANGS[how](runtime)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

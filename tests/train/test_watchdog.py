@@ -1,0 +1,75 @@
+"""A rank that hangs says where while it hangs, and is ended when it hangs for too long."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dccot.runtime import Runtime
+from dccot.train.phases import Phases
+from dccot.train.watchdog import STALLED, Watchdog
+
+HERE = Runtime(rank=3, ranks=8, device=torch.device("cpu"), owned=False)
+PROGRAM = Path(__file__).with_name("hang_program.py")
+
+
+@pytest.fixture
+def phases(monkeypatch) -> Phases:
+    monkeypatch.setattr(Watchdog, "LEAST_SECONDS", 0.05)
+    phases = Phases(HERE)
+    phases.begin_step(4)
+    return phases
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_a_phase_far_slower_than_usual_is_reported_again_and_again_with_its_place_in_the_code_and_pending_calls(phases, caplog):
+    phases.pending = lambda: ["p1/0/0.0"]
+    with phases("rollout"):
+        pass
+    with Watchdog(phases, stall_seconds=1e9), phases("rollout"):
+        wait_for(lambda: len(caplog.records) >= 3)
+    assert len(caplog.records) >= 3
+    for record in caplog.records:
+        assert record.getMessage().startswith("rank 3, step 4: rollout has been running for 0 s, usually 0.0 s; last sign of life 0 s ago")
+        assert "1 pending: p1/0/0.0\n" in record.getMessage() and "in wait_for" in record.getMessage()
+
+
+def test_phases_that_end_in_time_are_not_reported(phases, caplog):
+    with Watchdog(phases, stall_seconds=1e9):
+        for _ in range(10):
+            with phases("grade"):
+                time.sleep(0.02)
+    assert caplog.text == ""
+
+
+def test_signs_of_life_keep_a_rank_alive_in_a_phase_that_takes_longer_than_stall_seconds(phases):
+    with Watchdog(phases, stall_seconds=0.2), phases("update"):
+        for _ in range(30):
+            time.sleep(0.02)
+            phases.beat()
+
+
+@pytest.mark.parametrize("hang, place, code", [("lock", "lock.acquire()", STALLED), ("without Python", "in hang_without_python", 1)])
+def test_a_rank_that_hangs_is_ended_after_stall_seconds_and_says_where(hang, place, code):
+    """The second never lets Python's other threads run: no report is possible, but it ends all the same."""
+    done = subprocess.run([sys.executable, PROGRAM, hang], capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    assert place in done.stderr
+    if code == STALLED:
+        assert done.stderr.count("rank 0, step 7: rollout has been running") >= 2
+        assert "ended after stall_seconds=1 without a sign of life" in done.stderr
+
+
+def test_a_rank_whose_collective_waits_for_a_rank_that_hangs_is_ended_too(torchrun):
+    """A real hang: rank 1 is stopped by SIGSTOP, and the collective's own time-out is far away."""
+    said = torchrun(2, PROGRAM, "collective", code=1)
+    assert "rank 0, step 7: rollout has been running" in said and "runtime.barrier()" in said
+    assert f"exitcode  : {STALLED}" in said
