@@ -12,9 +12,11 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -128,20 +130,34 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def on_rank_zero(work: Callable[[], T]) -> T:
-    """What `work` returns or raises on rank 0, on every rank: what is read from a shared disk must not differ from rank to rank."""
+def on_rank_zero(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """What `work` returns or raises on rank 0, on every rank: what is read from a shared disk must not differ from rank to rank.
+
+    It may take longer than a collective may: the others look into the store until it is done. All ranks of `group` must call this.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
+    group = group or dist.group.WORLD
+    assert group is not None
+    store = dist.distributed_c10d._get_default_store()
+    key = f"dccot/{group.group_name}/{next(_turns[group.group_name])}"
     box: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             box[0] = work()
         except Exception as error:
             box[1] = error
-    dist.broadcast_object_list(box, src=0)
+        store.set(key, "done")
+    else:
+        while not store.check([key]):
+            time.sleep(0.1)
+    dist.broadcast_object_list(box, src=0, group=group)
     if box[1] is not None:
         raise box[1]
     return box[0]
+
+
+_turns: dict[str, Iterator[int]] = defaultdict(count)  # of each group: how often it was rank 0's turn
 
 
 def _fresh_store(rank: int, ranks: int, timeout: timedelta) -> dist.Store:

@@ -157,8 +157,8 @@ def best_checkpoint(run: Path) -> Validated:
     return min(found, key=lambda each: (-each.accuracy, each.longest_path, each.step))
 
 
-def verify_manifest(folder: Path, part: str = "") -> str | None:
-    """What is wrong with a checkpoint folder, or with the `part` of it ("hf/"), or None."""
+def verify_manifest(folder: Path, part: str = "", share: slice = slice(None)) -> str | None:
+    """What is wrong with a checkpoint folder, or with the `part` of it ("hf/"), or None; ranks may `share` the files."""
     try:
         manifest = _read_manifest(folder)
     except (OSError, ValueError) as error:
@@ -166,7 +166,7 @@ def verify_manifest(folder: Path, part: str = "") -> str | None:
     listed = {name: expected for name, expected in manifest.items() if name.startswith(part)}
     if not listed:
         return f"manifest.json lists no file of {part or 'it'}"
-    for name, expected in listed.items():
+    for name, expected in list(listed.items())[share]:
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()):
             return f"{name} leads outside the checkpoint"

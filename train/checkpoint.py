@@ -10,7 +10,8 @@ Training waits only while its shards are copied to memory. A thread of every ran
 group of its own, so that its collectives never meet those of training. hf/ is made from what has just been written to dcp/.
 
 A checkpoint that does not match its manifest is reported and the one before it is used. The newest good one is never deleted. A disk
-that is full costs the checkpoint, not the run: the next one is tried as usual, and only the last one must succeed.
+that is full costs the checkpoint, not the run: the next one is tried as usual, until `max_failures` have failed in a row; the last one of a
+run must succeed. Ranks that do not share the folder are refused at the start.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from dccot.files import flush_to_disk, write_atomic
 from dccot.model.checkpoint_io import read_companions, write_folder
 from dccot.model.folder import keep_in_manifest, step_of, verify_manifest, write_manifest
 from dccot.model.transformer import Transformer
-from dccot.runtime import Runtime
+from dccot.runtime import Runtime, on_rank_zero
 from dccot.train.dcp_reader import load_shards
 
 log = logging.getLogger(__name__)
@@ -52,12 +53,14 @@ class CheckpointConfig:
     every: int = 10  # steps; the last step is always saved
     minutes: float | None = None  # save after the next step when the last checkpoint is as old as this; None: by steps alone
     keep: int = 2  # newest whole checkpoints that stay with their optimizer state
+    max_failures: int = 3  # in a row that are put up with; one more ends the run
     keep_hf_every: int | None = None  # steps whose hf/ folder stays for good (for choosing among them afterwards)
     resume: str = "auto"  # auto: continue from the newest whole checkpoint; never: refuse a folder that has one
 
     def check(self) -> None:
         at_least(1, self.every, "checkpoint.every")
         at_least(1, self.keep, "checkpoint.keep")
+        at_least(0, self.max_failures, "checkpoint.max_failures")
         require(self.minutes is None or self.minutes > 0, f"checkpoint.minutes is {self.minutes}; it must be positive, or null")
         if self.keep_hf_every is not None:
             at_least(1, self.keep_hf_every, "checkpoint.keep_hf_every")
@@ -72,6 +75,7 @@ class Checkpointer:
         self.config, self.runtime = config, runtime
         self.companions = read_companions(source) if runtime.is_main else {}  # now: the source may be deleted or changed during the run
         self._costs: dict[str, float] = {}
+        self._failures = 0  # in a row
         self._group = dist.new_group(backend="gloo")
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._underway: Future[list[str]] | None = None
@@ -87,13 +91,17 @@ class Checkpointer:
         Where it is the `last` of a run, there is no later one to make up for it: it is waited for, and a failure is an error.
         """
         start = time.perf_counter()
-        self.finish()
+        if not self.finish() and self._failures > self.config.max_failures:
+            raise OSError(
+                f"{self._failures} checkpoints in a row were not written (checkpoint.max_failures is {self.config.max_failures}); the last "
+                f"because of {'; '.join(self._problems())}. What is older is intact: mend it and run this again"
+            )
         model_state, optimizer_state = get_state_dict(model, optimizer)
         everything = {"model": model_state, "optimizer": optimizer_state}
         if problem := self._no_room(_bytes(everything) + _bytes(model_state)):
             self._underway = Future()
             self._underway.set_result([problem])
-            self._complain(step, problem, last)
+            self._failed(step, [problem], last)
         else:
             place = self.folder / f".step_{step:06d}.partial" / "dcp"
             written = dcp.async_save(everything, checkpoint_id=place, process_group=self._group)  # returns when the copy is made
@@ -102,17 +110,20 @@ class Checkpointer:
                 shape = Transformer(model.config).to(next(model.parameters()).dtype)
             text = json.dumps({"step": step, **state}, indent=1)
             self._underway = self._writer.submit(self._complete, step, written, shape, text, start, time.perf_counter() - start, last)
-        if last and (problems := self._underway.result()):
+        if last and (problems := self._problems()):
             raise OSError(f"the last checkpoint, step {step}, was not written ({problems[0]}); make room and run this again")
 
     def finish(self) -> bool:
         """Wait for a checkpoint that is being written; False if the disk would not take it, with everything older intact."""
-        return self._underway is None or not self._underway.result()
+        return not self._problems()
+
+    def _problems(self) -> list[str]:
+        return self._underway.result() if self._underway is not None else []
 
     def costs(self) -> dict[str, float]:
-        """What a checkpoint took that was done since this was last asked: seconds that training waited, seconds until it was complete."""
+        """Checkpoints that failed in a row; of one that was completed since this was last asked, seconds until it was, and waited for."""
         costs, self._costs = self._costs, {}
-        return costs
+        return {"checkpoint/failures": float(self._failures), **costs}
 
     def close(self) -> None:
         """Finish a checkpoint that is being written before the process group is destroyed, also when training ends in an error."""
@@ -127,55 +138,61 @@ class Checkpointer:
         free = self.runtime.broadcast(shutil.disk_usage(self.folder).free if self.runtime.is_main else None)
         return f"it needs {needed / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are free" if needed > free else None
 
-    def _complain(self, step: int, problem: str, last: bool) -> None:
+    def _failed(self, step: int, problems: list[str], last: bool) -> None:
+        """Known to every rank, so that all of them end when it was one too many."""
+        self._failures += 1
         if self.runtime.is_main and not last:
-            log.error("checkpoint of step %d was not written (%s); training continues, the one before it stays", step, problem)
+            told = "; ".join(problems[:3])
+            log.error("checkpoint of step %d was not written (%s); training continues, the one before it stays", step, told)
 
     def _complete(self, step: int, written: Future, shape: Transformer, state: str, start: float, waited: float, last: bool) -> list[str]:
         """In the background: when every rank has written its shards, rank 0 adds the rest and gives the checkpoint its name."""
         partial, final = self.folder / f".step_{step:06d}.partial", self.folder / f"step_{step:06d}"
         error = written.exception()  # a full disk surfaces as OSError, RuntimeError, SafetensorError or CheckpointException
-        reported: list[str | None] = [None] * self.runtime.ranks
-        dist.all_gather_object(reported, f"rank {self.runtime.rank}: {_first_line(error)}" if error else None, group=self._group)
-        problems = [problem for problem in reported if problem]
-        if self.runtime.is_main and not problems:
-            try:
-                write_folder(shape, _read_back(partial / "dcp", shape), partial / "hf", source=self.companions)
-                (partial / "state.json").write_text(state)
-                write_manifest(partial)
-                if final.exists():
-                    shutil.rmtree(final)
-                os.replace(partial, final)
-                flush_to_disk(self.folder)
-                write_atomic(self.latest, final.name + "\n")
-            except (Exception, CheckpointException) as error:
-                problems = [f"rank 0: {_first_line(error)}"]
-        if self.runtime.is_main and problems:
-            shutil.rmtree(partial, ignore_errors=True)
-            self._complain(step, problems[0], last)
-        elif self.runtime.is_main:
-            self._retire(step)
-        box = [problems]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        self._costs = {"time/checkpoint_waited": waited, "time/checkpoint_written": time.perf_counter() - start}
-        if not box[0]:
+        reported: list[list[str]] = [[] for _ in range(self.runtime.ranks)]
+        dist.all_gather_object(reported, _causes(error, self.runtime.rank), group=self._group)
+        problems = list(dict.fromkeys(problem for problems in reported for problem in problems))
+        problems = problems or on_rank_zero(lambda: self._finish_alone(partial, final, shape, state), self._group)
+        self._costs = {"time/checkpoint_waited": waited}
+        if problems:
+            shutil.rmtree(partial, ignore_errors=True)  # on every rank: where they do not share the disk, each has its own
+            self._failed(step, problems, last)
+        else:
+            self._failures = 0
+            self._costs["time/checkpoint_written"] = time.perf_counter() - start
             log.info("checkpoint of step %d is complete after %.1f s; training waited %.2f s", step, *reversed(self._costs.values()))
-        return box[0]
+        return problems
+
+    def _finish_alone(self, partial: Path, final: Path, shape: Transformer, state: str) -> list[str]:
+        """What rank 0 adds to the shards; returns what went wrong."""
+        try:
+            write_folder(shape, _read_back(partial / "dcp", shape), partial / "hf", source=self.companions)
+            (partial / "state.json").write_text(state)
+            write_manifest(partial)
+            if final.exists():
+                shutil.rmtree(final)
+            os.replace(partial, final)
+            flush_to_disk(self.folder)
+            write_atomic(self.latest, final.name + "\n")
+        except (Exception, CheckpointException) as error:
+            return _causes(error, 0)
+        self._retire(int(final.name.removeprefix("step_")))
+        return []
 
     def newest(self) -> Path | None:
         """The newest checkpoint that matches its manifest; damaged ones are reported and passed over."""
         self.finish()
-        found, damaged = None, []
-        if self.runtime.is_main:
-            whole = [folder for folder in self._steps() if (folder / "dcp").exists()]  # of others only hf/ was to stay
-            for folder in reversed(whole):
-                damage = next(filter(None, (verify_manifest(folder, part) for part in ("dcp/", "hf/", "state.json"))), None)
-                if damage is None:
-                    found = folder
-                    break
+        whole = [folder for folder in self._steps() if (folder / "dcp").exists()] if self.runtime.is_main else []  # of others hf/ stayed
+        found, damaged, mine = None, [], slice(self.runtime.rank, None, self.runtime.ranks)
+        for folder in reversed(self.runtime.broadcast(whole)):
+            parts = [verify_manifest(folder, part, mine) for part in ("dcp/", "hf/", "state.json")]  # every rank reads its share
+            damage = next((damage for parts in self.runtime.gather(parts) for damage in parts if damage), None)
+            if damage is None:
+                found = folder
+                break
+            if self.runtime.is_main:
                 log.error("checkpoint %s is damaged (%s); trying the one before", folder, damage)
-                damaged.append(folder.name)
-        found, damaged = self.runtime.broadcast((found, damaged))
+            damaged.append(folder.name)
         if damaged and found is None:
             raise FileExistsError(f"no checkpoint in {self.folder} is whole ({', '.join(damaged)}); remove that folder to start over")
         return found
@@ -235,6 +252,15 @@ def _read_back(folder: Path, shape: Transformer) -> Iterator[tuple[str, Tensor]]
         whole = torch.empty_like(parameter, device="cpu")
         load_shards({"model": {name: whole}}, folder, no_dist=True)
         yield name, whole
+
+
+def _causes(error: BaseException | None, rank: int) -> list[str]:
+    """What went wrong, and where. torch wraps the exceptions of all ranks in one that begins with none of them."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return [cause for failed, (inner, _) in error.failures.items() for cause in _causes(inner, failed)]
+    while error is not None and error.__cause__ is not None:
+        error = error.__cause__
+    return [f"rank {rank}: {_first_line(error)}"] if error else []
 
 
 def _first_line(error: BaseException) -> str:

@@ -132,7 +132,7 @@ def test_a_checkpoint_holds_what_training_had_when_it_was_asked_for(checkpointer
     assert all(map(torch.equal, values(model), before))
     costs = keeper.costs()
     assert costs["time/checkpoint_written"] > costs["time/checkpoint_waited"] > 0
-    assert keeper.costs() == {}, "each is told once"
+    assert keeper.costs() == {"checkpoint/failures": 0.0}, "each is told once"
 
 
 def test_a_checkpoint_has_no_name_until_its_last_file_is_written(checkpointer, trained, monkeypatch):
@@ -281,6 +281,29 @@ def test_a_disk_without_room_is_noticed_before_it_is_full(checkpointer, trained,
         keeper.save(3, *trained, {}, last=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=needed + 1000))
     assert saved(keeper, 4, *trained, {})
+
+
+def test_checkpoints_cannot_fail_for_ever(checkpointer, trained):
+    keeper = checkpointer(max_failures=1)
+    assert saved(keeper, 1, *trained, {})
+    keeper.costs()
+    with no_file_larger_than(20_000):
+        for step in (2, 3):
+            assert not saved(keeper, step, *trained, {})
+            assert keeper.costs().keys() == {"checkpoint/failures", "time/checkpoint_waited"}, "what does not stand was not written"
+        with pytest.raises(OSError, match=r"2 checkpoints in a row were not written \(checkpoint.max_failures is 1\).* because of rank 0: [^C]"):
+            keeper.save(4, *trained, {})
+    assert steps(keeper) == ["step_000001"]
+
+
+def test_one_that_is_written_makes_up_for_those_that_failed(checkpointer, trained):
+    keeper = checkpointer(max_failures=1)
+    for step in (1, 3):
+        with no_file_larger_than(20_000):
+            assert not saved(keeper, step, *trained, {})
+        assert keeper.costs()["checkpoint/failures"] == 1
+        assert saved(keeper, step + 1, *trained, {})
+        assert keeper.costs()["checkpoint/failures"] == 0
 
 
 def test_the_last_checkpoint_of_a_run_must_be_written(checkpointer, trained):
