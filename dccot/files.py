@@ -18,7 +18,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 MAX_LINE_BYTES = 8 << 20  # a rollout of 100,000 tokens with log-probs takes about 3 MB
 REPORTED_LINES = 20  # a file that is bad throughout does not flood the terminal
@@ -90,6 +90,17 @@ def _decode(raw: bytes) -> tuple[dict | None, str | None]:
     return (row, None) if isinstance(row, dict) else (None, f"a row must be an object {{...}}, found {type(row).__name__}")
 
 
+def take_lock(file: int | IO, lock: Callable[[int | IO, int], None] = fcntl.flock) -> bool:
+    """Whether the lock is ours now; False if somebody else holds it. Where the file system knows no locks, everybody gets it."""
+    try:
+        lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:  # ENOLCK, ENOSYS, EOPNOTSUPP, EINVAL: some network file systems
+        pass
+    return True
+
+
 class JsonlWriter:
     """Appends rows, each as one complete line in a single write. One writer per file: a second one is refused.
 
@@ -102,12 +113,11 @@ class JsonlWriter:
         make_folder(self.path.parent)
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not take_lock(self._fd):
+                raise BadData(f"{self.path} is being written by another process; wait for it or choose another file")
             self.cut_bytes = _cut_partial_line(self._fd)
-        except BaseException as error:
+        except BaseException:
             os.close(self._fd)
-            if isinstance(error, BlockingIOError):
-                raise BadData(f"{self.path} is being written by another process; wait for it or choose another file") from None
             raise
 
     def write(self, row: dict) -> None:

@@ -11,6 +11,7 @@ import difflib
 import fcntl
 import importlib.util
 import logging
+import math
 import os
 import socket
 import time
@@ -25,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from dccot.command import run_cleanly
 from dccot.config import ConfigError, at_least, load_config, require, to_yaml
 from dccot.data.prompting import PromptConfig
-from dccot.files import BadData, checksum, make_folder, read_jsonl, write_atomic, write_jsonl_atomic
+from dccot.files import BadData, checksum, make_folder, read_jsonl, take_lock, write_atomic, write_jsonl_atomic
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import model_checksums, resolve_model
 from dccot.model.tokenizer import open_tokenizer
@@ -101,21 +102,29 @@ def open_folder(folder: Path, prompt: PromptConfig, workers: int) -> tuple[Model
 _CLAIMS: dict[Path, TextIO] = {}  # a lock lives as long as its file is open: to the end of the process, however it ends
 
 
-def claim(run: Path) -> str | None:
-    """Make the folder this process's own; what prevents that, or None. Of two jobs in one folder each would spoil the other's files."""
+LEASE_SECONDS = 120.0  # after which a file server gives up the locks of a machine that is gone; NFSv4 does after 90
+
+
+def claim(run: Path, patience: float = LEASE_SECONDS) -> str | None:
+    """Make the folder this process's own; what prevents that, or None. Of two jobs in one folder each would spoil the other's files.
+
+    A lock that a living process of this machine holds is respected at once. Another machine may be dead, and its lock is waited for.
+    """
     make_folder(run)
     if run.resolve() in _CLAIMS:
         return None
     file = open(run / ".lock", "a+")  # noqa: SIM115 (stays open)
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not inherited by children, who may outlive a killed job
-    except (BlockingIOError, PermissionError):
-        with file:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-        return f"{run} is being written by {holder}; wait for it, end it, or choose another name"
-    except OSError:  # a file system without locks
-        return None
+    deadline, told = time.monotonic() + patience, -math.inf
+    while not take_lock(file, fcntl.lockf):  # unlike flock's, not inherited by children, who may outlive a killed job
+        file.seek(0)
+        holder, age = file.read().strip() or "another process", time.time() - os.stat(file.fileno()).st_mtime
+        if holder.endswith(f" on {socket.gethostname()}") or time.monotonic() > deadline:
+            file.close()
+            return f"{run} is being written by {holder}, since {age:.0f} s ago; wait for it, end it, or choose another name"
+        if time.monotonic() - told > 20:
+            told = time.monotonic()
+            log.warning("%s is locked by %s, since %.0f s ago; waiting up to %.0f s in case it is dead", run, holder, age, patience)
+        time.sleep(min(1.0, patience / 10))
     _CLAIMS[run.resolve()] = file
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -129,11 +138,11 @@ def open_run(config: Any, runtime: Runtime, source: Path, rows: Sequence[tuple[s
     `rows` are (id, checksum) of what it draws from: a run that has a checkpoint continues with the same ones only.
     """
     run = Path(config.output) / config.name
-    if taken := runtime.broadcast(claim(run) if runtime.is_main else None):
+    if taken := on_rank_zero(lambda: claim(run)):
         raise FileExistsError(taken)
+    require_shared(run, runtime)
     on_rank_zero(lambda: _keep_rows(run, rows))
-    replay = getattr(config, "replay", None)
-    read = {"replay": replay} if replay else {"data.train": config.data.train, "data.validation": config.data.validation}
+    read = {"replay": config.replay} if config.replay else {"data.train": config.data.train, "data.validation": config.data.validation}
     data = {key: {Path(file).name: checksum(file)} for key, file in read.items() if file}
     record(run, config, {"model.path": model_checksums(source, runtime), **data}, runtime)
     if runtime.is_main:
@@ -142,7 +151,7 @@ def open_run(config: Any, runtime: Runtime, source: Path, rows: Sequence[tuple[s
             changed = list(difflib.unified_diff(path.read_text().splitlines(), text.splitlines(), n=0, lineterm=""))
             log.warning("%s continues with another configuration than before:\n%s", run, "\n".join(changed[2:]))
         write_atomic(path, text)
-    require_shared(run, runtime)
+    runtime.barrier()
     return run
 
 

@@ -291,7 +291,9 @@ def test_checkpoints_cannot_fail_for_ever(checkpointer, trained):
         for step in (2, 3):
             assert not saved(keeper, step, *trained, {})
             assert keeper.costs().keys() == {"checkpoint/failures", "time/checkpoint_waited"}, "what does not stand was not written"
-        with pytest.raises(OSError, match=r"2 checkpoints in a row were not written \(checkpoint.max_failures is 1\).* because of rank 0: [^C]"):
+        with pytest.raises(
+            OSError, match=r"2 checkpoints in a row were not written \(checkpoint.max_failures is 1\).* because of rank 0: [^C]"
+        ):
             keeper.save(4, *trained, {})
     assert steps(keeper) == ["step_000001"]
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -49,3 +50,46 @@ def test_a_run_with_a_checkpoint_refuses_other_data_and_names_the_first_row_that
         with pytest.raises(BadData, match=f"{tmp_path} was trained on other data: {said}; continue with that data, or choose another name"):
             _keep_rows(tmp_path, other)
     assert (tmp_path / "data.jsonl").read_text().count("\n") == 2
+
+
+def test_a_lock_of_another_machine_is_waited_for_with_its_owner_and_age_and_taken_when_it_is_given_up(tmp_path, caplog):
+    """The owner is a process here that says it runs elsewhere: that is all that a lock over NFS shows of a machine that is gone."""
+    run = tmp_path / "run"
+    elsewhere = HOLD.replace("from pathlib", "import socket; socket.gethostname = lambda: 'node7'\nfrom pathlib")
+    other = subprocess.Popen([sys.executable, "-c", elsewhere, run], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "None\n"
+        owner = f"process {other.pid} on node7"
+        assert claim(run, patience=0.5).startswith(f"{run} is being written by {owner}, since ")
+        assert f"{run} is locked by {owner}, since " in caplog.text
+        threading.Timer(0.5, other.kill).start()
+        assert claim(run, patience=60) is None
+    finally:
+        other.kill()
+        other.wait()
+        other.stdout.close()
+
+
+def test_a_file_system_without_locks_is_put_up_with_everywhere(tmp_path):
+    """The kernel itself refuses this process every lock, as it does on a network file system that has none."""
+    program = """
+import fcntl, os, sys
+from pathlib import Path
+from tests.support.no_locks import refuse_locks
+from dccot.files import JsonlWriter
+from dccot.train.run import claim
+refuse_locks()
+out = Path(sys.argv[1])
+with open(out / "any", "w") as file:
+    for lock in (fcntl.flock, fcntl.lockf):
+        try:
+            lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            print(error)
+print(claim(out / "run"))
+with JsonlWriter(out / "rows.jsonl") as rows:
+    rows.write({"a": 1})
+print((out / "rows.jsonl").read_text(), end="")
+"""
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == ["[Errno 37] No locks available"] * 2 + ["None", '{"a": 1}'], done.stderr

@@ -5,7 +5,8 @@
 The heart of it: one RL run on two ranks, with a real engine in each, is killed again and again with SIGKILL, one rank or the whole job,
 at random moments of every phase and of writing a checkpoint; now and then its newest checkpoint is damaged, and once the disk is full.
 The same command continues each time, or torchrun restarts it. In the end it must equal a run that nobody touched: weights and
-optimizer to the bit, every step once in metrics.jsonl and in TensorBoard, the same rollouts. The other faults are in faults.py.
+optimizer to the bit, every step once in metrics.jsonl and in TensorBoard, the same rollouts. The other faults are in
+faults.py, what a cluster does in stops.py.
 
     report.json   one row per fault: how often it was tried, how often survived, what was seen       logs/   what every launch printed
 """
@@ -13,7 +14,6 @@ optimizer to the bit, every step once in metrics.jsonl and in TensorBoard, the s
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import random
@@ -26,19 +26,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.util import tb_logging
-
 from dccot.bench.task import make_task
 from dccot.files import read_jsonl
 from dccot.model.folder import verify_manifest
+from tests.support.fault_injection.compare import SETTINGS, differences
 from tests.support.fault_injection.faults import FAULTS, PLANTED, Trial, planted_keys_in
 from tests.support.fault_injection.rank import FILES, FULL_DISK, PHASES, Kill
+from tests.support.fault_injection.stops import STOPS
 
 RANKS = 2
+TRIALS = FAULTS | STOPS
 MADE_HERE = ".torture"  # marks a folder that may be emptied
-SETTINGS = ("optimizer.learning_rate=0.0003", "checkpoint.keep=2", "checkpoint.keep_hf_every=null", "profile.steps=[]")
-OF_THE_MACHINE = ("time/", "speed/", "memory/")  # metrics that differ from run to run
 DAMAGES = ("a flipped bit", "a file cut short", "a missing file", "a broken manifest")
 
 
@@ -163,45 +161,7 @@ class FaultInjection:
 
     def differences(self) -> list[str]:
         """In what the faulted run differs from the whole one."""
-        last = f"step_{self.steps:06d}"
-        found = []
-        for folder in ("hf", "dcp"):
-            ours, theirs = ({p.name: _sha(p) for p in sorted((run / "checkpoints" / last / folder).iterdir()) if p.name != ".metadata"}
-                            for run in (self.run, self.whole))  # fmt: skip
-            if not ours or ours != theirs:
-                found.append(f"{folder}/ of {last} is not bit-identical")
-        for step in range(self.steps):
-            name = f"rollouts/step_{step:06d}.jsonl"
-            if not (self.run / name).exists() or _sha(self.run / name) != _sha(self.whole / name):
-                found.append(f"{name} differs or is missing")
-        ours, theirs = (_comparable([row for _, row in read_jsonl(run / "metrics.jsonl")]) for run in (self.run, self.whole))
-        if [row["step"] for row in ours] != list(range(self.steps)):
-            found.append(f"metrics.jsonl holds steps {[row['step'] for row in ours]}")
-        elif ours != theirs:
-            found.append("metrics.jsonl holds other values")
-        ours, theirs = (series(run) for run in (self.run, self.whole))
-        for name in sorted(ours.keys() | theirs.keys()):
-            if name.startswith("time/checkpoint_"):  # told once per checkpoint, some of which were killed
-                continue
-            mine, other = ours.get(name, []), theirs.get(name, [])
-            if [step for step, _ in mine] != [step for step, _ in other] or (not name.startswith(OF_THE_MACHINE) and mine != other):
-                found.append(f"TensorBoard series {name} differs: steps {[step for step, _ in mine]}")
-        return found
-
-
-def series(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows of a run."""
-    tb_logging.get_logger().setLevel("ERROR")  # it warns of every restart that it has understood
-    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
-
-
-def _comparable(rows: list[dict]) -> list[dict]:
-    return [{name: value for name, value in row.items() if not name.startswith(OF_THE_MACHINE)} for row in rows]
-
-
-def _sha(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+        return differences(self.run, self.whole, self.steps)
 
 
 def _is_ours(pid: int, since: float) -> bool:
@@ -295,20 +255,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=len(ROSTER))
     parser.add_argument("--output", type=Path, default=Path("runs/torture"), help="emptied first, if it was made by make torture")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=["kills", *FAULTS], help="some of the trials")
+    parser.add_argument("--only", nargs="+", choices=["kills", *TRIALS], help="some of the trials")
     parser.add_argument("--under", default="", metavar="COMMAND", help="what every long command is started with, e.g. 'nice -n 19'")
     arguments = parser.parse_args(argv)
     out, under, start = arguments.output.resolve(), shlex.split(arguments.under), time.monotonic()
     empty(out)
     os.environ.update(PLANTED)  # every process of the trials sees the keys; no file may
     trials: list[Trial] = []
-    for name in arguments.only or ["kills", *FAULTS]:
+    for name in arguments.only or ["kills", *TRIALS]:
         print(f"[{time.monotonic() - start:4.0f} s] {name}", flush=True)
         began = time.monotonic()
         if name == "kills":
             trials += kill_again_and_again(out / "kills", draw_kills(arguments.kills, arguments.seed), arguments.seed, under)
         else:
-            found = FAULTS[name](out / name, under)
+            found = TRIALS[name](out / name, under)
             found[-1].seconds = time.monotonic() - began
             trials += found
     trials.append(planted_keys_in(out))

@@ -1,0 +1,282 @@
+"""What a cluster does to a run every day, done to a real one on two ranks: signals, hangs, disks that are not shared, other rank counts.
+
+Each run must end as if nobody had touched it; `whole`, made once, is that run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from dccot.bench.task import make_task
+from dccot.files import read_jsonl
+from dccot.train.watchdog import STALLED
+from tests.support.fault_injection.compare import SETTINGS, differences
+from tests.support.fault_injection.faults import Trial
+from tests.support.fault_injection.rank import descendants
+
+PATIENCE = 240.0  # seconds for anything to happen
+STEPS = 60
+BY_SIGNALS = ("checkpoint.every=100000",)  # nothing else saves before the end
+END = "ends in the bits of the run that nobody touched, every step once"
+
+
+class Job:
+    """`dccot rl` on some ranks in the background, under torchrun or, as srun would, without it."""
+
+    def __init__(self, out: Path, name: str, *settings: str, ranks: int = 2, under: Sequence[str] = (), module: str = "dccot.train.rl",
+                 steps: int = STEPS, torchrun: Sequence[str] | None = (), wrap: Sequence[str] = (), **environment: str):  # fmt: skip
+        self.run, self.log = out / name, out / f"{name}.log"
+        self.before = self.said()
+        command = ["-m", module, str(out / "rl.yaml"), f"name={name}", f"steps={steps}", *SETTINGS, *settings]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", **environment}
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *(torchrun or ())]
+        with self.log.open("a") as said:
+            streams = {"stdout": said, "stderr": said}
+            if torchrun is not None:
+                self.processes = [subprocess.Popen([*under, *launcher, *command], env=variables, **streams)]
+            else:
+                with socket.socket() as free:
+                    free.bind(("127.0.0.1", 0))
+                    variables |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+                self.processes = [
+                    subprocess.Popen([*under, *(wrap if rank else ()), sys.executable, *command],
+                                     env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **streams)
+                    for rank in range(ranks)
+                ]  # fmt: skip
+
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks."""
+        below = [pid for process in self.processes for pid in [process.pid, *descendants(process.pid)]]
+        found = {}
+        for pid in below:
+            try:
+                variables = dict(line.split("=", 1) for line in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in line)
+                executable = Path(f"/proc/{pid}/cmdline").read_text()
+            except OSError:
+                continue
+            if "RANK" in variables and "rl.yaml" in executable:
+                found.setdefault(int(variables["RANK"]), pid)
+        return [found[rank] for rank in sorted(found)]
+
+    def said(self) -> str:
+        return self.log.read_text()[len(getattr(self, "before", "")) :] if self.log.exists() else ""
+
+    def logged(self) -> int:
+        """Whole steps in metrics.jsonl."""
+        path = self.run / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def newest(self) -> int:
+        latest = self.run / "latest"
+        return int(latest.read_text().strip().removeprefix("step_")) if latest.exists() else 0
+
+    def until(self, progress: Callable[[], int], wanted: int) -> bool:
+        """Wait until `progress` has come to `wanted`; False if the job ended before, or nothing came of it."""
+        deadline = time.monotonic() + PATIENCE
+        while progress() < wanted and time.monotonic() < deadline and all(process.poll() is None for process in self.processes):
+            time.sleep(0.02)
+        return progress() >= wanted
+
+    def wait(self) -> list[int]:
+        """Exit codes; what does not end by itself is killed."""
+        deadline = time.monotonic() + 2 * PATIENCE
+        for process in self.processes:
+            try:
+                process.wait(max(1.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+        return [process.wait() for process in self.processes]
+
+
+def whole_run(out: Path, under: Sequence[str], steps: int = STEPS) -> Path:
+    out.mkdir(parents=True, exist_ok=True)
+    make_task(out)
+    job = Job(out, "whole", *BY_SIGNALS, steps=steps, under=under)
+    if any(job.wait()):
+        raise RuntimeError(f"the run that nobody touches failed; see {job.log}")
+    return job.run
+
+
+# --- signals ------------------------------------------------------------------------------------------------------------------------
+
+
+def signals(out: Path, under: Sequence[str], count: int = 20, seed: int = 0, steps: int = STEPS) -> list[Trial]:
+    """SIGUSR1 and SIGTERM in turn, at random moments, to torchrun, to all ranks (as SLURM does), or to one; then to the end."""
+    whole, rng, problems, sent = whole_run(out, under, steps), random.Random(seed), list[str](), {"SIGUSR1": 0, "SIGTERM": 0}
+    for launch in range(count // 2):
+        job = Job(out, "signalled", *BY_SIGNALS, steps=steps, under=under, torchrun=["--shutdown-timeout=120"])
+        began = job.logged()
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            wanted = max(began, job.logged()) + rng.randint(1, 2)
+            if not job.until(job.logged, wanted):
+                problems.append(f"launch {launch}: it ended before {number.name}; see {job.log}")
+                break
+            time.sleep(rng.random() * 0.5)
+            newest, victims = job.newest(), rng.choice(["torchrun", "all ranks", "one rank"])
+            pids = job.ranks()
+            if number == signal.SIGUSR1:
+                pids = pids if victims == "all ranks" else [rng.choice(pids)]
+            else:
+                pids = [job.processes[0].pid] if victims == "torchrun" else pids if victims == "all ranks" else [rng.choice(pids)]
+            for pid in pids:
+                os.kill(pid, number)
+            sent[number.name] += 1
+            if number == signal.SIGUSR1 and not job.until(job.newest, newest + 1):
+                problems.append(f"launch {launch}: nothing was saved after SIGUSR1")
+        else:
+            job.wait()
+            if job.newest() != job.logged() or "stopped; the same command continues" not in job.said():
+                problems.append(f"launch {launch}: {job.logged()} steps were done, {job.newest()} saved; see {job.log}")
+    if any(Job(out, "signalled", *BY_SIGNALS, steps=steps, under=under).wait()):
+        problems.append("the last launch failed")
+    problems += differences(out / "signalled", whole, steps)
+    good = 0 if problems else 1
+    return [
+        Trial("SIGUSR1", sent["SIGUSR1"], good * sent["SIGUSR1"], "saved after the step, training continued"),
+        Trial("SIGTERM", sent["SIGTERM"], good * sent["SIGTERM"], f"saved and stopped, no step lost; {END}", problems),
+    ]
+
+
+# --- hangs --------------------------------------------------------------------------------------------------------------------------
+
+
+def hangs(out: Path, under: Sequence[str], steps: int = 8) -> list[Trial]:
+    """The engine of rank 1 never returns; then rank 1 itself stands still while rank 0 waits for it in a collective."""
+    whole = whole_run(out, under, steps)
+    job = Job(out, "hung", "stall_seconds=15", "checkpoint.every=1", steps=steps, under=under, module="tests.support.fault_injection.hang",
+              torchrun=["--max-restarts=2", "--shutdown-timeout=5"])  # fmt: skip
+    [code], said = job.wait(), job.said()
+    problems = [] if code == 0 else [f"exit code {code}; see {job.log}"]
+    problems += differences(job.run, whole, steps)
+    expected = {
+        "hang in engine.step()": (f"exitcode: {STALLED}", "rollout has been running", "pending: p", "in never_return"),
+        "hang in a collective": ("grade has been running", "runtime.gather", "without a sign of life"),
+    }
+    trials = []
+    for fault, signs in expected.items():
+        missing = [sign for sign in signs if sign not in said]
+        good = not missing and not problems
+        seen = "place in the code and pending ids said while it hung; ended, restarted by torchrun, same bits in the end"
+        trials.append(Trial(fault, 1, int(good), seen, [f"{fault}: not said: {missing}"] if missing else []))
+    trials[-1].problems += problems
+    return trials
+
+
+# --- a disk that ranks do not share ---------------------------------------------------------------------------------------------------
+
+
+def unshared(out: Path, under: Sequence[str], steps: int = 40) -> list[Trial]:
+    """Rank 1 in a mount namespace of its own: another disk from the start, then one that goes away during the run."""
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        return [Trial("ranks that do not share a disk", 0, 0, "not tried: unshare -m needs root")]
+    whole, problems = whole_run(out, under, steps), list[str]()
+    (out / "apart").mkdir()
+    apart = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs tmpfs "{out / "apart"}" && exec "$@"', "sh"]
+    job = Job(out, "apart", steps=steps, torchrun=None, wrap=apart, under=under)
+    if set(job.wait()) != {2} or "is another folder than that of rank 1 on" not in job.said():
+        problems.append(f"another disk from the start was not refused; see {job.log}")
+    refused = not problems
+    job = Job(out, "lost", "checkpoint.every=1", steps=steps, torchrun=None, wrap=["unshare", "-m"], under=under)
+    job.until(job.newest, 3)
+    nowhere = ["nsenter", "-t", str(job.ranks()[1]), "-m", "mount", "-t", "tmpfs", "tmpfs", str(job.run / "checkpoints")]
+    subprocess.run(nowhere, check=True)
+    codes, said = job.wait(), job.said()
+    if 0 in codes or "4 checkpoints in a row were not written (checkpoint.max_failures is 3)" not in said or "__1_0.distcp" not in said:
+        problems.append(f"exit codes {codes} when the disk went away; see {job.log}")
+    if list((job.run / "checkpoints").glob(".*.partial")) or job.newest() < 3:
+        problems.append("something half-written was left")
+    if any(Job(out, "lost", "checkpoint.every=1", steps=steps, under=under, torchrun=None).wait()):
+        problems.append("it did not continue when the disk was back")
+    problems += differences(job.run, whole, steps)
+    return [
+        Trial("ranks that do not share a disk", 1, int(refused), "refused at the start; rank and machine named"),
+        Trial("a disk that one rank loses", 1, int(not problems), f"ended after max_failures with the missing file named; {END}", problems),
+    ]
+
+
+# --- other numbers of ranks -----------------------------------------------------------------------------------------------------------
+
+
+def rank_counts(out: Path, under: Sequence[str], steps: int = 6) -> list[Trial]:
+    """A run that continues on 1, 2 and 1 ranks: nothing is lost; sums are taken in another order, so the last bits may differ."""
+    whole, problems = whole_run(out, under, steps), list[str]()
+    for ranks, end in ((1, steps // 3), (2, 2 * steps // 3), (1, steps)):
+        if any(Job(out, "moved", steps=end, ranks=ranks, under=under).wait()):
+            problems.append(f"{ranks} ranks, to step {end}: failed; see {out / 'moved.log'}")
+    moved = out / "moved"
+    done = [row["step"] for _, row in read_jsonl(moved / "metrics.jsonl")]
+    if done != list(range(steps)):
+        problems.append(f"metrics.jsonl holds steps {done}")
+    same = total = 0
+    for step in range(steps):
+        ours, theirs = ([row["text"] for _, row in read_jsonl(run / f"rollouts/step_{step:06d}.jsonl")] for run in (moved, whole))
+        total, same = total + len(theirs), same + sum(a == b for a, b in zip(ours, theirs, strict=True))
+    ours, theirs = (load_file(run / f"checkpoints/step_{steps:06d}/hf/model.safetensors") for run in (moved, whole))
+    furthest = max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
+    if furthest > 1e-2:
+        problems.append(f"weights differ by {furthest:.1e}")
+    seen = f"every step once; {same:,} of {total:,} rollouts the same, weights within {furthest:.0e} of those of 2 ranks throughout"
+    return [Trial("ranks on resume 1 → 2 → 1", 2, 0 if problems else 2, seen, problems)]
+
+
+# --- a long run -----------------------------------------------------------------------------------------------------------------------
+
+
+SMALLEST = ("batch.prompts_rolled_out=2", "batch.prompts=2", "batch.group_size=2", "batch.optimizer_steps=1", "rollout.budget=44",
+            "checkpoint.every=50", "keep_rollouts=20")  # fmt: skip
+
+
+def long_run(out: Path, under: Sequence[str], steps: int = 2000) -> list[Trial]:
+    """Memory, descriptors and threads of a rank over a long run of the smallest steps there are: nothing may grow."""
+    out.mkdir(parents=True)
+    make_task(out)
+    job = Job(out, "long", *SMALLEST, steps=steps, ranks=1, under=under)
+    samples: list[tuple[int, int, int, int]] = []
+    job.until(job.logged, 1)
+    while job.processes[0].poll() is None:
+        if pids := job.ranks():
+            with_step = _resources(pids[0])
+            if with_step:
+                samples.append((job.logged(), *with_step))
+        time.sleep(2)
+    [code] = job.wait()
+    settled = [each for each in samples if steps // 10 <= each[0] < steps]
+    (out / "samples.json").write_text(json.dumps(samples))
+    if code or len(settled) < 4:
+        return [Trial("a long run", steps, 0, "", [f"exit code {code}, {len(settled)} samples; see {job.log}"])]
+    quarter = len(settled) // 4
+    (rss, fds, threads), (rss_end, fds_end, threads_end) = (
+        [max(each[column] for each in part) for column in (1, 2, 3)] for part in (settled[:quarter], settled[-quarter:])
+    )
+    seen = f"memory {rss} → {rss_end} MB, descriptors {fds} → {fds_end}, threads {threads} → {threads_end} (first and last quarter, most)"
+    problems = [] if rss_end <= 1.02 * rss and fds_end <= fds and threads_end <= threads else [f"something grows: {seen}"]
+    return [Trial("a long run", steps, 0 if problems else steps, seen, problems)]
+
+
+def _resources(pid: int) -> tuple[int, int, int] | None:
+    """Resident memory in MB, open descriptors, threads."""
+    try:
+        resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+        return resident, len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return None
+
+
+STOPS: dict[str, Callable[[Path, Sequence[str]], list[Trial]]] = {
+    "signals": signals,
+    "hangs": hangs,
+    "unshared": unshared,
+    "rank_counts": rank_counts,
+    "long_run": long_run,
+}
