@@ -45,6 +45,7 @@ def world(tmp_path_factory) -> Path:
         "output": str(out),
         "batch": 8,
         "token_budget": 1500,
+        "threads": 1,
         "validate_every": STOP,
         "model": {"path": str(out / "model")},
         "data": {"train": str(out / "train.jsonl"), "validation": str(out / "validation.jsonl")},
@@ -62,7 +63,6 @@ def arguments(world: Path, name: str, steps: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def one_rank(world) -> Path:
-    torch.set_num_threads(1)
     for name, steps in (("one_whole", STEPS), ("one_stopped", STOP), ("one_stopped", STEPS)):
         assert main(arguments(world, name, steps)) == 0
     return world
