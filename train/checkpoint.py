@@ -41,7 +41,7 @@ from dccot.files import flush_to_disk, write_atomic
 from dccot.model.checkpoint_io import read_companions, write_folder
 from dccot.model.folder import keep_in_manifest, step_of, verify_manifest, write_manifest
 from dccot.model.transformer import Transformer
-from dccot.runtime import Runtime, on_rank_zero
+from dccot.runtime import Runtime, inherit_timeout, on_rank_zero
 from dccot.train.dcp_reader import load_shards
 
 log = logging.getLogger(__name__)
@@ -77,6 +77,7 @@ class Checkpointer:
         self._costs: dict[str, float] = {}
         self._failures = 0  # in a row
         self._group = dist.new_group(backend="gloo")
+        inherit_timeout([self._group])
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._underway: Future[list[str]] | None = None
         if runtime.is_main:
