@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ORDER = ("foundations", "kernels", "model", "rollout", "data", "train", "eval", "front door")
 # Of dccot/; its other files are the front door.
-FOUNDATIONS = {"__version__", "command", "config", "files", "progress", "provenance", "runtime", "statistics"}
+FOUNDATIONS = {"__version__", "command", "config", "files", "progress", "provenance", "runtime", "statistics", "stops"}
 BESIDE = {"bench": "front door", "serve": "eval"}  # rooms that nobody imports, and the last room that they may import
 
 

@@ -1,5 +1,6 @@
 """A rank that hangs says where while it hangs, and is ended when it hangs for too long."""
 
+import re
 import subprocess
 import sys
 import time
@@ -38,7 +39,7 @@ def test_a_phase_far_slower_than_usual_is_reported_again_and_again_with_its_plac
         wait_for(lambda: len(caplog.records) >= 3)
     assert len(caplog.records) >= 3
     for record in caplog.records:
-        assert record.getMessage().startswith("rank 3, step 4: rollout has been running for 0 s, usually 0.0 s; last sign of life 0 s ago")
+        assert re.match(r"rank 3, step 4: rollout has been running for \d+ s, usually 0.0 s; last sign of life \d+ s ago", record.getMessage())
         assert "1 pending: p1/0/0.0\n" in record.getMessage() and "in wait_for" in record.getMessage()
 
 
@@ -68,8 +69,9 @@ def test_a_rank_that_hangs_is_ended_after_stall_seconds_and_says_where(hang, pla
         assert "ended after stall_seconds=1 without a sign of life" in done.stderr
 
 
-def test_a_rank_whose_collective_waits_for_a_rank_that_hangs_is_ended_too(torchrun):
+def test_a_rank_whose_collective_waits_for_a_rank_that_hangs_is_ended_too(torchrun, monkeypatch):
     """A real hang: rank 1 is stopped by SIGSTOP, and the collective's own time-out is far away."""
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "2")  # of the rank that stands still
     said = torchrun(2, PROGRAM, "collective", code=1)
     assert "rank 0, step 7: rollout has been running" in said and "runtime.barrier()" in said
     assert f"exitcode  : {STALLED}" in said
