@@ -5,29 +5,29 @@ python tests/train/hang_program.py lock
 
 import ctypes
 import logging
-import os
-import signal
 import sys
 import threading
+import time
 
 from dccot.runtime import Runtime
 from dccot.train.phases import Phases
 from dccot.train.watchdog import Watchdog
 
 
-def hang_in_a_lock(runtime: Runtime) -> None:
+def hang_in_a_lock(runtime: Runtime, phases: Phases) -> None:
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
 
 
-def hang_without_python(runtime: Runtime) -> None:
+def hang_without_python(runtime: Runtime, phases: Phases) -> None:
     ctypes.PyDLL(None).sleep(1000)  # unlike CDLL, keeps the interpreter's lock
 
 
-def hang_in_a_collective(runtime: Runtime) -> None:
-    if runtime.rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
+def hang_in_a_collective(runtime: Runtime, phases: Phases) -> None:
+    while runtime.rank == 1:
+        time.sleep(0.1)
+        phases.beat()
     runtime.barrier()
 
 
@@ -41,7 +41,7 @@ def main(how: str) -> None:
         phases.begin_step(7)
         with Watchdog(phases, stall_seconds=1.0), phases("rollout"):
             threading.Event().wait(0.5)
-            HANGS[how](runtime)
+            HANGS[how](runtime, phases)
 
 
 if __name__ == "__main__":

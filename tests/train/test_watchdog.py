@@ -69,9 +69,8 @@ def test_a_rank_that_hangs_is_ended_after_stall_seconds_and_says_where(hang, pla
         assert "ended after stall_seconds=1 without a sign of life" in done.stderr
 
 
-def test_a_rank_whose_collective_waits_for_a_rank_that_hangs_is_ended_too(torchrun, monkeypatch):
-    """A real hang: rank 1 is stopped by SIGSTOP, and the collective's own time-out is far away."""
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "2")  # of the rank that stands still
+def test_a_rank_that_hangs_in_a_collective_is_ended(torchrun):
+    """Rank 1 is alive and never comes; the collective's own time-out is far away."""
     said = torchrun(2, PROGRAM, "collective", code=1)
     assert "rank 0, step 7: rollout has been running" in said and "runtime.barrier()" in said
     assert f"exitcode  : {STALLED}" in said
