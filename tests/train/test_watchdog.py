@@ -38,9 +38,11 @@ def test_a_phase_far_slower_than_usual_is_reported_again_and_again_with_its_plac
     with Watchdog(phases, stall_seconds=1e9), phases("rollout"):
         wait_for(lambda: len(caplog.records) >= 3)
     assert len(caplog.records) >= 3
-    for record in caplog.records:
-        assert re.match(r"rank 3, step 4: rollout has been running for \d+ s, usually 0.0 s; last sign of life \d+ s ago", record.getMessage())
-        assert "1 pending: p1/0/0.0\n" in record.getMessage() and "in wait_for" in record.getMessage()
+    for message in (record.getMessage() for record in caplog.records):
+        assert re.match(
+            r"rank 3, step 4: rollout has been running for \d+ s, usually 0.0 s; last sign of life \d+ s ago; 1 pending: p1", message
+        )
+        assert "in wait_for" in message
 
 
 def test_phases_that_end_in_time_are_not_reported(phases, caplog):
