@@ -74,8 +74,6 @@ RL = {
     "profile": {"steps": [1]},
 }
 
-SETTINGS = ("optimizer.learning_rate=0.0003", "checkpoint.keep=2", "checkpoint.keep_hf_every=null", "profile.steps=[]")  # of a faulted run
-
 
 def write_problems(path: Path, count: int = 24, digit: str = "3") -> None:
     write_jsonl_atomic(path, [{"id": f"p{i}", "question": f"Say {digit}, case {i}.", "gold": digit} for i in range(count)])
