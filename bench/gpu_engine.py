@@ -224,6 +224,7 @@ def tensor_parallel(context: Context) -> str:
     engine = VllmEngine(model_folder(context), engine_settings(context, "float32", tensor_parallel=2))
     engine.load(full_parameters(model))
     ids = greedy(engine)
+    engine.shutdown()
     assert len({json.dumps(each) for each in runtime.gather(ids)}) == 1, "the two ranks of one engine have different ids"
     expected = greedy_of_transformers(transformers_model(context), engine.tokenizer)
     return same_ids(ids, expected, "the same as transformers")

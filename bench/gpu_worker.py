@@ -54,6 +54,8 @@ if __name__ == "__main__":
     folder, device, model, limit, *names = sys.argv[1:]
     faulthandler.dump_traceback_later(max(1.0, float(limit) - 3), exit=False)  # where it hung, for the log
     code = work(Context(Path(folder), device, model), names)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)  # engines and process groups end with the process, whatever state they are in
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if device == "cuda":
+        os._exit(code)  # whatever state the driver and NCCL are in: what was found is written
+    sys.exit(code)  # on a CPU, ranks of one engine leave shared memory behind unless they end in order
