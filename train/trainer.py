@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dccot.model.sharding import DTYPES, ShardingConfig, build_model
 from dccot.progress import Progress
-from dccot.runtime import Runtime
+from dccot.runtime import Runtime, inherit_timeout
 from dccot.stops import Stopped, asked, listening
 from dccot.train.checkpoint import CheckpointConfig, Checkpointer
 from dccot.train.flops import training_speed
@@ -82,6 +83,7 @@ class Trainer(Generic[C]):
         self.progress = stack.enter_context(progress)
         self._finished: tuple[int, dict[str, Any]] | None = None  # the last whole step since the start, as a checkpoint would keep it
         self._saved, self._saved_at = self.first_step, time.monotonic()
+        inherit_timeout(dist.distributed_c10d._world.pg_map)  # the engine has groups of its own
         stack.enter_context(Watchdog(self.phases, config.stall_seconds))
         stack.enter_context(listening(wait=True))
         stack.push(self._save_before_stopping)

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from dccot.files import BadData
-from dccot.model.folder import best_checkpoint, find_model, kept_steps, resolve_model, validated_checkpoints, write_manifest
+from dccot.model.folder import (
+    best_checkpoint,
+    find_model,
+    kept_steps,
+    resolve_model,
+    validated_checkpoints,
+    verify_manifest,
+    write_manifest,
+)
 
 
 @pytest.fixture
@@ -92,3 +100,16 @@ def test_a_manifest_that_leads_outside_its_checkpoint_is_refused(run, tmp_path):
     (step / "manifest.json").write_text(json.dumps({"hf/config.json": {"size": 2, "sha256": ""}}))
     with pytest.raises(BadData, match=r"config.json leads outside the checkpoint"):
         resolve_model(run)
+
+
+def test_ranks_that_share_the_reading_of_a_checkpoint_read_every_file_once(tmp_path):
+    step = tmp_path / "step_000001"
+    for name in ("dcp/a", "dcp/b", "dcp/c", "hf/d", "state.json"):
+        (step / name).parent.mkdir(parents=True, exist_ok=True)
+        (step / name).write_text(name)
+    write_manifest(step)
+    for name in ("dcp/a", "dcp/b", "dcp/c"):
+        (step / name).write_text(name.upper())
+        found = [verify_manifest(step, "dcp/", slice(rank, None, 2)) for rank in (0, 1)]
+        assert [damage for damage in found if damage] == [f"{name} has another checksum than when it was written"]
+        (step / name).write_text(name)

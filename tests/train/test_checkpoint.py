@@ -19,7 +19,7 @@ import dccot.train.checkpoint as checkpoint_module
 from dccot.files import BadData
 from dccot.model.folder import resolve_model, verify_manifest
 from dccot.model.sharding import ShardingConfig, build_model
-from dccot.runtime import Runtime
+from dccot.runtime import Runtime, set_timeout
 from dccot.train.checkpoint import CheckpointConfig, Checkpointer
 from dccot.train.dcp_reader import load_shards
 from dccot.train.update import OptimizerConfig, make_optimizer
@@ -306,6 +306,19 @@ def test_one_that_is_written_makes_up_for_those_that_failed(checkpointer, traine
         assert keeper.costs()["checkpoint/failures"] == 1
         assert saved(keeper, step + 1, *trained, {})
         assert keeper.costs()["checkpoint/failures"] == 0
+
+
+def test_the_runs_time_out_reaches_the_checkpoints_group(checkpointer, runtime):
+    try:
+        set_timeout(77)
+        assert checkpointer()._group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 77
+    finally:
+        set_timeout(1800)
+
+
+def test_what_rank_zero_does_alone_may_take_longer_than_a_collective(torchrun):
+    said = torchrun(2, "tests.train.alone_program")
+    assert said.count("rank 0 has found 42") == 2
 
 
 def test_the_last_checkpoint_of_a_run_must_be_written(checkpointer, trained):

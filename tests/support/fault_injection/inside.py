@@ -137,7 +137,14 @@ def main(out: Path) -> None:
     """What each of the two ranks runs: one engine, one trial after another."""
     torch.set_num_threads(1)
     runtime = Runtime.start(TIMEOUT_SECONDS)
-    small = ["steps=3", "batch.prompts_rolled_out=2", "batch.prompts=2", "profile.steps=[]", "checkpoint.keep_hf_every=null"]
+    small = [
+        f"timeout_seconds={TIMEOUT_SECONDS}",
+        "steps=3",
+        "batch.prompts_rolled_out=2",
+        "batch.prompts=2",
+        "profile.steps=[]",
+        "checkpoint.keep_hf_every=null",
+    ]
 
     def settings(name: str, *more: str) -> RLConfig:
         return load_config(RLConfig, out / "rl.yaml", [f"name={name}", *small, *more])
