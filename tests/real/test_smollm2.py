@@ -43,11 +43,13 @@ def test_logits_are_those_of_transformers(smollm2, measured):
 
 @pytest.mark.parametrize("dtype, mean, largest", [("float32", 1e-5, 1e-3), ("bfloat16", 0.04, 2.0)])
 def test_rollout_is_training(smollm2, measured, dtype, mean, largest):
-    """Promise 1. One problem is solved in the prompt, with workers, so that the untrained model writes tags as well."""
+    """Promise 1. One problem is solved in the prompt, with workers, and the next one is begun, so that the untrained model spawns, too."""
     solved, *asked = [problem for problem, _ in zip(problem_stream(0, "base", set()), range(30)) if "-things-" in problem.id]
     shown = f"{solved.question}\n{rewrite_parallel(solved, solved.solution)}"
     with open_engine(smollm2, EngineConfig(dtype=dtype, context=2048, max_sequences=64)) as engine:
-        prompts = [PromptConfig(max_prompt_tokens=1024).ids(engine.tokenizer, f"{shown}\n\n{one.question}") for one in asked]
+        ask = PromptConfig(max_prompt_tokens=1024)
+        begun = [engine.tokenizer.encode(one.solution.split("\n")[1] + "\n") for one in asked]  # Three parts: … to …, … to …, … to ….
+        prompts = [ask.ids(engine.tokenizer, f"{shown}\n\n{one.question}") + plan for one, plan in zip(asked, begun)]
         requests = [Request(str(i), i, prompts[i % len(prompts)]) for i in range(RESPONSES)]
         responses = [response for _, response in generate(engine, requests, ROLLOUT, seed=(0,))]
     model = Transformer(read_config(smollm2))
