@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dccot.config import to_plain
-from dccot.files import checksum, write_atomic
+from dccot.files import checksum, flush_to_disk, write_atomic
 from dccot.model.folder import find_model, model_checksums
 from dccot.provenance import code_version, differences
 from dccot.recipe import StagePlan
@@ -29,6 +29,10 @@ def finished(plan: StagePlan) -> dict[str, Any] | None:
 
 
 def write_mark(plan: StagePlan, seconds: float, made_from: dict[str, Any]) -> None:
+    """All that a stage has left is on the disk before the mark that says so."""
+    for path in plan.folder.rglob("*"):
+        if path.is_file() or path.is_dir():
+            flush_to_disk(path)
     write_atomic(plan.mark, json.dumps({"seconds": seconds, "made_from": made_from}, indent=1, ensure_ascii=False))
 
 

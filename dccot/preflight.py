@@ -24,7 +24,7 @@ from dccot.files import BadData, read_jsonl
 from dccot.marks import changes, finished
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import find_model
-from dccot.provenance import code_version
+from dccot.provenance import code_version, describe_code
 from dccot.recipe import SHARED, Recipe, StagePlan
 from dccot.stages import KINDS, Need, load_stage
 from dccot.train.plan import GB, checkpoint_bytes, parameters, training_peak
@@ -84,8 +84,8 @@ class Checked:
 
     def remarks(self) -> list[str]:
         """What a person should know, though the recipe can run."""
-        now = f"{code_version()['version']}, source {code_version()['sha256'][:8]}"
-        return [f"made by other code than this ({now}): {', '.join(self.other_code)}"] if self.other_code else []
+        by = f"made by other code than this ({describe_code(code_version())}): "
+        return [by + ", ".join(self.other_code)] if self.other_code else []
 
 
 def check_recipe(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: Collection[str] = ()) -> Checked:

@@ -48,6 +48,11 @@ def code_version() -> dict[str, Any]:
     return {"version": __version__, "commit": commit, "dirty": dirty, "sha256": source}
 
 
+def describe_code(code: Mapping[str, Any]) -> str:
+    commit = f"commit {code['commit'][:8]}{' with changes' if code['dirty'] else ''}, " if code["commit"] else ""
+    return f"dccot {code['version']}, {commit}source {code['sha256'][:8]}"
+
+
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20)

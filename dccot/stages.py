@@ -34,7 +34,8 @@ from dccot.miniature.lists import ListsConfig, make_lists
 from dccot.miniature.world import WorldConfig, make_world
 from dccot.model.checkpoint_io import stored_parameters
 from dccot.model.folder import resolve_model
-from dccot.recipe import StagePlan, stage_seed
+from dccot.provenance import describe_code
+from dccot.recipe import Recipe, StagePlan, stage_seed
 from dccot.rollout.interface import Engine, open_engine
 from dccot.rollout.settings import EngineConfig
 from dccot.runtime import Runtime
@@ -324,6 +325,13 @@ def _report_needs(plan: StagePlan, config: ReportStage) -> list[Need]:
     return evaluated + [Need("other_seeds", f"{folder}/recipe.yaml", "file") for folder in config.other_seeds]
 
 
+def _made_by(recipe: Recipe) -> str:
+    """Which code has made the finished stages: that they were made by several versions of it belongs on the page."""
+    marks = [json.loads(mark.read_text()) for name in recipe.all_stages() if (mark := recipe.folder / name / "done.json").is_file()]
+    codes = {describe_code(mark["made_from"]["code"]) for mark in marks if "made_from" in mark}
+    return f"Made by {'; '.join(sorted(codes))}." if codes else ""
+
+
 def _run_report(context: Context, config: ReportStage) -> None:
     if not context.runtime.is_main:
         return
@@ -337,7 +345,7 @@ def _run_report(context: Context, config: ReportStage) -> None:
         [folder / name for name, kind in kinds.items() if kind == "rl"],
         context.folder,
         config.title,
-        [f"The recipe {recipe.name} with seed {recipe.seed}; its own ± are those of one run.", *config.notes],
+        [f"The recipe {recipe.name} with seed {recipe.seed}; its own ± are those of one run. {_made_by(recipe)}", *config.notes],
         baseline=config.baselines,
         latencies=[folder / name for name, kind in kinds.items() if kind == "latency"],
         kind=config.kind,

@@ -6,7 +6,7 @@ The heart of it: one RL run on two ranks, with a real engine in each, is killed 
 at random moments of every phase and of writing a checkpoint; now and then its newest checkpoint is damaged, and once the disk is full.
 The same command continues each time, or torchrun restarts it. In the end it must equal a run that nobody touched: weights and
 optimizer to the bit, every step once in metrics.jsonl and in TensorBoard, the same rollouts. The other faults are in
-faults.py, what a cluster does in stops.py.
+faults.py, folders.py and power.py, what a cluster does in stops.py.
 
     report.json   one row per fault: how often it was tried, how often survived, what was seen       logs/   what every launch printed
 """
@@ -31,11 +31,13 @@ from dccot.files import read_jsonl
 from dccot.model.folder import verify_manifest
 from tests.support.fault_injection.compare import SETTINGS, differences
 from tests.support.fault_injection.faults import FAULTS, PLANTED, Trial, planted_keys_in
+from tests.support.fault_injection.folders import folders
+from tests.support.fault_injection.power import power_cuts
 from tests.support.fault_injection.rank import FILES, FULL_DISK, PHASES, Kill
 from tests.support.fault_injection.stops import STOPS
 
 RANKS = 2
-TRIALS = FAULTS | STOPS
+TRIALS = {**FAULTS, **STOPS, "folders": folders, "power": power_cuts}
 MADE_HERE = ".torture"  # marks a folder that may be emptied
 DAMAGES = ("a flipped bit", "a file cut short", "a missing file", "a broken manifest")
 
