@@ -24,7 +24,8 @@ from dccot.train.sft import main
 from tests.support.fault_injection.rank import descendants
 
 PROGRAM = Path(__file__).with_name("sft_program.py")
-STEPS, STOP = 6, 3
+STEPS, STOP, LONG = 6, 3, 60
+BY_SIGNALS = "checkpoint.every=1000"  # nothing else makes it save before the end
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,7 @@ def one_rank(world) -> Path:
 @pytest.fixture(scope="module")
 def two_ranks(world) -> Path:
     runs = [arguments(world, "two_whole", STEPS), arguments(world, "two_stopped", STOP), arguments(world, "two_stopped", STEPS)]
+    runs.append([*arguments(world, "long_whole", LONG), BY_SIGNALS])
     (world / "runs.json").write_text(json.dumps(runs))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(PROGRAM), str(world / "runs.json")]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900)
@@ -143,15 +145,9 @@ class Job:
         return path.exists() and len(path.read_text().splitlines()) >= step
 
 
-LONG = 60
-
-
-def test_a_run_that_is_told_to_save_and_then_to_stop_ends_in_the_same_bits(world):
-    """SIGUSR1 to one rank, SIGTERM to torchrun, which gives it to its ranks; nothing else makes them save before the end."""
-    by_signals = "checkpoint.every=1000"
-    whole = Job(world, "long_whole", by_signals)
-    assert whole.process.wait(300) == 0, whole.log.read_text()
-    job = Job(world, "signalled", by_signals)
+def test_a_run_that_is_told_to_save_and_then_to_stop_ends_in_the_same_bits(two_ranks):
+    """SIGUSR1 to one rank, SIGTERM to torchrun, which gives it to its ranks."""
+    job = Job(two_ranks, "signalled", BY_SIGNALS)
     job.wait_until(lambda: job.at_step(5))
     os.kill(descendants(job.process.pid)[1], signal.SIGUSR1)
     job.wait_until((job.run / "latest").exists)
@@ -162,9 +158,9 @@ def test_a_run_that_is_told_to_save_and_then_to_stop_ends_in_the_same_bits(world
     stopped = (job.run / "latest").read_text()
     assert "step_000005" <= saved < stopped < f"step_{LONG:06d}"
     assert len(metrics(job.run)) == int(stopped.removeprefix("step_")), "it stopped where it saved"
-    again = Job(world, "signalled", by_signals)
+    again = Job(two_ranks, "signalled", BY_SIGNALS)
     assert again.process.wait(300) == 0, again.log.read_text()
-    assert_same_bits(weights(job.run, LONG), weights(whole.run, LONG))
+    assert_same_bits(weights(job.run, LONG), weights(two_ranks / "long_whole", LONG))
     assert [row["step"] for row in metrics(job.run)] == list(range(LONG))
 
 

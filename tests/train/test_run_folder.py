@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -93,3 +94,9 @@ print((out / "rows.jsonl").read_text(), end="")
 """
     done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines() == ["[Errno 37] No locks available"] * 2 + ["None", '{"a": 1}'], done.stderr
+
+
+def test_ranks_that_do_not_share_the_folder_are_refused_by_name(torchrun, tmp_path):
+    said = torchrun(2, "tests.train.apart_program", str(tmp_path))
+    refusal = f"run of rank 0 on {socket.gethostname()} is another folder than that of rank 1 on {socket.gethostname()}; set output to"
+    assert said.count(refusal) == 2, "both ranks say so, and end"

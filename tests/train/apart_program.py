@@ -1,0 +1,22 @@
+"""Two ranks that mean different folders by the same relative path, as with a disk that is not shared.
+
+torchrun --nproc_per_node 2 -m tests.train.apart_program FOLDER
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from dccot.config import ConfigError
+from dccot.runtime import Runtime
+from dccot.train.run import require_shared
+
+if __name__ == "__main__":
+    with Runtime.start(timeout_seconds=60) as runtime:
+        home = Path(sys.argv[1]) / str(runtime.rank)
+        (home / "run").mkdir(parents=True)
+        os.chdir(home)
+        try:
+            require_shared(Path("run"), runtime, patience=0.5)
+        except ConfigError as refused:
+            print(refused, flush=True)
