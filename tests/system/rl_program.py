@@ -6,6 +6,8 @@ The task is that of bench/task.py: a reward of mean 0.1875 at the start, and var
 """
 
 import gc
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -16,12 +18,38 @@ from dccot.config import load_config
 from dccot.model.transformer import Transformer
 from dccot.rollout.engine import VllmEngine
 from dccot.runtime import Runtime, free_memory
+from dccot.stops import Stopped, asked
 from dccot.train.rl import train
 from dccot.train.rl_config import RLConfig
 
 
 def settings(out: Path, name: str, steps: int, *more: str) -> RLConfig:
     return load_config(RLConfig, out / "rl.yaml", [f"name={name}", f"steps={steps}", *more])
+
+
+def stop_in_a_rollout(out: Path, engine: VllmEngine, runtime: Runtime) -> None:
+    """The last rank gets SIGTERM in the middle of the second step's rollout; then the same command again."""
+    config, begin, step = settings(out, "signalled", 3, "checkpoint.every=1000"), engine.forget_prefixes, engine.step
+    begun = 0  # the weights loaded, the first rollout, the weights loaded again, the second rollout
+
+    def count() -> None:
+        nonlocal begun
+        begun += 1
+        begin()
+
+    def signalled() -> list:
+        if begun == 4 and runtime.rank == runtime.ranks - 1 and not asked.stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step()
+
+    engine.forget_prefixes, engine.step = count, signalled
+    try:
+        train(config, engine)
+    except Stopped:
+        (out / f"stopped_{runtime.rank}.txt").write_text(f"{begun} {(out / 'signalled' / 'latest').read_text()}")
+    finally:
+        engine.forget_prefixes, engine.step = begin, step
+    train(config, engine)
 
 
 def main(out: Path, steps: int) -> None:
@@ -40,6 +68,7 @@ def main(out: Path, steps: int) -> None:
     (out / f"left_over_{runtime.rank}.txt").write_text(str(left_over))
     for stop_after in (2, 3):  # stopped after step 2, then the same command again
         train(settings(out, "stopped", stop_after), engine)
+    stop_in_a_rollout(out, engine, runtime)
     validated = (f"data.validation={out / 'held_out.jsonl'}", "validation.every=2", "validation.samples=4", "validation.problems=2")
     train(settings(out, "filtered", 2, "filter=remove_easy", "batch.prompts=12", *validated), engine)
     try:

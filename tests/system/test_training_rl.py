@@ -58,6 +58,14 @@ def test_a_run_that_was_stopped_has_every_step_once_in_its_metrics(runs):
         assert {name: stopped[name] for name in same} == {name: whole[name] for name in same}
 
 
+def test_a_run_that_one_rank_is_told_to_stop_in_a_rollout_saves_the_step_before_and_ends_in_the_same_bits(runs):
+    ranks, out = runs
+    for rank in range(ranks):
+        assert (out / f"stopped_{rank}.txt").read_text().split() == ["4", "step_000001"]
+    assert weights(out / "signalled", 3) == weights(out / "whole", 3)
+    assert [row["step"] for row in metrics(out / "signalled")] == [0, 1, 2]
+
+
 def test_replaying_a_saved_batch_gives_the_update_that_was_made_with_it(runs):
     _, out = runs
     assert weights(out / "replayed", 1) == weights(out / "whole", 1)
