@@ -25,9 +25,8 @@ def differences(run: Path, whole: Path, steps: int) -> list[str]:
                         for each in (run, whole))  # fmt: skip
         if not ours or ours != theirs:
             found.append(f"{folder}/ of {last} is not bit-identical")
-    for step in range(steps):
-        name = f"rollouts/step_{step:06d}.jsonl"
-        if not (run / name).exists() or _sha(run / name) != _sha(whole / name):
+    for name in sorted({f"rollouts/{path.name}" for each in (run, whole) for path in (each / "rollouts").glob("*.jsonl")}):
+        if not ((run / name).exists() and (whole / name).exists()) or _sha(run / name) != _sha(whole / name):
             found.append(f"{name} differs or is missing")
     ours, theirs = (_comparable([row for _, row in read_jsonl(each / "metrics.jsonl")]) for each in (run, whole))
     if [row["step"] for row in ours] != list(range(steps)):

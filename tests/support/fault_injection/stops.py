@@ -19,7 +19,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from dccot.bench.task import make_task
-from dccot.files import read_jsonl
+from dccot.files import read_jsonl, write_jsonl_atomic
 from dccot.train.watchdog import STALLED
 from tests.support.fault_injection.compare import SETTINGS, differences
 from tests.support.fault_injection.faults import Trial
@@ -27,19 +27,31 @@ from tests.support.fault_injection.rank import descendants
 
 PATIENCE = 240.0  # seconds for anything to happen
 STEPS = 60
+RL, SFT = ({"module": f"dccot.train.{name}", "config": f"{name}.yaml"} for name in ("rl", "sft"))
 BY_SIGNALS = ("checkpoint.every=100000",)  # nothing else saves before the end
 END = "ends in the bits of the run that nobody touched, every step once"
 
 
 class Job:
-    """`dccot rl` on some ranks in the background, under torchrun or, as srun would, without it."""
+    """`dccot rl`, or another module with its configuration, on some ranks in the background, under torchrun or, as with srun, without."""
 
-    def __init__(self, out: Path, name: str, *settings: str, ranks: int = 2, under: Sequence[str] = (), module: str = "dccot.train.rl",
-                 steps: int = STEPS, torchrun: Sequence[str] | None = (), wrap: Sequence[str] = (), **environment: str):  # fmt: skip
+    def __init__(
+        self,
+        out: Path,
+        name: str,
+        *settings: str,
+        ranks: int = 2,
+        steps: int = STEPS,
+        module: str = "dccot.train.rl",
+        config: str = "rl.yaml",
+        under: Sequence[str] = (),
+        torchrun: Sequence[str] | None = (),  # its options
+        wrap: Sequence[str] = (),  # what ranks other than 0 are started with
+    ):
         self.run, self.log = out / name, out / f"{name}.log"
         self.before = self.said()
-        command = ["-m", module, str(out / "rl.yaml"), f"name={name}", f"steps={steps}", *SETTINGS, *settings]
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", **environment}
+        command = ["-m", module, str(out / config), f"name={name}", f"steps={steps}", *SETTINGS, *settings]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *(torchrun or ())]
         with self.log.open("a") as said:
             streams = {"stdout": said, "stderr": said}
@@ -65,7 +77,7 @@ class Job:
                 executable = Path(f"/proc/{pid}/cmdline").read_text()
             except OSError:
                 continue
-            if "RANK" in variables and "rl.yaml" in executable:
+            if "RANK" in variables and ".yaml" in executable:
                 found.setdefault(int(variables["RANK"]), pid)
         return [found[rank] for rank in sorted(found)]
 
@@ -99,25 +111,39 @@ class Job:
         return [process.wait() for process in self.processes]
 
 
-def whole_run(out: Path, under: Sequence[str], steps: int = STEPS) -> Path:
+def whole_run(out: Path, under: Sequence[str], steps: int = STEPS, kind: dict[str, str] = RL) -> Path:
+    if (out / "whole" / "checkpoints" / f"step_{steps:06d}").is_dir():
+        return out / "whole"
     out.mkdir(parents=True, exist_ok=True)
     make_task(out)
-    job = Job(out, "whole", *BY_SIGNALS, steps=steps, under=under)
+    make_demonstrations(out)
+    job = Job(out, "whole", *BY_SIGNALS, steps=steps, under=under, **kind)
     if any(job.wait()):
         raise RuntimeError(f"the run that nobody touches failed; see {job.log}")
     return job.run
 
 
+def make_demonstrations(out: Path) -> None:
+    """SFT on the task's model: no engine has to start."""
+    workers = "".join(f"<worker_{i}>{letter}</worker_{i}>" for i, letter in enumerate("klm", 1))
+    completion = f"<think>\na<spawn_workers>{workers}</spawn_workers>z</think><answer>\\boxed{{3}}</answer>"
+    rows = [{"id": str(i), "question": f"Say 3, case {i}.", "completion": completion} for i in range(40)]
+    write_jsonl_atomic(out / "demonstrations.jsonl", rows)
+    paths = {"output": str(out), "model": {"path": str(out / "model")}, "data": {"train": str(out / "demonstrations.jsonl")}}
+    rest = {"batch": 8, "token_budget": 300, "threads": 1, "sharding": {"compute_dtype": "float32"}, "checkpoint": {"every": 1}}
+    (out / "sft.yaml").write_text(json.dumps(paths | rest))
+
+
 # --- signals ------------------------------------------------------------------------------------------------------------------------
 
 
-def signals(out: Path, under: Sequence[str], count: int = 20, seed: int = 0, steps: int = STEPS) -> list[Trial]:
-    """SIGUSR1 and SIGTERM in turn, at random moments, to torchrun, to all ranks (as SLURM does), or to one; then to the end."""
+def signals(out: Path, under: Sequence[str], launches: int = 7, seed: int = 0, steps: int = STEPS) -> list[Trial]:
+    """Twice SIGUSR1, then SIGTERM, at random moments, to torchrun, to all ranks (as SLURM does), or to one; again; then to the end."""
     whole, rng, problems, sent = whole_run(out, under, steps), random.Random(seed), list[str](), {"SIGUSR1": 0, "SIGTERM": 0}
-    for launch in range(count // 2):
+    for launch in range(launches):
         job = Job(out, "signalled", *BY_SIGNALS, steps=steps, under=under, torchrun=["--shutdown-timeout=120"])
         began = job.logged()
-        for number in (signal.SIGUSR1, signal.SIGTERM):
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
             wanted = max(began, job.logged()) + rng.randint(1, 2)
             if not job.until(job.logged, wanted):
                 problems.append(f"launch {launch}: it ended before {number.name}; see {job.log}")
@@ -154,7 +180,7 @@ def signals(out: Path, under: Sequence[str], count: int = 20, seed: int = 0, ste
 def hangs(out: Path, under: Sequence[str], steps: int = 8) -> list[Trial]:
     """The engine of rank 1 never returns; then rank 1 itself stands still while rank 0 waits for it in a collective."""
     whole = whole_run(out, under, steps)
-    job = Job(out, "hung", "stall_seconds=15", "checkpoint.every=1", steps=steps, under=under, module="tests.support.fault_injection.hang",
+    job = Job(out, "hung", "stall_seconds=30", "checkpoint.every=1", steps=steps, under=under, module="tests.support.fault_injection.hang",
               torchrun=["--max-restarts=2", "--shutdown-timeout=5"])  # fmt: skip
     [code], said = job.wait(), job.said()
     problems = [] if code == 0 else [f"exit code {code}; see {job.log}"]
@@ -176,18 +202,18 @@ def hangs(out: Path, under: Sequence[str], steps: int = 8) -> list[Trial]:
 # --- a disk that ranks do not share ---------------------------------------------------------------------------------------------------
 
 
-def unshared(out: Path, under: Sequence[str], steps: int = 40) -> list[Trial]:
+def unshared(out: Path, under: Sequence[str], steps: int = 200) -> list[Trial]:
     """Rank 1 in a mount namespace of its own: another disk from the start, then one that goes away during the run."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         return [Trial("ranks that do not share a disk", 0, 0, "not tried: unshare -m needs root")]
-    whole, problems = whole_run(out, under, steps), list[str]()
+    whole, problems = whole_run(out, under, steps, SFT), list[str]()
     (out / "apart").mkdir()
     apart = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs tmpfs "{out / "apart"}" && exec "$@"', "sh"]
-    job = Job(out, "apart", steps=steps, torchrun=None, wrap=apart, under=under)
+    job = Job(out, "apart", steps=steps, torchrun=None, wrap=apart, under=under, **SFT)
     if set(job.wait()) != {2} or "is another folder than that of rank 1 on" not in job.said():
         problems.append(f"another disk from the start was not refused; see {job.log}")
     refused = not problems
-    job = Job(out, "lost", "checkpoint.every=1", steps=steps, torchrun=None, wrap=["unshare", "-m"], under=under)
+    job = Job(out, "lost", steps=steps, torchrun=None, wrap=["unshare", "-m"], under=under, **SFT)
     job.until(job.newest, 3)
     nowhere = ["nsenter", "-t", str(job.ranks()[1]), "-m", "mount", "-t", "tmpfs", "tmpfs", str(job.run / "checkpoints")]
     subprocess.run(nowhere, check=True)
@@ -196,7 +222,7 @@ def unshared(out: Path, under: Sequence[str], steps: int = 40) -> list[Trial]:
         problems.append(f"exit codes {codes} when the disk went away; see {job.log}")
     if list((job.run / "checkpoints").glob(".*.partial")) or job.newest() < 3:
         problems.append("something half-written was left")
-    if any(Job(out, "lost", "checkpoint.every=1", steps=steps, under=under, torchrun=None).wait()):
+    if any(Job(out, "lost", steps=steps, under=under, torchrun=None, **SFT).wait()):
         problems.append("it did not continue when the disk was back")
     problems += differences(job.run, whole, steps)
     return [
@@ -208,33 +234,29 @@ def unshared(out: Path, under: Sequence[str], steps: int = 40) -> list[Trial]:
 # --- other numbers of ranks -----------------------------------------------------------------------------------------------------------
 
 
-def rank_counts(out: Path, under: Sequence[str], steps: int = 6) -> list[Trial]:
+def rank_counts(out: Path, under: Sequence[str], steps: int = 30) -> list[Trial]:
     """A run that continues on 1, 2 and 1 ranks: nothing is lost; sums are taken in another order, so the last bits may differ."""
-    whole, problems = whole_run(out, under, steps), list[str]()
+    whole, problems, moved = whole_run(out, under, steps, SFT), list[str](), out / "moved"
     for ranks, end in ((1, steps // 3), (2, 2 * steps // 3), (1, steps)):
-        if any(Job(out, "moved", steps=end, ranks=ranks, under=under).wait()):
+        if any(Job(out, "moved", steps=end, ranks=ranks, under=under, **SFT).wait()):
             problems.append(f"{ranks} ranks, to step {end}: failed; see {out / 'moved.log'}")
-    moved = out / "moved"
-    done = [row["step"] for _, row in read_jsonl(moved / "metrics.jsonl")]
-    if done != list(range(steps)):
-        problems.append(f"metrics.jsonl holds steps {done}")
-    same = total = 0
-    for step in range(steps):
-        ours, theirs = ([row["text"] for _, row in read_jsonl(run / f"rollouts/step_{step:06d}.jsonl")] for run in (moved, whole))
-        total, same = total + len(theirs), same + sum(a == b for a, b in zip(ours, theirs, strict=True))
-    ours, theirs = (load_file(run / f"checkpoints/step_{steps:06d}/hf/model.safetensors") for run in (moved, whole))
-    furthest = max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
-    if furthest > 1e-2:
-        problems.append(f"weights differ by {furthest:.1e}")
-    seen = f"every step once; {same:,} of {total:,} rollouts the same, weights within {furthest:.0e} of those of 2 ranks throughout"
+    ours, theirs = ([row for _, row in read_jsonl(run / "metrics.jsonl")] for run in (moved, whole))
+    if [row["step"] for row in ours] != list(range(steps)):
+        problems.append(f"metrics.jsonl holds steps {[row['step'] for row in ours]}")
+    loss = max(abs(a["policy/loss"] / b["policy/loss"] - 1) for a, b in zip(ours, theirs))
+    mine, other = (load_file(run / f"checkpoints/step_{steps:06d}/hf/model.safetensors") for run in (moved, whole))
+    furthest = max(float((mine[name] - other[name]).abs().max()) for name in other)
+    seen = f"every step once; losses within {loss:.0e} and weights within {furthest:.0e} of those of 2 ranks throughout (SFT)"
+    if loss > 1e-4 or furthest > 1e-3:
+        problems.append(f"further away than rounding explains: {seen}")
     return [Trial("ranks on resume 1 → 2 → 1", 2, 0 if problems else 2, seen, problems)]
 
 
 # --- a long run -----------------------------------------------------------------------------------------------------------------------
 
 
-SMALLEST = ("batch.prompts_rolled_out=2", "batch.prompts=2", "batch.group_size=2", "batch.optimizer_steps=1", "rollout.budget=44",
-            "checkpoint.every=50", "keep_rollouts=20")  # fmt: skip
+SMALLEST = ("batch.prompts_rolled_out=1", "batch.prompts=1", "batch.group_size=2", "batch.optimizer_steps=1", "rollout.budget=44",
+            "checkpoint.every=100", "keep_rollouts=20")  # fmt: skip
 
 
 def long_run(out: Path, under: Sequence[str], steps: int = 2000) -> list[Trial]:
