@@ -61,10 +61,14 @@ def _yarn(period: Tensor, rope: RopeConfig) -> Tensor:
 
 
 @torch.no_grad()
-def cos_sin(position: Tensor, rope: RopeConfig, head_dim: int) -> tuple[Tensor, Tensor]:
-    """fp32 [N, 1, D/2] each: computed once per forward, shared by all layers and heads."""
+def cos_sin(position: Tensor, rope: RopeConfig, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """fp32 [N, 1, D/2] each, with the values that `dtype` has: vLLM and transformers keep theirs in the model's precision.
+
+    Computed once per forward, shared by all layers and heads.
+    """
     angle = position[:, None, None].float() * inverse_frequencies(rope, head_dim, position.device)
-    return angle.cos() * rope.attention_factor, angle.sin() * rope.attention_factor
+    cos, sin = angle.cos() * rope.attention_factor, angle.sin() * rope.attention_factor
+    return cos.to(dtype).float(), sin.to(dtype).float()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

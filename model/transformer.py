@@ -102,7 +102,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, position: Tensor, mask: TreeMask) -> Tensor:
         x = self.embed_tokens(tokens)
-        cos, sin = cos_sin(position, self.config.rope, self.config.head_dim)
+        cos, sin = cos_sin(position, self.config.rope, self.config.head_dim, x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin, mask)
         return self.norm(x)

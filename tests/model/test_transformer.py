@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dccot.kernels.tree_attention import TreeMask
 from dccot.model.checkpoint_io import load_weights
@@ -129,6 +131,17 @@ def test_rotation_of_bf16_rounds_once():
     exact = torch.cat([left * angle.cos() - right * angle.sin(), right * angle.cos() + left * angle.sin()], dim=-1)
     error = (rotate(x, *cos_sin(position, rope, 64)).double() - exact).abs()
     assert (error <= exact.abs() * 2**-8 + 0.01).all()  # half a unit in the last place; fp32 angles at 30,000 are good to 0.002
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_cos_and_sin_have_the_values_that_transformers_uses(dtype):
+    """In its precision, and vLLM's; what is computed with them is fp32."""
+    config = LlamaConfig(hidden_size=128, num_attention_heads=2, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0})
+    position = torch.arange(30_000, 30_050)
+    theirs = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=dtype), position[None])
+    for ours, expected in zip(cos_sin(position, RopeConfig(theta=10_000.0), 64, dtype), theirs, strict=True):
+        assert ours.dtype == torch.float32
+        assert torch.equal(ours[:, 0], expected[0, :, :32].float())
 
 
 def test_rotation_stays_fp32_in_a_bf16_model(raw_config, write_checkpoint, tmp_path):
