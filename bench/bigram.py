@@ -44,18 +44,19 @@ class Chances:
     spawn: float = 1 / 24
     close: float = 1 / 16  # for each worker's closing tag; the other workers' tags are noise in a worker's text
     eos: float = 1 / 64
-    answer: float = 0.0  # of </think>, which <answer> follows; single tags only
+    answer: float = 0.0  # of </think>, which <answer> follows; not with spelled tags
 
 
 def tokenizer(tags: str, workers: int = 3) -> PreTrainedTokenizerFast:
-    """Characters, and the tags as single special tokens or spelled with several."""
+    """Characters, and the tags as single special tokens or spelled with several; mixed: those of the workers spelled."""
     backend = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(CHARACTERS)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True) for token in (BOS, EOS, USER, ASSISTANT)])
-    if tags == "single":
-        backend.add_special_tokens([AddedToken(tag, special=True) for tag in all_tags(workers)])
-    else:
+    if tags != "spelled":
+        whole = [tag for tag in all_tags(workers) if tags == "single" or "worker_" not in tag]
+        backend.add_special_tokens([AddedToken(tag, special=True) for tag in whole])
+    if tags != "single":
         backend.add_tokens([AddedToken(piece, normalized=False) for piece in TAG_PIECES])
     # transformers adds <|endoftext|> to the tokenizer of every qwen2 model whose unknown and padding tokens are not named
     names = {"bos_token": BOS, "eos_token": EOS, "unk_token": EOS, "pad_token": EOS}
@@ -64,15 +65,19 @@ def tokenizer(tags: str, workers: int = 3) -> PreTrainedTokenizerFast:
 
 def bigrams(tokens: dict[str, int], tags: str, chances: Chances, workers: int) -> Tensor:
     """P(next | last) as a [V, V] table: plain text that may end after any token, and the spelling of the tags."""
+    ends = {"<" if tags == "spelled" else SPAWN_OPEN: chances.spawn, EOS: chances.eos}
+    closing, spelling = {">": 0.7, ">\n": 0.3}, {}
     if tags == "single":
-        ends = {SPAWN_OPEN: chances.spawn, EOS: chances.eos} | {worker_close(i): chances.close for i in range(1, workers + 1)}
-        ends |= {THINK_CLOSE: chances.answer}
-        spelling = {THINK_CLOSE: {ANSWER_OPEN: 1.0}} if chances.answer else {}
+        ends |= {worker_close(i): chances.close for i in range(1, workers + 1)}
     else:
-        ends = {"<": chances.spawn, EOS: chances.eos, "</worker_": chances.close * workers}
         digits = [str(i) for i in range(1, workers + 1)]
-        spelling = {last: {">": 0.7, ">\n": 0.3} for last in ["spawn_workers", *digits]}
-        spelling |= {"<": {"spawn_workers": 1.0}, "</worker_": dict.fromkeys(digits, 1 / workers)}
+        ends["</worker_"] = chances.close * workers
+        spelling = {"</worker_": dict.fromkeys(digits, 1 / workers)} | dict.fromkeys(digits, closing)
+    if tags == "spelled":
+        spelling |= {"<": {"spawn_workers": 1.0}, "spawn_workers": closing}
+    else:
+        ends[THINK_CLOSE] = chances.answer
+        spelling |= {THINK_CLOSE: {ANSWER_OPEN: 1.0}} if chances.answer else {}
 
     def row(following: dict[str, float]) -> Tensor:
         chance = torch.zeros(len(tokens))
@@ -114,8 +119,8 @@ def save(
     seed: int = 0,
 ) -> Path:
     """Write the checkpoint (config, weights, tokenizer). At `temperature` the model writes with just these chances."""
-    if tags not in ("single", "spelled"):
-        raise ValueError(f"tags is {tags!r}; use 'single' or 'spelled'")
+    if tags not in ("single", "spelled", "mixed"):
+        raise ValueError(f"tags is {tags!r}; use 'single', 'spelled' or 'mixed'")
     torch_state = torch.get_rng_state()
     torch.manual_seed(seed)
     spelling = tokenizer(tags, workers)

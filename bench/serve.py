@@ -3,10 +3,11 @@
     dccot bench serve
 
 - 64 clients, 500 requests of mixed lengths, half of them streamed; one in ten is cancelled, one in twenty is hostile. Every other answer
-  must have the token ids of the in-process engine. Throughput: tokens that the server sampled per second, against the same requests on
-  the in-process engine, 64 at a time, in the same run.
+  must have the token ids of offline `generate`, and the hostile ones are refused. Throughput: tokens that the server sampled per second,
+  against `generate` with the same requests, 64 at a time, in the same run.
 - 50 streams cancelled half-way: seconds until the engine runs nothing.
-- A fleet: 200 responses on one plain server, on two, and on two of which one is killed half-way; the same token ids each time.
+- A fleet: 200 problems on one plain server, on two, and on two of which one is killed (-9) half-way; the same token ids each time. Each
+  server computes on one core. The cores allow at most cores × seconds / CPU seconds (of servers and driver) times one server's throughput.
 """
 
 from __future__ import annotations
@@ -23,47 +24,76 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
+import aiohttp
 import httpx
 import psutil
 
 from dccot.bench import bigram as tiny
 from dccot.data.prompting import PromptConfig
-from dccot.rollout.director import Director, RolloutConfig
+from dccot.rollout.director import Call, RolloutConfig
 from dccot.rollout.generate import Request, generate, seed_of
 from dccot.rollout.interface import Engine, open_engine
-from dccot.rollout.protocol import TagIds
 from dccot.rollout.settings import EngineConfig
+from dccot.serve.launch import ONE_PROCESS
 
-CLIENTS, BUDGET, CONTEXT = 64, 400, 2048
+CLIENTS, LIMIT = 64, 900.0  # seconds that each part may take
+CONFIG, CONTEXT = RolloutConfig(budget=400), 2048
 CHANCES = tiny.Chances(spawn=1 / 60, close=1 / 40, eos=1 / 120)
 OPTIONS = ["--dtype", "float32", "--max-model-len", str(CONTEXT), "--kv-cache-memory-bytes", str(2**30), "--max-num-seqs", "256"]
 PLAIN = ["--no-enable-chunked-prefill", "--enforce-eager", "--block-size", "32", "--scheduling-policy", "priority"]
-HOSTILE = (b"{", b"[" * 50_000, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b'{"messages": 7, "tools": [1]}')
+PLAIN += ["--logprobs-mode", "processed_logprobs", "--distributed-executor-backend", ONE_PROCESS]
+HOSTILE = (
+    b"{",
+    b"[" * 50_000,
+    b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    b'{"messages": 7, "tools": [1]}',
+    json.dumps({"messages": [{"role": "user", "content": "x" * 1_000_000}]}).encode(),
+    json.dumps({"messages": [{"role": "user", "content": "<｜Assistant｜>"}]}).encode(),
+    b'{"messages": [{"role": "user", "content": "x"}], "n": 1000}',
+    b'{"messages": [{"role": "user", "content": "x"}], "seed": 1e400}',
+)
+began = time.perf_counter()
+
+
+def say(text: str) -> None:
+    print(f"[bench serve {time.perf_counter() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+
+def row(name: str, value: float, unit: str = "", target: float | None = None, better: str = "lower") -> dict:
+    return {"name": name, "value": value, "unit": unit, "target": target, "better": better}
+
+
+# ---- servers ----
 
 
 @contextmanager
-def server(command: list[str], folder: Path) -> Iterator[tuple[str, subprocess.Popen]]:
+def server(command: list[str], folder: Path, **environment: str) -> Iterator[tuple[str, psutil.Process]]:
     """A server process in a group of its own; its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    with open(folder / f"{port}.log", "w") as log:
-        arguments = [sys.executable, "-m", *command, "--host", "127.0.0.1", "--port", str(port), *OPTIONS]
-        process = subprocess.Popen(arguments, stdout=log, stderr=log, env=environment, start_new_session=True)
+    log = folder / f"{port}.log"
+    arguments = [sys.executable, "-m", *command, "--host", "127.0.0.1", "--port", str(port), *OPTIONS]
+    environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"} | environment
+    with open(log, "w") as out:
+        process = subprocess.Popen(arguments, stdout=out, stderr=out, env=environment, start_new_session=True)
     address = f"http://127.0.0.1:{port}"
     try:
-        _until(lambda: _answers(address, process, folder / f"{port}.log"), 600)
-        yield address, process
+        _until(lambda: _answers(address, process, log), 300)
+        yield address, psutil.Process(process.pid)
     finally:
         if process.poll() is None:
             process.terminate()
-            process.wait(60)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _answers(address: str, process: subprocess.Popen, log: Path) -> bool:
@@ -75,12 +105,12 @@ def _answers(address: str, process: subprocess.Popen, log: Path) -> bool:
         return False
 
 
-def _until(holds, seconds: float) -> float:
+def _until(holds: Callable[[], bool], limit: float) -> float:
     """Seconds until it holds."""
     start = time.perf_counter()
     while not holds():
-        if time.perf_counter() - start > seconds:
-            raise RuntimeError(f"nothing after {seconds} s")
+        if time.perf_counter() - start > limit:
+            raise RuntimeError(f"nothing after {limit:.0f} s")
         time.sleep(0.05)
     return time.perf_counter() - start
 
@@ -94,10 +124,17 @@ def running(address: str) -> float:
     return sum(metric(address, name) for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "dccot_responses_running"))
 
 
-def memory(process: subprocess.Popen) -> float:
+def memory(process: psutil.Process) -> float:
     """MB of a server with its children."""
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    return sum(member.memory_info().rss for member in family) / 1e6
+    return sum(member.memory_info().rss for member in (process, *process.children(recursive=True))) / 1e6
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """Of a process with its children."""
+    return sum(sum(member.cpu_times()[:2]) for member in (process, *process.children(recursive=True)))
+
+
+# ---- the storm ----
 
 
 @dataclass(frozen=True)
@@ -123,103 +160,102 @@ def jobs(count: int) -> list[Job]:
     return [Job(i, "what is it " * rng.randint(1, 40), kind) for i, kind in enumerate(kinds)]
 
 
-async def ask(client: httpx.AsyncClient, job: Job) -> list[int] | None:
-    """Token ids of the answer; None for what was cancelled or refused."""
-    async with client.stream("POST", "/v1/chat/completions", content=job.body) as answer:
-        if job.kind == "hostile":
-            if answer.status_code != 400:
-                raise RuntimeError(f"hostile request {job.number} was answered {answer.status_code}")
-            return None
-        answer.raise_for_status()
-        if job.kind == "whole":
-            return json.loads(await answer.aread())["choices"][0]["token_ids"]
-        return await _streamed(answer, cut=20 if job.kind == "cancelled" else None)
+class AsServed:
+    """An engine with the seeds that the server gives to the request whose seed is the problem's name."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def add(self, key: str, call: Call, *, seed: int, **more: Any) -> None:
+        self._engine.add(key, call, seed=seed_of(int(key.split("/")[0]), "problem", 0, *call.path), **more)
 
 
-async def _streamed(answer: httpx.Response, cut: int | None) -> list[int] | None:
-    lanes: dict[tuple[int, int], list[int]] = {}
-    events = 0
-    async for line in answer.aiter_lines():
-        if not line.startswith("data: {"):
-            continue
-        events += 1
-        if events == cut:
-            return None
-        for choice in json.loads(line[6:])["choices"]:
-            if "worker" in choice["delta"]:
-                lane = choice["delta"]["round"], choice["delta"]["worker"]
-                lanes.setdefault(lane, []).extend(choice["token_ids"])
-    return None if cut else [token for lane in sorted(lanes) for token in lanes[lane]]
+def offline(engine: Engine, work: list[Job]) -> dict[int, list[int]]:
+    requests = [Request(str(job.number), 0, PromptConfig().ids(engine.tokenizer, job.question)) for job in work]
+    as_served = cast(Engine, AsServed(engine))
+    return {int(r.problem): found.as_read for r, found in generate(as_served, requests, CONFIG, seed=(), concurrency=CLIENTS)}
 
 
-async def storm(address: str, work: list[Job]) -> dict[int, list[int] | None]:
+async def ask(session: aiohttp.ClientSession, job: Job) -> tuple[int, bytes]:
+    """(status, body); of what is cancelled, the beginning."""
+    async with session.post("/v1/chat/completions", data=job.body) as answer:
+        if job.kind != "cancelled":
+            return answer.status, await answer.read()
+        body = b""
+        async for part in answer.content.iter_any():
+            body += part
+            if body.count(b"\n\n") > 20:
+                answer.close()
+                break
+        return answer.status, body
+
+
+async def storm(address: str, work: list[Job], half_way: Callable[[], None] = lambda: None) -> dict[int, tuple[int, bytes]]:
     waiting, answers = iter(work), {}
 
-    async def one_client() -> None:
-        async with httpx.AsyncClient(base_url=address, timeout=600) as client:
-            for job in waiting:
-                answers[job.number] = await ask(client, job)
-
-    await asyncio.gather(*(one_client() for _ in range(CLIENTS)))
-    return answers
-
-
-def offline(engine: Engine, work: list[Job], config: RolloutConfig) -> dict[int, list[int]]:
-    """The same requests with the same seeds on the in-process engine, `CLIENTS` at a time."""
-    tags, prompt = TagIds.of(engine.tokenizer, config.workers), PromptConfig()
-    waiting, calls, answers = iter(work), {}, {}
-
-    def add(job: Job, director: Director, following: list) -> None:
-        for call in following:
-            key = f"{job.number}/{call.path}"
-            engine.add(key, call, seed=seed_of(job.number, "problem", 0, *call.path), temperature=config.temperature, priority=job.number)
-            calls[key] = job, director, call
-
-    def begin() -> None:
+    async def one_client(session: aiohttp.ClientSession) -> None:
         for job in waiting:
-            director = Director(prompt.ids(engine.tokenizer, job.question), config, tags, engine.context)
-            return add(job, director, director.start())
+            answers[job.number] = await ask(session, job)
+            if len(answers) == len(work) // 2:
+                half_way()
 
-    for _ in range(CLIENTS):
-        begin()
-    while calls:
-        for key, completion in engine.step():
-            job, director, call = calls.pop(key)
-            add(job, director, director.finished(call, completion))
-            if director.done:
-                answers[job.number] = director.response.as_read
-                begin()
+    connector, headers = aiohttp.TCPConnector(limit=0), {"Content-Type": "application/json"}
+    async with asyncio.timeout(LIMIT), aiohttp.ClientSession(address, connector=connector, headers=headers) as session:
+        await asyncio.gather(*(one_client(session) for _ in range(CLIENTS)))
     return answers
 
 
-def storm_rows(folder: Path, model: Path, quick: bool) -> list[dict]:
-    config = RolloutConfig(budget=BUDGET)
-    work = jobs(100 if quick else 500)
-    wanted = [job for job in work if job.kind in ("whole", "stream")]
-    with open_engine(model, EngineConfig(dtype="float32", context=CONTEXT)) as engine:
-        offline(engine, wanted[:32], config)  # warms up
-        sampled, start = engine.sampled_tokens, time.perf_counter()
-        expected = offline(engine, wanted, config)
-        alone = (engine.sampled_tokens - sampled) / (time.perf_counter() - start)
-    serve = ["dccot.cli", "serve", str(model), "--budget", str(BUDGET)]
-    with server(serve, folder) as (address, process):
-        asyncio.run(storm(address, wanted[:64]))
-        before, counted, start = memory(process), metric(address, "vllm:generation_tokens_total"), time.perf_counter()
-        answers = asyncio.run(storm(address, work))
-        seconds = time.perf_counter() - start
-        served = (metric(address, "vllm:generation_tokens_total") - counted) / seconds
-        wrong = [job.number for job in wanted if answers[job.number] != expected[job.number]]
-        left, grown = running(address), memory(process) - before
-        cancelled = [cancel_one(address, number) for number in range(10 if quick else 50)]
+def is_right(job: Job, answer: tuple[int, bytes], expected: dict[int, list[int]]) -> bool:
+    status, body = answer
+    if job.kind in ("cancelled", "hostile"):
+        return status == (200 if job.kind == "cancelled" else 400)
+    return status == 200 and (_whole(body) if job.kind == "whole" else _streamed(body)) == expected[job.number]
+
+
+def _whole(body: bytes) -> list[int]:
+    return json.loads(body)["choices"][0]["token_ids"]
+
+
+def _streamed(body: bytes) -> list[int]:
+    lanes: dict[tuple[int, int], list[int]] = {}
+    for event in body.decode().split("\n\n"):
+        for choice in json.loads(event[6:])["choices"] if event.startswith("data: {") else ():
+            if "worker" in choice["delta"]:
+                lanes.setdefault((choice["delta"]["round"], choice["delta"]["worker"]), []).extend(choice["token_ids"])
+    return [token for lane in sorted(lanes) for token in lanes[lane]]
+
+
+def storm_rows(folder: Path, model: Path, work: list[Job], expected: dict[int, list[int]], alone: float, cancelled: int) -> list[dict]:
+    with server(["dccot.cli", "serve", str(model), "--budget", str(CONFIG.budget)], folder) as (address, process):
+        say(f"{CLIENTS} clients, {len(work)} requests")
+        asyncio.run(storm(address, [job for job in work if job.number in expected][:CLIENTS]))
+        sizes: list[float] = []
+        counted, used, start = metric(address, "vllm:generation_tokens_total"), cpu_seconds(process), time.perf_counter()
+        front = sum(process.cpu_times()[:2])
+        answers = asyncio.run(storm(address, work, lambda: sizes.append(memory(process))))
+        seconds, used = time.perf_counter() - start, cpu_seconds(process) - used
+        front = sum(process.cpu_times()[:2]) - front
+        _until(lambda: running(address) == 0, 30)
+        tokens = metric(address, "vllm:generation_tokens_total") - counted
+        wrong = [job.number for job in work if not is_right(job, answers[job.number], expected)]
+        grown, left = memory(process) - sizes[0], running(address)
+        say(f"{tokens:,.0f} tokens in {seconds:.1f} s; {used:.1f} CPU s, {front:.1f} of them the API's; wrong: {wrong[:5] or 'none'}")
+        say(f"{cancelled} streams cancelled, one after another")
+        idle = [cancel_one(address, number) for number in range(cancelled)]
+    served = tokens / seconds
     return [
-        {"name": f"answers of {len(wanted)} that differ from offline", "value": len(wrong), "unit": "", "target": 0, "better": "lower"},
-        {"name": "requests still running afterwards", "value": left, "unit": "", "target": 0, "better": "lower"},
-        {"name": "memory grown meanwhile", "value": grown, "unit": "MB", "target": None, "better": "lower"},
-        {"name": "served, 64 clients", "value": served, "unit": "tokens/s", "target": None, "better": "higher"},
-        {"name": "offline, 64 at a time", "value": alone, "unit": "tokens/s", "target": None, "better": "higher"},
-        {"name": "served over offline", "value": served / alone, "unit": "×", "target": 0.9, "better": "higher"},
-        {"name": "served: added to each token", "value": 1e6 * (1 / served - 1 / alone), "unit": "µs", "target": None, "better": "lower"},
-        {"name": f"{len(cancelled)} cancelled streams: until idle", "value": max(cancelled), "unit": "s", "target": 2.0, "better": "lower"},
+        row(f"{len(work)} requests: answers other than offline, or not refused", len(wrong), target=0),
+        row("requests still running afterwards", left, target=0),
+        row("memory grown in the second half", grown, "MB", target=32),
+        row(f"served, {CLIENTS} clients", served, "tokens/s", better="higher"),
+        row(f"offline, {CLIENTS} at a time", alone, "tokens/s", better="higher"),
+        row("served over offline", served / alone, "×", target=0.9, better="higher"),
+        row("served: added to each token", 1e6 * (1 / served - 1 / alone), "µs"),
+        row("served: CPU time of the API's process per token", 1e6 * front / tokens, "µs"),
+        row(f"{len(idle)} cancelled streams: until idle, at most", max(idle), "s", target=2.0),
     ]
 
 
@@ -233,34 +269,51 @@ def cancel_one(address: str, number: int) -> float:
     return _until(lambda: running(address) == 0, 30)
 
 
-def fleet_rows(folder: Path, model: Path, quick: bool) -> list[dict]:
-    config, count = RolloutConfig(budget=BUDGET), 40 if quick else 200
-    plain = ["vllm.entrypoints.openai.api_server", "--model", str(model), "--logprobs-mode", "processed_logprobs", *PLAIN]
+# ---- the fleet ----
+
+
+def problems(engine: Engine, count: int) -> list[Request]:
+    return [Request(f"p{i}", 0, PromptConfig().ids(engine.tokenizer, "what is it " * (1 + i % 40))) for i in range(count)]
+
+
+def on_fleet(model: Path, urls: list[str], count: int, half_way: Callable[[], None] = lambda: None) -> tuple[float, list]:
+    """(seconds, responses) of `count` problems."""
+    with open_engine(model, EngineConfig(url=urls, stall_seconds=120)) as fleet:
+        requests, found = problems(fleet, count), []
+        list(generate(fleet, requests[:16], CONFIG, seed=(1,)))
+        start = time.perf_counter()
+        for request, response in generate(fleet, requests, CONFIG, seed=(0,)):
+            found.append((request.problem, response.as_read))
+            if len(found) == count // 2:
+                half_way()
+        return time.perf_counter() - start, found
+
+
+def fleet_rows(folder: Path, model: Path, expected: dict[str, list[int]]) -> list[dict]:
+    plain, cores, rows, seconds = (
+        ["vllm.entrypoints.openai.api_server", "--model", str(model), *PLAIN],
+        len(os.sched_getaffinity(0)),
+        [],
+        {},
+    )
     with ExitStack() as stack:
-        (first, _), (second, victim) = (stack.enter_context(server(plain, folder)) for _ in range(2))
-        engine = stack.enter_context(open_engine(model, EngineConfig(dtype="float32", context=CONTEXT)))
-        prompt = PromptConfig()
-        requests = [Request(f"p{i}", 0, prompt.ids(engine.tokenizer, "what is it " * (1 + i % 40))) for i in range(count)]
-        expected = {r.problem: response.as_read for r, response in generate(engine, requests, config, seed=(0,))}
-        seconds, differing = {}, {}
-        for name, urls, kill in (("one", [first], False), ("two", [first, second], False), ("killed", [first, second], True)):
-            with open_engine(model, EngineConfig(url=urls)) as fleet:
-                list(generate(fleet, requests[:16], config, seed=(1,)))
-                start, found = time.perf_counter(), []
-                for request, response in generate(fleet, requests, config, seed=(0,)):
-                    found.append((request.problem, response.as_read))
-                    if kill and len(found) == count // 2:
-                        os.killpg(victim.pid, signal.SIGKILL)
-                seconds[name] = time.perf_counter() - start
+        (first, _), (second, victim) = (stack.enter_context(server(plain, folder, OMP_NUM_THREADS="1")) for _ in range(2))
+        for name, urls in (("one server", [first]), ("two servers", [first, second]), ("two, one killed half-way", [first, second])):
+            say(f"a fleet of {name}, {len(expected)} problems")
+            used = cpu_seconds(psutil.Process())
+            kill = (lambda: os.killpg(victim.pid, signal.SIGKILL)) if "killed" in name else (lambda: None)
+            seconds[name], found = on_fleet(model, urls, len(expected), kill)
+            if name == "one server":
+                allowed = cores * seconds[name] / (cpu_seconds(psutil.Process()) - used)
             twice = sum(times - 1 for times in Counter(problem for problem, _ in found).values())
-            differing[name] = twice + sum(dict(found).get(problem) != ids for problem, ids in expected.items())
+            wrong = twice + sum(dict(found).get(problem) != ids for problem, ids in expected.items())
+            rows += [row(f"fleet, {name}: lost, twice or different", wrong, target=0), row(f"fleet, {name}", seconds[name], "s")]
+            say(f"{seconds[name]:.1f} s, {wrong} wrong")
+    times, enough = seconds["one server"] / seconds["two servers"], allowed >= 1.6 / 0.9
     return [
-        *(
-            {"name": f"fleet, {name}: lost, twice or different", "value": wrong, "unit": "", "target": 0, "better": "lower"}
-            for name, wrong in differing.items()
-        ),
-        {"name": "two servers over one", "value": seconds["one"] / seconds["two"], "unit": "×", "target": None, "better": "higher"},
-        *({"name": f"fleet, {name}", "value": value, "unit": "s", "target": None, "better": "lower"} for name, value in seconds.items()),
+        *rows,
+        row("fleet: two servers over one", times, "×", target=1.6 if enough else None, better="higher"),
+        row(f"fleet: what {cores} cores allow, at most", allowed, "×", better="higher"),
     ]
 
 
@@ -268,4 +321,17 @@ def run(quick: bool = False) -> list[dict]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = tiny.save(folder / "model", "spelled", CHANCES, context=CONTEXT, layers=4)
-        return storm_rows(folder, model, quick) + fleet_rows(folder, model, quick)
+        work, count = jobs(100 if quick else 500), 40 if quick else 200
+        wanted = [job for job in work if job.kind in ("whole", "stream")]
+        say(f"offline: {len(wanted)} requests, {count} problems")
+        with open_engine(model, EngineConfig(dtype="float32", context=CONTEXT)) as engine:
+            offline(engine, wanted[:CLIENTS])
+            sampled, start = engine.sampled_tokens, time.perf_counter()
+            expected = offline(engine, wanted)
+            alone = (engine.sampled_tokens - sampled) / (time.perf_counter() - start)
+            solved = {r.problem: found.as_read for r, found in generate(engine, problems(engine, count), CONFIG, seed=(0,))}
+        say(f"offline: {alone:,.0f} tokens/s")
+        rows = storm_rows(folder, model, work, expected, alone, 10 if quick else 50)
+        for found in rows:
+            say(f"{found['name']}: {found['value']:.4g} {found['unit']}")
+        return rows + fleet_rows(folder, model, solved)

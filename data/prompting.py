@@ -14,7 +14,7 @@ a `<think>` that the template opens itself is neither doubled nor, where `open_t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from dccot.config import ConfigError, named, one_of, require
@@ -80,11 +80,11 @@ class PromptConfig:
         require(self.max_prompt_tokens > 0, f"prompt.max_prompt_tokens is {self.max_prompt_tokens}; it must be at least 1")
         require(not (self.system and self.format == "deepseek"), "prompt.system is set; prompt.format=deepseek has no system message")
 
-    def text(self, question: str, tokenizer=None) -> str:
-        """The prompt, in the tokenizer's own format; without one, as the paper writes it."""
+    def text(self, question: str, tokenizer=None, earlier: Sequence[dict[str, str]] = ()) -> str:
+        """The prompt, in the tokenizer's own format; without one, as the paper writes it. A chat template also takes `earlier` turns."""
         wanted, think = format_of(self.kind), f"{THINK_OPEN}\n"
         if tokenizer is not None and self.chat_format(tokenizer) == "chat":
-            opened = rendered(tokenizer, wanted.message(question), self.system)
+            opened = rendered(tokenizer, wanted.message(question), self.system, earlier)
             text = opened.removesuffix("\n").removesuffix(THINK_OPEN) if opened.endswith((THINK_OPEN, think)) else opened
         else:
             text = wanted(question)
@@ -148,13 +148,14 @@ def special_tokens(tokenizer) -> tuple[str, ...]:
     return tuple(sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True))
 
 
-def rendered(tokenizer, message: str, system: str = "") -> str:
-    """The tokenizer's chat template with one user message, up to where the assistant begins."""
+def rendered(tokenizer, message: str, system: str = "", earlier: Sequence[dict[str, str]] = ()) -> str:
+    """The tokenizer's chat template with one user message, up to where the assistant begins; a system message of `earlier` comes first."""
     from jinja2 import TemplateError
 
-    turns = [{"role": "system", "content": system}] if system else []
+    spoken = bool(earlier) and earlier[0]["role"] == "system"
+    turns = [{"role": "system", "content": system}] if system and not spoken else []
     try:
-        turns.append({"role": "user", "content": message})
+        turns += [*earlier, {"role": "user", "content": message}]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
         raise ConfigError(f"the chat template of {tokenizer.name_or_path!r} refuses the prompt: {error}; see prompt.system") from None

@@ -58,7 +58,8 @@ def tokenizer_folder(folder: str | Path) -> Iterator[str]:
 def check_same_ids(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, folder: str | Path) -> None:
     """Refuse an engine whose tokenizer splits text differently from the trainer's."""
     if _ids(tokenizer) != _ids(other):
-        raise ValueError(f"the engine's tokenizer ({type(other).__name__}) splits text differently from the tokenizer of {folder}")
+        kind = f"the engine's tokenizer ({type(other).__name__})"
+        raise ValueError(f"{kind} splits text differently from the tokenizer of {folder}; `dccot serve` gives vLLM a repaired one")
 
 
 def lost_white_space(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:

@@ -79,13 +79,9 @@ class _Server:
 
     async def healthy(self) -> bool:
         try:
-            if (await self.client.get("/health", timeout=PATIENCE)).status_code != 200:
-                return False
-            if not self.up:
-                await self.meet()
+            return (await self.client.get("/health", timeout=PATIENCE)).status_code == 200
         except httpx.HTTPError:
             return False
-        return True
 
 
 class Fleet:
@@ -208,11 +204,14 @@ class Fleet:
             warn_of_plain_http(server.url, "engine.url")
             try:
                 await server.meet()
+                await self._refuse_another_model(server)
+            except httpx.HTTPStatusError as error:
+                remedy = "; it wants a key: set VLLM_API_KEY" if error.response.status_code == 401 else f": {error.response.text[:200]}"
+                raise ConfigError(f"engine.url: {server.url} answers {error.response.status_code}{remedy}") from None
             except httpx.HTTPError as error:
                 raise ConfigError(
                     f"engine.url: {server.url} does not answer ({type(error).__name__}); start it: vllm serve MODEL"
                 ) from None
-            await self._refuse_another_model(server)
             server.up = True
         self._guards = [asyncio.create_task(self._guard(server)) for server in self._servers]
 
@@ -222,13 +221,13 @@ class Fleet:
         ours = self.tokenizer.encode(PROBE, add_special_tokens=False)
         if answer.status_code != 200 or answer.json()["tokens"] != ours:
             raise ConfigError(f"engine.url: {server.url} serves {server.model}, which has another tokenizer than the given model")
-        tops = []
+        tops = []  # the likeliest tokens at two temperatures; not the first alone, of which a trained model may be certain
         for temperature in (0.5, 2.0):
-            body = {"model": server.model, "prompt": ours, "max_tokens": 1, "temperature": temperature, "seed": 0, "logprobs": 1}
-            answer = await server.client.post("/v1/completions", json=body)
+            body = {"model": server.model, "prompt": ours, "max_tokens": 1, "temperature": temperature, "seed": 0, "logprobs": 5}
+            answer = await server.client.post("/v1/completions", json=body, timeout=PATIENCE)
             answer.raise_for_status()
-            tops.append(max(answer.json()["choices"][0]["logprobs"]["top_logprobs"][0].values()))
-        if abs(tops[0] - tops[1]) < 1e-6:
+            tops.append(sorted(answer.json()["choices"][0]["logprobs"]["top_logprobs"][0].values(), reverse=True)[:3])
+        if all(abs(cold - hot) < 1e-6 for cold, hot in zip(*tops, strict=True)):
             raise ConfigError(f"engine.url: {server.url} reports raw log-probs; start it with --logprobs-mode processed_logprobs")
 
     async def _close(self) -> None:
@@ -260,15 +259,20 @@ class Fleet:
         self._home[job.response] = server
         task = asyncio.create_task(self._run(server, job))
         server.tasks[job.order] = task
-        task.add_done_callback(lambda _: self._ended(server, job))
+        task.add_done_callback(lambda done: self._ended(server, job, done))
 
-    def _ended(self, server: _Server, job: _Job) -> None:
-        server.tasks.pop(job.order, None)
+    def _ended(self, server: _Server, job: _Job, task: asyncio.Task) -> None:
+        if server.tasks.get(job.order) is task:  # not one that has begun again meanwhile
+            del server.tasks[job.order]
         self._dispatch()
 
     async def _run(self, server: _Server, job: _Job) -> None:
         try:
             answer = await server.client.post("/v1/completions", json=job.body | {"model": server.model})
+            if answer.status_code in (429, 503):  # has enough to do, and is well
+                await asyncio.sleep(float(answer.headers.get("retry-after", RETRY)))
+                self._enqueue(job)
+                return
             if answer.status_code < 500:
                 self._results.put((job, self._completion(server, job, answer)))
                 return
@@ -299,13 +303,21 @@ class Fleet:
         return Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], stop)
 
     async def _guard(self, server: _Server) -> None:
-        """Look after one server: lost when it does not answer, used again when it does."""
-        lost = False
+        """Look after one server: lost when it does not answer, used again when it does and is what it was."""
+        lost, said = False, ""
         while True:
-            server.up = await server.healthy()
-            if server.up != (not lost):
-                lost = not server.up
-                print(f"[fleet] {server.url} {'does not answer: its calls run elsewhere' if lost else 'answers again'}", file=sys.stderr)
+            up = await server.healthy()
+            news = "answers again" if lost and up else "does not answer: its calls run elsewhere" if not up else ""
+            if lost and up:
+                try:
+                    await server.meet()
+                    await self._refuse_another_model(server)
+                except (httpx.HTTPError, ConfigError) as error:
+                    up, news = False, f"is not used: {error}"
+            server.up, lost = up, not up
+            if news and news != said:
+                print(f"[fleet] {server.url} {news}", file=sys.stderr)
+                said = news
             if lost:
                 self._leave(server)
             self._dispatch()

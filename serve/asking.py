@@ -1,7 +1,7 @@
 """A chat completion request, read strictly: what cannot be honoured is refused with the field's name, never ignored.
 
     read_ask(body)                         bytes → Ask, or Refused
-    prompt_text(prompt, messages, eos)     the messages in the model's own format; earlier turns as its chat tokens have them
+    prompt_text(prompt, messages, …)       the messages in the model's own format: its chat template, or DeepSeek's chat tokens
 
 A field may still be sent with the value that asks for nothing (`logprobs: false`, `tools: []`): clients do so by default.
 """
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from dccot.data.prompting import ASSISTANT, BOS, USER, PromptConfig
+from dccot.config import ConfigError
+from dccot.data.prompting import ASSISTANT, BOS, USER, PromptConfig, UnusablePrompt
 
 MAX_BODY = 8 * 2**20  # bytes
 
@@ -200,10 +201,15 @@ NEUTRAL: dict[str, tuple] = {
 WITHOUT_EFFECT = ("user", "safety_identifier", "metadata")  # say who asks; nothing about what is wanted
 
 
-def prompt_text(prompt: PromptConfig, messages: list[Message], eos: str) -> str:
+def prompt_text(prompt: PromptConfig, messages: list[Message], tokenizer: Any, eos: str) -> str:
     """The last question as the model was trained to be asked it, after the turns before it."""
-    last = prompt.text(messages[-1].content)
-    if len(messages) == 1:
+    turns = [asdict(message) for message in messages[:-1]]
+    try:
+        chat = prompt.chat_format(tokenizer) == "chat"
+        last = prompt.text(messages[-1].content, tokenizer, turns if chat else ())
+    except (ConfigError, UnusablePrompt) as error:  # the template refuses these turns, or changes the question
+        raise Refused(f"messages: {error}", "messages") from None
+    if chat or not turns:
         return last
     if not last.startswith(BOS):
         raise Refused(f"messages: this model is asked one question at a time (prompt.kind is {prompt.kind})", "messages")

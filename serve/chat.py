@@ -2,7 +2,7 @@
 
     chat.admit(ask) → Job          400, 404 and 503 happen here, before anything is sampled; the job is running when it is returned
     await job.whole()              one chat.completion object
-    job.chunks()                   chat.completion.chunk objects, as they come
+    job.chunks()                   chat.completion.chunk objects, as they come; a list of those that came at the same time
 
 In a stream, a delta that someone has just written carries its lane beside the standard fields: `round` (from 1), `worker` (0: the
 director), `text`, `tokens`. `reasoning` and `content` are in reading order: worker 2's text follows there when worker 1 has finished.
@@ -23,8 +23,7 @@ from dataclasses import replace
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GracefulHTTPError
 
-from dccot.config import require
-from dccot.data.prompting import PromptConfig, format_of
+from dccot.data.prompting import PromptConfig, format_of, special_tokens
 from dccot.rollout.director import Director, RolloutConfig
 from dccot.rollout.protocol import all_tags
 from dccot.rollout.response import Finish
@@ -42,10 +41,9 @@ class Chat:
         self.engine, self.config, self.models = engine, config, models
         self.context: int = engine.model_config.max_model_len
         self.words = Words(engine.renderer.get_tokenizer(), config.rollout.workers)
-        require(config.prompt.format != "chat", "prompt.format is chat; the server writes its turns in DeepSeek's chat tokens only")
-        replace(config.prompt, format="deepseek").chat_format(self.words.tokenizer)
-        added = self.words.tokenizer.added_tokens_decoder.values()
-        self._reserved = {token.content for token in added if token.special} - set(all_tags(config.rollout.workers))
+        config.prompt.chat_format(self.words.tokenizer)  # raises if the model cannot be asked so
+        tags = all_tags(config.rollout.workers)
+        self._reserved = [token for token in special_tokens(self.words.tokenizer) if token not in tags]
         self._by_priority = engine.vllm_config.scheduler_config.policy == "priority"
         self._order = itertools.count()
         self._tokenising = ThreadPoolExecutor(1, "dccot-tokenising")
@@ -106,7 +104,7 @@ class Chat:
             found = next((token for token in self._reserved if token in message.content), None)
             if found is not None:
                 raise Refused(f"messages[{at}].content holds the special token {found!r}; remove it", f"messages[{at}].content")
-        text = prompt_text(prompt, ask.messages, self.words.eos)
+        text = prompt_text(prompt, ask.messages, self.words.tokenizer, self.words.eos)
         ids = list(self.words.tokenizer.encode(text, add_special_tokens=format_of(prompt.kind).raw))
         if len(ids) > limit:
             raise Refused(f"messages make a prompt of {len(ids):,} tokens; this server's have at most {limit:,}", "messages")
@@ -217,19 +215,24 @@ class Job:
         message["reasoning_content"] = message["reasoning"]
         return {"index": index, "message": message, "logprobs": None, "finish_reason": finish, "stop_reason": reason, **ids}
 
-    async def chunks(self) -> AsyncIterator[dict]:
-        for choice in self.choices:
-            yield self._chunk(choice.index, {"role": "assistant", "content": ""})
-        while (item := await self._deltas.get()) is not None:
-            index, delta, ids = item
-            if delta:
-                yield self._chunk(index, delta, {"token_ids": ids} if self.ask.return_token_ids else {})
-            else:
-                finish, reason = self._finish(index)
-                yield self._chunk(index, {}, {"finish_reason": finish, "stop_reason": reason})
+    async def chunks(self) -> AsyncIterator[list[dict]]:
+        """What there is to tell, as it comes; the workers of a round write at the same time, and that is sent at once."""
+        yield [self._chunk(choice.index, {"role": "assistant", "content": ""}) for choice in self.choices]
+        items: list[tuple[int, dict, list[int]] | None] = []
+        while not items or items[-1] is not None:
+            items = [await self._deltas.get()]
+            while not self._deltas.empty():
+                items.append(self._deltas.get_nowait())
+            yield [self._told(*item) for item in items if item is not None]
         await self._done()
         if self.ask.include_usage:
-            yield self._object("chat.completion.chunk", []) | {"usage": self._usage()}
+            yield [self._object("chat.completion.chunk", []) | {"usage": self._usage()}]
+
+    def _told(self, index: int, delta: dict, ids: list[int]) -> dict:
+        if delta:
+            return self._chunk(index, delta, {"token_ids": ids} if self.ask.return_token_ids else {})
+        finish, reason = self._finish(index)
+        return self._chunk(index, {}, {"finish_reason": finish, "stop_reason": reason})
 
     def _chunk(self, index: int, delta: dict, more: dict | None = None) -> dict:
         return self._object("chat.completion.chunk", [{"index": index, "delta": delta, "finish_reason": None, **(more or {})}])

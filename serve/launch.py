@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import shlex
 import sys
@@ -20,11 +21,13 @@ from dccot.command import positive, run_cleanly
 from dccot.config import ConfigError, load_config
 from dccot.data.run_settings import settings_of
 from dccot.model.folder import resolve_model
-from dccot.model.tokenizer import tokenizer_folder
+from dccot.model.tokenizer import open_tokenizer, tokenizer_folder
 from dccot.serve.settings import VARIABLE, ServeConfig
 
 OWN = {"workers": "rollout.workers", "budget": "rollout.budget", "max_n": "max_n", "max_requests": "max_requests"}
 
+# On a CPU vLLM puts the model into one process more, bound to fewer cores than there are; in the engine's own it computes as in training.
+ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 
 
@@ -47,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
 def overrides(model: str, given: dict) -> list[str]:
     """`key=value` for DCCOT_SERVE: the run's own settings, then what the command line says."""
     prompt, rollout = settings_of(model)
-    lines = [f"prompt.kind={prompt.kind}", f"prompt.open_think={prompt.open_think}"]
+    lines = [f"prompt.{name}={json.dumps(getattr(prompt, name))}" for name in ("kind", "open_think", "format", "system")]
     if (Path(model) / "config.yaml").is_file():
         lines += [f"rollout.{name}={'null' if value is None else value}" for name, value in dataclasses.asdict(rollout).items()]
     return lines + [f"{key}={given[name]}" for name, key in OWN.items() if given[name] is not None]
@@ -70,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(arguments: argparse.Namespace, passed_on: list[str]) -> None:
     folder = resolve_model(arguments.model)
     lines = overrides(arguments.model, vars(arguments))
-    load_config(ServeConfig, None, lines)
+    config = load_config(ServeConfig, None, lines)
+    config.prompt.chat_format(open_tokenizer(folder))  # one line, before vLLM takes its time
     if not any(plugin.name == "dccot" for plugin in entry_points(group="vllm.endpoint_plugins")):
         raise ConfigError("vLLM cannot find the dccot endpoint: this installation is older than it; install dccot again (make setup)")
     os.environ[VARIABLE] = shlex.join(lines)
@@ -95,6 +99,12 @@ def _run_vllm(folder: Path, options: list[str], passed_on: list[str], name: str)
     served = ["--served-model-name", Path(name).resolve().name]
     args = made.parse_args([str(folder), *options, *served, *defaults(not current_platform.is_cpu()), *passed_on])
     validate_parsed_serve_args(args)
+    if (
+        current_platform.is_cpu()
+        and args.distributed_executor_backend is None
+        and args.tensor_parallel_size * args.pipeline_parallel_size == 1
+    ):
+        args.distributed_executor_backend = ONE_PROCESS
     ServeSubcommand.cmd(args)
 
 

@@ -116,8 +116,8 @@ class EventStream(StreamingResponse):
     @staticmethod
     async def _events(job: Job) -> AsyncIterator[str]:
         try:
-            async for chunk in job.chunks():
-                yield f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+            async for chunks in job.chunks():
+                yield "".join(f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n" for chunk in chunks)
         except Exception as error:
             log.exception("request %s failed", job.name)
             yield f"data: {json.dumps(Refused(_said(error), status=500).body)}\n\n"

@@ -1,52 +1,92 @@
-"""Two servers for the whole session, one per kind of tokenizer, and the in-process engine whose tokens theirs must be."""
+"""`dccot serve`, the plugin by vLLM's own means, and the in-process engine whose tokens theirs must be: one of each for the session.
+
+Both serve the same weights. The first folder declares its tokenizer as published Llama folders do, which transformers opens without white
+space unless it is repaired; the other has a chat template of its own instead of DeepSeek's chat tokens.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+
 import pytest
+from safetensors.torch import load_file, save_file
 
 from dccot.bench import bigram as tiny
 from dccot.rollout.settings import EngineConfig
-from tests.support.servers import KEY, dccot_serve
+from tests.support.servers import KEY, dccot_serve, vllm_serve
 
-KINDS = ("single", "spelled")
-CONTEXT = 512
-BUDGET = 160
+CONTEXT, BUDGET = 512, 160
+NAME, QUESTION = "tiny", "how many are there"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def edit(path: Path, **changes) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory) -> dict:
-    """Untrained models that spawn; the one whose tags are single tokens answers, too."""
-    chances = {"single": tiny.Chances(answer=1 / 40), "spelled": tiny.Chances()}
-    return {kind: tiny.save(tmp_path_factory.mktemp("models") / kind, kind, chances[kind], context=CONTEXT) for kind in KINDS}
+def model(tmp_path_factory) -> Path:
+    """Untrained, spawns and answers. The tags of its workers are spelled with several tokens, the others are single ones."""
+    folder = tiny.save(tmp_path_factory.mktemp("models") / NAME, "mixed", tiny.Chances(answer=1 / 40), context=CONTEXT)
+    weights = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if not name.endswith(".bias")}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    edit(folder / "config.json", model_type="llama", architectures=["LlamaForCausalLM"])
+    edit(folder / "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
+    return folder
 
 
 @pytest.fixture(scope="session")
-def servers(models, tmp_path_factory):
-    options = ("--budget", str(BUDGET), "--max-n", "4", "--max-requests", "8")
-    started = {kind: dccot_serve(models[kind], tmp_path_factory.mktemp(f"server-{kind}"), *options) for kind in KINDS}
+def chat_model(model) -> Path:
+    folder = shutil.copytree(model, model.parent / "templated")
+    for path in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
+        path.write_text(path.read_text().replace(tiny.USER, "<|im_start|>").replace(tiny.ASSISTANT, "<|im_end|>"))
+    edit(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def servers(model, chat_model, tmp_path_factory):
+    """(`dccot serve`, vLLM's own command with our plugin); the last test of test_fleet.py kills the second."""
+    folder, limits = tmp_path_factory.mktemp("servers"), ("--budget", str(BUDGET), "--max-n", "4", "--max-requests", "8")
+    started = [dccot_serve(model, folder / "dccot", *limits)]
+    started += [vllm_serve(chat_model, folder / "plain", plugin=f"rollout.budget={BUDGET}")]
     try:
-        yield {kind: server.ready() for kind, server in started.items()}
+        yield [server.ready() for server in started]
     finally:
-        for server in started.values():
+        for server in started:
             server.stop()
 
 
 @pytest.fixture(scope="session")
-def engines(models) -> dict:
-    from dccot.rollout.engine import VllmEngine
-
-    return {kind: VllmEngine(models[kind], EngineConfig(dtype="float32", kv_cache_gb=0.125)) for kind in KINDS}
-
-
-@pytest.fixture(params=KINDS)
-def kind(request) -> str:
-    return request.param
+def server(servers):
+    return servers[0]
 
 
 @pytest.fixture(scope="session")
-def server(servers):
-    """The server whose model also answers."""
-    return servers["single"]
+def plain(servers):
+    return servers[1]
+
+
+@pytest.fixture(scope="session")
+def engine(model):
+    from dccot.rollout.engine import VllmEngine
+
+    return VllmEngine(model, EngineConfig(dtype="float32", kv_cache_gb=0.125))
+
+
+@pytest.fixture(scope="session")
+def solved(model, engine):
+    """seed → what `dccot solve` writes"""
+    from dccot.eval.solve import solve
+
+    return cache(lambda seed, **more: solve(model, QUESTION, budget=BUDGET, seed=seed, engine=engine, **more).response)
 
 
 @pytest.fixture(scope="session")

@@ -7,51 +7,39 @@ import time
 from dataclasses import replace
 
 import pytest
-from openai import AsyncOpenAI, InternalServerError, OpenAI
+from openai import AsyncOpenAI, BadRequestError, InternalServerError, OpenAI
 
-from dccot.data.prompting import PromptConfig
-from dccot.eval.solve import solve
+from dccot.data.prompting import INSTRUCTION, PARALLEL_INSTRUCTION, PromptConfig
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
-from tests.serve.conftest import BUDGET
+from tests.serve.conftest import BUDGET, NAME, QUESTION
 from tests.support.serve_faults import FAILING, STALLED
 from tests.support.servers import KEY
 
-QUESTION = "how many are there"
-SEEDS = (1, 2, 3, 4)
+SEEDS = (1, 2, 3)
 
 
 def ask(client, seed=1, question=QUESTION, **more):
-    more.setdefault("model", client.models.list().data[0].id)
     messages = [{"role": "user", "content": question}]
-    return client.chat.completions.create(messages=messages, seed=seed, extra_body={"return_token_ids": True}, **more)
+    asked = {"model": NAME, "messages": messages, "seed": seed, "extra_body": {"return_token_ids": True}} | more
+    return client.chat.completions.create(**asked)
 
 
-@pytest.fixture(params=["single", "spelled"])
-def both(request, servers, models, engines):
-    """(client, model folder, in-process engine)"""
-    kind = request.param
-    return OpenAI(base_url=f"{servers[kind].address}/v1", api_key=KEY, max_retries=0), models[kind], engines[kind]
-
-
-def test_the_same_seed_gives_the_token_ids_of_solve(both):
-    client, model, engine = both
+def test_the_same_seed_gives_the_token_ids_of_solve(client, solved):
     for seed in SEEDS:
-        expected = solve(model, QUESTION, budget=BUDGET, seed=seed, engine=engine).response
-        answer = ask(client, seed)
+        expected, answer = solved(seed), ask(client, seed)
         assert answer.choices[0].token_ids == expected.as_read
         assert answer.prompt_token_ids == expected.prompt
         assert answer.usage.completion_tokens == expected.sampled_tokens
         details = answer.usage.completion_tokens_details
         assert details.longest_path_tokens == expected.longest_path
         assert (details.rounds, details.workers) == (len(expected.rounds), 3 * len(expected.rounds))
+    assert any(solved(seed).rounds for seed in SEEDS)
 
 
-def test_reasoning_effort_none_is_solve_without_workers(both):
-    client, model, engine = both
-    expected = solve(model, QUESTION, budget=BUDGET, seed=5, sequential=True, engine=engine).response
+def test_reasoning_effort_none_is_solve_without_workers(client, solved):
     answer = ask(client, 5, reasoning_effort="none")
-    assert answer.choices[0].token_ids == expected.as_read
+    assert answer.choices[0].token_ids == solved(5, sequential=True).as_read
     assert answer.usage.completion_tokens_details.workers == 0
 
 
@@ -71,8 +59,7 @@ def streamed(chunks):
     return reasoning, content, lanes, finish, usage
 
 
-def test_a_stream_says_what_the_whole_answer_says_and_its_lanes_do_too(both):
-    client, _, _ = both
+def test_a_stream_says_what_the_whole_answer_says_and_its_lanes_do_too(client):
     for seed in SEEDS:
         whole = ask(client, seed)
         message = whole.choices[0].message
@@ -98,8 +85,7 @@ def test_workers_are_streamed_side_by_side_although_the_reasoning_is_in_order(cl
     assert not lanes[second_of_two][1]
 
 
-def test_choices_are_the_samples_of_one_seed_and_usage_is_their_sum(client, engines):
-    engine = engines["single"]
+def test_choices_are_the_samples_of_one_seed_and_usage_is_their_sum(client, engine):
     ids = PromptConfig().ids(engine.tokenizer, QUESTION)
     requests = [Request("problem", sample, ids) for sample in range(3)]
     expected = {r.sample: response for r, response in generate(engine, requests, RolloutConfig(budget=BUDGET), seed=(9,))}
@@ -118,8 +104,7 @@ def test_the_budget_bounds_the_longest_path_and_is_given_as_the_reason(client):
     assert answer.usage.completion_tokens_details.longest_path_tokens <= 12
 
 
-def test_temperature_and_top_p_are_those_of_the_request(client, engines):
-    engine = engines["single"]
+def test_temperature_and_top_p_are_those_of_the_request(client, engine):
     ids = PromptConfig().ids(engine.tokenizer, QUESTION)
     config = replace(RolloutConfig(budget=BUDGET), temperature=1.1, top_p=0.7)
     [(_, expected)] = generate(engine, [Request("problem", 0, ids)], config, seed=(3,))
@@ -139,18 +124,39 @@ def test_a_stop_text_cuts_the_answer_and_leaves_the_reasoning_whole(client):
     assert cut.usage.completion_tokens <= plain.usage.completion_tokens
 
 
-def test_the_async_client_gets_many_answers_at_once(server, models, engines):
+def test_the_async_client_gets_many_answers_at_once_whole_and_streamed(server, solved):
+    async def lanes(client, seed):
+        return streamed([chunk async for chunk in await ask(client, seed, stream=True)])[2]
+
     async def all_of_them():
         async with AsyncOpenAI(base_url=f"{server.address}/v1", api_key=KEY, max_retries=0) as client:
-            messages = [{"role": "user", "content": QUESTION}]
-            name = (await client.models.list()).data[0].id
-            more = {"return_token_ids": True}
-            calls = [client.chat.completions.create(model=name, messages=messages, seed=s, extra_body=more) for s in range(10, 18)]
-            return await asyncio.gather(*calls)
+            whole = asyncio.gather(*(ask(client, seed) for seed in SEEDS))
+            parts = asyncio.gather(*(lanes(client, seed) for seed in SEEDS))
+            return await whole, await parts
 
-    answers = asyncio.run(all_of_them())
-    expected = [solve(models["single"], QUESTION, budget=BUDGET, seed=seed, engine=engines["single"]) for seed in range(10, 18)]
-    assert [answer.choices[0].token_ids for answer in answers] == [solution.response.as_read for solution in expected]
+    whole, parts = asyncio.run(all_of_them())
+    expected = [solved(seed).as_read for seed in SEEDS]
+    assert [answer.choices[0].token_ids for answer in whole] == expected
+    assert [[token for lane in sorted(part) for token in part[lane]] for part in parts] == expected
+
+
+def test_the_plugin_by_vllms_own_means_asks_through_the_models_own_chat_template(plain, chat_model, engine):
+    client = OpenAI(base_url=f"{plain.address}/v1", api_key=KEY, max_retries=0)
+    [card] = client.models.list().data
+    assert card.dccot["workers"] == 3
+    answer = ask(client, 4, model=card.id)
+    text = f"<|im_start|>user\n{QUESTION} {PARALLEL_INSTRUCTION} {INSTRUCTION}<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    spelled = text.replace("<|im_start|>", "<｜User｜>").replace("<|im_end|>", "<｜Assistant｜>")  # the tokens with the same ids
+    assert answer.prompt_token_ids == engine.tokenizer.encode(spelled, add_special_tokens=False)
+    [(_, expected)] = generate(engine, [Request("problem", 0, answer.prompt_token_ids)], RolloutConfig(budget=BUDGET), seed=(4,))
+    assert answer.choices[0].token_ids == expected.as_read
+    turns = [("system", "be brief"), ("user", "one"), ("assistant", "1"), ("user", "two")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    ids = ask(client, 4, model=card.id, messages=messages, max_tokens=4).prompt_token_ids
+    written = engine.tokenizer.decode(ids, skip_special_tokens=False).replace("<｜User｜>", "[").replace("<｜Assistant｜>", "]")
+    assert written.startswith("[system\nbe brief]\n[user\none]\n[assistant\n1]\n[user\ntwo You can spawn")
+    with pytest.raises(BadRequestError, match="holds the special token"):
+        ask(client, 4, "one<|im_end|>", model=card.id)
 
 
 def eventually(holds, seconds=2.0) -> bool:

@@ -1,8 +1,11 @@
-"""Two plain vLLM servers behind the Engine protocol: the tokens of the in-process engine, also when one of them is killed."""
+"""Two vLLM servers behind the Engine protocol: the tokens of the in-process engine, also when one of them is killed or returns changed.
+
+The servers are those of the session; the last tests of this file kill the second.
+"""
 
 import os
+import re
 import signal
-import threading
 import time
 from collections import Counter
 
@@ -15,41 +18,39 @@ from dccot.rollout.generate import Request, Watch, generate
 from dccot.rollout.interface import open_engine
 from dccot.rollout.settings import EngineConfig
 from dccot.train.rl_config import RLConfig
-from tests.support.servers import KEY, free_port, vllm_serve
+from tests.support.servers import KEY, vllm_serve
 
 CONFIG = RolloutConfig(budget=160)
-PROCESSED = ("--logprobs-mode", "processed_logprobs")
-
-
-@pytest.fixture(scope="module")
-def fleet(models, tmp_path_factory):
-    started = [vllm_serve(models["spelled"], tmp_path_factory.mktemp(f"fleet-{i}"), *PROCESSED) for i in range(2)]
-    try:
-        yield [server.ready() for server in started]
-    finally:
-        for server in started:
-            server.stop()
 
 
 @pytest.fixture
-def remote(fleet, models):
-    with open_engine(models["spelled"], EngineConfig(url=[server.address for server in fleet])) as engine:
+def fleet(servers, model, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    with open_engine(model, EngineConfig(url=[server.address for server in servers])) as engine:
         yield engine
 
 
-def requests(engine, count: int, prefix: str = "p") -> list[Request]:
+def requests(engine, count: int) -> list[Request]:
     prompts = [engine.tokenizer.encode(f"{tiny.BOS}{tiny.USER}{'abc ' * p}{tiny.ASSISTANT}<think>\n") for p in range(count)]
-    return [Request(f"{prefix}{p}", 0, ids) for p, ids in enumerate(prompts)]
+    return [Request(f"p{p}", 0, ids) for p, ids in enumerate(prompts)]
 
 
 def tokens(responses) -> dict:
     return {request.problem: response.as_read for request, response in responses}
 
 
-def test_a_fleet_samples_the_tokens_and_logprobs_of_the_engine_in_this_process(remote, engines):
-    asked = requests(remote, 12)
-    expected = {r.problem: response for r, response in generate(engines["spelled"], asked, CONFIG, seed=(1,))}
-    found = {r.problem: response for r, response in generate(remote, asked, CONFIG, seed=(1,))}
+def eventually(holds, seconds=20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return holds()
+
+
+def test_a_fleet_samples_the_tokens_and_logprobs_of_the_engine_in_this_process(fleet, engine):
+    assert fleet.context == 512
+    asked = requests(fleet, 12)
+    expected = {r.problem: response for r, response in generate(engine, asked, CONFIG, seed=(1,))}
+    found = {r.problem: response for r, response in generate(fleet, asked, CONFIG, seed=(1,))}
     assert {p: r.as_read for p, r in found.items()} == {p: r.as_read for p, r in expected.items()}
     for problem, response in found.items():
         for ours, theirs in zip(response.segments(), expected[problem].segments(), strict=True):
@@ -57,68 +58,102 @@ def test_a_fleet_samples_the_tokens_and_logprobs_of_the_engine_in_this_process(r
         assert response.finish is expected[problem].finish
 
 
-def test_all_calls_of_a_response_go_to_one_server_and_both_servers_work(remote, fleet):
+def test_all_calls_of_a_response_go_to_one_server_and_both_servers_work(fleet, servers):
     homes: dict[str, set] = {}
-    before = [server.metric("vllm:request_success_total") for server in fleet]
+    before = [server.metric("vllm:request_success_total") for server in servers]
 
     class Where(Watch):
         def finished(self, request, call, completion) -> None:
-            homes.setdefault(request.problem, set()).add(remote._home[f"{request.problem}/0"].url)
+            homes.setdefault(request.problem, set()).add(fleet._home[f"{request.problem}/0"].url)
 
-    assert len(tokens(generate(remote, requests(remote, 8), CONFIG, seed=(2,), watch=Where()))) == 8
+    assert len(tokens(generate(fleet, requests(fleet, 8), CONFIG, seed=(2,), watch=Where()))) == 8
     assert all(len(urls) == 1 for urls in homes.values())
-    assert all(server.metric("vllm:request_success_total") > count for server, count in zip(fleet, before, strict=True))
+    assert all(server.metric("vllm:request_success_total") > count for server, count in zip(servers, before, strict=True))
 
 
-def test_a_caller_that_stops_early_leaves_the_servers_idle(remote, fleet):
-    responses = generate(remote, requests(remote, 8), CONFIG, seed=(3,))
+def test_a_caller_that_stops_early_leaves_the_servers_idle(fleet, servers):
+    responses = generate(fleet, requests(fleet, 8), CONFIG, seed=(3,))
     next(responses)
     responses.close()
-    assert not remote.pending
-    deadline = time.monotonic() + 10
-    while any(server.running() for server in fleet) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(server.running() for server in fleet)
+    assert not fleet.pending
+    assert eventually(lambda: not any(server.running() for server in servers))
 
 
-@pytest.mark.thorough
-def test_a_server_killed_half_way_costs_no_response_and_one_that_returns_is_used_again(models, engines, tmp_path):
-    ports = [free_port(), free_port()]
-    servers = [vllm_serve(models["spelled"], tmp_path / str(i), *PROCESSED, port=port) for i, port in enumerate(ports)]
-    addresses = [server.ready().address for server in servers]
-    with open_engine(models["spelled"], EngineConfig(url=addresses)) as engine:
-        asked = requests(engine, 40)
-        expected = tokens(generate(engines["spelled"], asked, CONFIG, seed=(4,)))
-        found: list = []
-        for request, response in generate(engine, asked, CONFIG, seed=(4,), concurrency=8):
-            found.append((request.problem, response.as_read))
-            if len(found) == 10:
-                os.killpg(servers[1].process.pid, signal.SIGKILL)
-        assert max(Counter(problem for problem, _ in found).values()) == 1
-        assert dict(found) == expected
-        servers[1] = vllm_serve(models["spelled"], tmp_path / "again", *PROCESSED, port=ports[1])
-        servers[1].ready()
-        time.sleep(3)
-        assert tokens(generate(engine, asked, CONFIG, seed=(4,))) == expected
-        assert servers[1].metric("vllm:request_success_total") > 0
-    for server in servers:
-        server.stop()
+def test_servers_that_cannot_take_part_are_refused_with_the_remedy(servers, model, tmp_path, monkeypatch):
+    def open_fleet(folder, address):
+        with open_engine(folder, EngineConfig(url=[address])):
+            pass
 
-
-def test_servers_that_cannot_take_part_are_refused_with_the_remedy(models, fleet, tmp_path):
-    with pytest.raises(ConfigError, match="does not answer"), open_engine(models["spelled"], EngineConfig(url=["http://127.0.0.1:9"])):
-        pass
-    with pytest.raises(ConfigError, match="another tokenizer"), open_engine(models["single"], EngineConfig(url=[fleet[0].address])):
-        pass
-    assert threading.active_count() < 50
-
-
-def test_our_own_servers_take_part_too_with_the_key_of_the_environment(models, servers, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", KEY)
-    with open_engine(models["spelled"], EngineConfig(url=[servers["spelled"].address])) as engine:
-        assert engine.context == 512
+    with pytest.raises(ConfigError, match="does not answer"):
+        open_fleet(model, "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        open_fleet(tiny.save(tmp_path / "single", "single", context=512), servers[0].address)
+    monkeypatch.delenv("VLLM_API_KEY")
+    with pytest.raises(ConfigError, match="set VLLM_API_KEY"):
+        open_fleet(model, servers[0].address)
 
 
 def test_training_with_a_fleet_is_refused():
     with pytest.raises(ConfigError, match=r"engine\.url is set"):
         load_config(RLConfig, "configs/rl/stage1.yaml", ["model.path=m", "data.train=t.jsonl", "engine.url=[http://a:8000,http://b:8000]"])
+
+
+def port_of(server) -> int:
+    return int(re.search(r"\d+$", server.address)[0])
+
+
+def killed_half_way(fleet, engine, victim) -> None:
+    """Every response comes once, as in this process, although a server dies by `kill -9` after a quarter of them."""
+    asked = requests(fleet, 24)
+    expected, found = tokens(generate(engine, asked, CONFIG, seed=(4,))), []
+    for request, response in generate(fleet, asked, CONFIG, seed=(4,), concurrency=8):
+        found.append((request.problem, response.as_read))
+        if len(found) == 6:
+            os.killpg(victim.process.pid, signal.SIGKILL)
+    assert max(Counter(problem for problem, _ in found).values()) == 1
+    assert dict(found) == expected
+    victim.process.wait()
+
+
+def test_a_killed_server_costs_no_response_and_one_with_raw_logprobs_in_its_place_is_refused(
+    fleet, engine, servers, model, chat_model, tmp_path, capfd
+):
+    killed_half_way(fleet, engine, servers[1])
+    raw = vllm_serve(chat_model, tmp_path, port=port_of(servers[1]), processed=False)
+    try:
+        raw.ready()
+        said = ""
+
+        def refused() -> bool:
+            nonlocal said
+            said += capfd.readouterr().err
+            return "is not used" in said
+
+        assert eventually(refused), said
+        assert "processed_logprobs" in said
+        with (
+            pytest.raises(ConfigError, match="raw log-probs; start it with --logprobs-mode processed_logprobs"),
+            open_engine(model, EngineConfig(url=[raw.address])),
+        ):
+            pass
+        sampled = raw.metric("vllm:request_success_total")
+        tokens(generate(fleet, requests(fleet, 4), CONFIG, seed=(5,)))
+        assert raw.metric("vllm:request_success_total") == sampled
+    finally:
+        raw.stop()
+
+
+@pytest.mark.thorough
+def test_a_server_that_returns_is_used_again(engine, server, model, chat_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    other = vllm_serve(chat_model, tmp_path / "first").ready()
+    with open_engine(model, EngineConfig(url=[server.address, other.address])) as fleet:
+        killed_half_way(fleet, engine, other)
+        other = vllm_serve(chat_model, tmp_path / "again", port=port_of(other)).ready()
+        asked = requests(fleet, 24)
+        assert eventually(lambda: all(one.up for one in fleet._servers))
+        before = other.metric("vllm:request_success_total")
+        assert tokens(generate(fleet, asked, CONFIG, seed=(4,))) == tokens(generate(engine, asked, CONFIG, seed=(4,)))
+        assert other.metric("vllm:request_success_total") > before
+    other.stop()

@@ -2,10 +2,10 @@
 
 import pytest
 
+from tests.serve.conftest import NAME, QUESTION
 from tests.support.browser import Browser
 from tests.support.servers import KEY
 
-QUESTION = "how many are there"
 CONTROL = "\ue009"  # WebDriver's name of the key
 WATCH = """
 window.seen = [];
@@ -31,7 +31,7 @@ def type_into(browser, name: str, text: str) -> None:
 def expected(client):
     """(seed, answer) of a response in which workers were spawned once, and then the director answered."""
     for seed in range(1, 200):
-        answer = client.chat.completions.create(model="single", messages=[{"role": "user", "content": QUESTION}], seed=seed)
+        answer = client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": QUESTION}], seed=seed)
         content, details = answer.choices[0].message.content, answer.usage.completion_tokens_details
         if details.rounds == 1 and content and "spawn" not in content and details.longest_path_tokens > 40:
             return seed, answer
@@ -44,7 +44,7 @@ def answered(browser, expected):
     browser.until(lambda: "API key" in browser.text("status"))
     type_into(browser, "key", KEY)
     browser.js("document.getElementById('key').dispatchEvent(new Event('change'))")
-    browser.until(lambda: browser.text("model") == "single")
+    browser.until(lambda: browser.text("model") == NAME)
     browser.js(WATCH)
     type_into(browser, "seed", str(expected[0]))
     type_into(browser, "question", QUESTION)

@@ -83,11 +83,11 @@ def test_a_body_that_is_no_request_is_refused(server, body):
     assert send(server, "/v1/chat/completions", body)[0] == 400
 
 
-def test_earlier_turns_are_read_in_the_models_own_chat_format(server, engines):
+def test_earlier_turns_are_read_in_deepseeks_chat_format(server, engine):
     turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one"}, {"role": "assistant", "content": "1"}]
     asked = {"messages": [*turns, {"role": "user", "content": "two"}], "max_tokens": 4, "return_token_ids": True}
     status, answer = send(server, "/v1/chat/completions", asked)
-    text = engines["single"].tokenizer.decode(answer["prompt_token_ids"], skip_special_tokens=False)
+    text = engine.tokenizer.decode(answer["prompt_token_ids"], skip_special_tokens=False)
     assert status == 200
     assert text.startswith(f"<｜begin▁of▁sentence｜>be brief<｜User｜>one<｜Assistant｜>1{EOS}<｜User｜>two You can spawn")
     assert text.endswith("<｜Assistant｜><think>\n")

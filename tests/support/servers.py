@@ -13,10 +13,13 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+from dccot.serve.launch import ONE_PROCESS
+
 ROOT = Path(__file__).parents[2]
 KEY = "a key for tests"
 OPTIONS = ("--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", str(2**27), "--max-num-seqs", "64")
 PLAIN = ("--no-enable-chunked-prefill", "--enforce-eager", "--block-size", "32", "--scheduling-policy", "priority")
+PLAIN += ("--distributed-executor-backend", ONE_PROCESS)  # starts in half the time
 PLUGINS = {"dccot": "dccot.serve.plugin:Plugin", "dccot_faults": "tests.support.serve_faults:Plugin"}
 
 
@@ -90,12 +93,16 @@ def dccot_serve(model: Path, folder: Path, *options: str) -> Server:
     return Server(command, folder / "server.log", environment, port)
 
 
-def vllm_serve(model: Path, folder: Path, *options: str, port: int | None = None, plugin: bool = False) -> Server:
-    """A plain vLLM server; with `plugin`, ours by vLLM's own means."""
+def vllm_serve(
+    model: Path, folder: Path, *options: str, port: int | None = None, plugin: str | None = None, processed: bool = True
+) -> Server:
+    """vLLM's own command; `plugin` are the settings of ours, if it is to be there. Its log-probs are `processed` or raw."""
     folder.mkdir(parents=True, exist_ok=True)
     port = port or free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"]
-    environment = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    if plugin:
-        environment |= {"PYTHONPATH": plugins(folder / "plugins"), "VLLM_PLUGINS": "dccot"}
+    environment = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_API_KEY": KEY}
+    if plugin is not None:
+        environment |= {"PYTHONPATH": plugins(folder / "plugins"), "VLLM_PLUGINS": "dccot", "DCCOT_SERVE": plugin}
+    if processed:
+        options = (*options, "--logprobs-mode", "processed_logprobs")
     return Server([*command, "--port", str(port), *OPTIONS, *PLAIN, *options], folder / "server.log", environment, port)

@@ -1,0 +1,36 @@
+"""What `dccot serve` decides before vLLM starts."""
+
+import json
+import shlex
+
+from dccot.bench import bigram as tiny
+from dccot.serve.launch import main, overrides
+from dccot.serve.settings import VARIABLE, from_environment
+
+NOTHING = {"workers": None, "budget": None, "max_n": None, "max_requests": None}
+
+
+def test_a_run_is_asked_as_it_was_trained_whatever_its_system_message_holds(tmp_path, monkeypatch):
+    system = "Be = 'brief'; {x}: \"yes\"\n# no"
+    prompt = {"kind": "sequential", "open_think": False, "format": "chat", "system": system}
+    rollout = {"workers": 2, "budget": 99, "temperature": 0.5}
+    (tmp_path / "config.yaml").write_text(json.dumps({"prompt": prompt, "rollout": rollout}))  # JSON is YAML
+    monkeypatch.setenv(VARIABLE, shlex.join(overrides(str(tmp_path), NOTHING | {"max_n": 3})))
+    config = from_environment()
+    assert (config.prompt.kind, config.prompt.open_think, config.prompt.format, config.prompt.system) == (
+        "sequential",
+        False,
+        "chat",
+        system,
+    )
+    assert (config.rollout.workers, config.rollout.budget, config.rollout.temperature, config.max_n) == (2, 99, 0.5, 3)
+
+
+def test_a_model_that_cannot_be_asked_is_refused_in_one_line(tmp_path, capsys):
+    folder = tiny.save(tmp_path / "tiny")
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace(tiny.USER, "<|im_start|>"))
+    assert main([str(folder)]) != 0
+    [line] = capsys.readouterr().err.splitlines()
+    assert tiny.USER in line
+    assert "no chat template either" in line
