@@ -30,6 +30,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from dccot.command import positive, print_table, run_cleanly
+from dccot.config import require
 from dccot.data.problems import load_problems
 from dccot.data.prompting import prompts_of
 from dccot.data.rollouts import Asked
@@ -101,6 +102,7 @@ def measure_all(engine: Engine, config: EvalConfig, problems: str | Path, concur
 
 def measure_model(path: Path, configs: Sequence[EvalConfig], problems: Path, concurrencies: Sequence[int], samples: int) -> list[Timing]:
     """One engine, one or both methods."""
+    require(not configs[0].engine.url, "engine.url is set; seconds are measured on an engine in this process: leave engine.url out")
     with open_engine(path, configs[0].engine) as engine:
         return [timing for config in configs for timing in measure_all(engine, config, problems, concurrencies, samples)]
 

@@ -18,7 +18,7 @@ from dccot.bench import bigram as tiny
 from dccot.rollout.settings import EngineConfig
 from tests.support.servers import KEY, dccot_serve, vllm_serve
 
-CONTEXT, BUDGET = 512, 160
+CONTEXT, BUDGET = 1024, 160
 NAME, QUESTION = "tiny", "how many are there"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

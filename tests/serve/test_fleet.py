@@ -3,6 +3,7 @@
 The servers are those of the session; the last tests of this file kill the second.
 """
 
+import json
 import os
 import re
 import signal
@@ -13,11 +14,17 @@ import pytest
 
 from dccot.bench import bigram as tiny
 from dccot.config import ConfigError, load_config
+from dccot.eval.benchmarks import own_benchmark
+from dccot.eval.run import eval_config, evaluate
+from dccot.eval.run import main as eval_main
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, Watch, generate
 from dccot.rollout.interface import open_engine
+from dccot.rollout.response import Rollout
 from dccot.rollout.settings import EngineConfig
+from dccot.rollouts import main as rollout_main
 from dccot.train.rl_config import RLConfig
+from tests.serve.conftest import CONTEXT
 from tests.support.servers import KEY, vllm_serve
 
 CONFIG = RolloutConfig(budget=160)
@@ -47,7 +54,7 @@ def eventually(holds, seconds=20.0) -> bool:
 
 
 def test_a_fleet_samples_the_tokens_and_logprobs_of_the_engine_in_this_process(fleet, engine):
-    assert fleet.context == 512
+    assert fleet.context == CONTEXT
     asked = requests(fleet, 12)
     expected = {r.problem: response for r, response in generate(engine, asked, CONFIG, seed=(1,))}
     found = {r.problem: response for r, response in generate(fleet, asked, CONFIG, seed=(1,))}
@@ -92,6 +99,24 @@ def test_servers_that_cannot_take_part_are_refused_with_the_remedy(servers, mode
     monkeypatch.delenv("VLLM_API_KEY")
     with pytest.raises(ConfigError, match="set VLLM_API_KEY"):
         open_fleet(model, servers[0].address)
+
+
+def test_eval_and_rollout_write_with_a_fleet_what_they_write_without(engine, servers, model, tmp_path, monkeypatch):
+    def lines(folder) -> list:
+        rows = [Rollout.from_json(json.loads(line)) for path in folder.rglob("*.jsonl") for line in path.read_text().splitlines()]
+        return sorted((row.problem, row.sample, row.response.as_read, row.verdict) for row in rows)
+
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    url = f"engine.url=[{','.join(server.address for server in servers)}]"
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(json.dumps({"id": name, "question": f"why {name}", "gold": "4"}) + "\n" for name in "abc"))
+    given = ["--n", "2", "--budget", "100", url]
+    assert eval_main([str(model), "--problems", str(problems), *given, "--out", str(tmp_path / "fleet")]) == 0
+    evaluate(model, [own_benchmark(problems, 2)], eval_config("parallel", 100), tmp_path / "here", engine=engine)
+    assert lines(tmp_path / "fleet") == lines(tmp_path / "here") != []
+    (tmp_path / "rollouts").mkdir()
+    assert rollout_main([str(model), str(problems), *given, "--out", str(tmp_path / "rollouts" / "all.jsonl")]) == 0
+    assert len(lines(tmp_path / "rollouts")) == 6
 
 
 def test_training_with_a_fleet_is_refused():

@@ -6,7 +6,7 @@ import urllib.request
 
 import pytest
 
-from tests.serve.conftest import BUDGET
+from tests.serve.conftest import BUDGET, CONTEXT
 from tests.support.servers import KEY
 
 EOS = "<｜end▁of▁sentence｜>"
@@ -109,7 +109,7 @@ def test_the_models_list_says_what_this_is(server):
     assert status == 200
     assert answer["data"][0]["dccot"]["workers"] == 3
     assert answer["data"][0]["dccot"]["budget"] == BUDGET
-    assert answer["data"][0]["max_model_len"] == 512
+    assert answer["data"][0]["max_model_len"] == CONTEXT
 
 
 def test_completions_are_still_those_of_vllm(server):

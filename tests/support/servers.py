@@ -17,7 +17,7 @@ from dccot.serve.launch import ONE_PROCESS
 
 ROOT = Path(__file__).parents[2]
 KEY = "a key for tests"
-OPTIONS = ("--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", str(2**27), "--max-num-seqs", "64")
+OPTIONS = ("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(2**27), "--max-num-seqs", "64")
 PLAIN = ("--no-enable-chunked-prefill", "--enforce-eager", "--block-size", "32", "--scheduling-policy", "priority")
 PLAIN += ("--distributed-executor-backend", ONE_PROCESS)  # starts in half the time
 PLUGINS = {"dccot": "dccot.serve.plugin:Plugin", "dccot_faults": "tests.support.serve_faults:Plugin"}
