@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from dccot.bench import bigram as tiny
@@ -78,7 +79,10 @@ def plain(servers):
 def engine(model):
     from dccot.rollout.engine import VllmEngine
 
-    return VllmEngine(model, EngineConfig(dtype="float32", kv_cache_gb=0.125))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the servers
+    yield VllmEngine(model, EngineConfig(dtype="float32", kv_cache_gb=0.125))
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

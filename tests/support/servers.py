@@ -35,14 +35,15 @@ class Server:
     def __init__(self, command: Sequence[str], log: Path, environment: dict[str, str], port: int):
         self.address, self.log = f"http://127.0.0.1:{port}", log
         path = os.pathsep.join(filter(None, [environment.pop("PYTHONPATH", ""), str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_") and name != "OMP_NUM_THREADS"}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+        one_thread = {"OMP_NUM_THREADS": "1"}  # enough for tiny models, and several servers do not wait for each other's threads
         with open(log, "w") as out:
             self.process = subprocess.Popen(
                 command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=log.parent,
-                env=kept | environment | {"PYTHONPATH": path},
+                env=kept | environment | one_thread | {"PYTHONPATH": path},
                 start_new_session=True,
             )
 
