@@ -43,8 +43,8 @@ from dccot.rollout.settings import EngineConfig
 from dccot.serve.launch import ONE_PROCESS
 
 CLIENTS, LIMIT = 64, 900.0  # seconds that each part may take
-CONFIG, CONTEXT = RolloutConfig(budget=400), 2048
-CHANCES = tiny.Chances(spawn=1 / 60, close=1 / 40, eos=1 / 120)
+CONFIG, CONTEXT = RolloutConfig(budget=200), 2048
+CHANCES = tiny.Chances(spawn=1 / 40, close=1 / 25, eos=1 / 60)  # 3 to 600 tokens per response
 OPTIONS = ["--dtype", "float32", "--max-model-len", str(CONTEXT), "--kv-cache-memory-bytes", str(2**30), "--max-num-seqs", "256"]
 PLAIN = ["--no-enable-chunked-prefill", "--enforce-eager", "--block-size", "32", "--scheduling-policy", "priority"]
 PLAIN += ["--logprobs-mode", "processed_logprobs", "--distributed-executor-backend", ONE_PROCESS]
@@ -320,7 +320,7 @@ def fleet_rows(folder: Path, model: Path, expected: dict[str, list[int]]) -> lis
 def run(quick: bool = False) -> list[dict]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = tiny.save(folder / "model", "spelled", CHANCES, context=CONTEXT, layers=4)
+        model = tiny.save(folder / "model", "spelled", CHANCES, context=CONTEXT)
         work, count = jobs(100 if quick else 500), 40 if quick else 200
         wanted = [job for job in work if job.kind in ("whole", "stream")]
         say(f"offline: {len(wanted)} requests, {count} problems")

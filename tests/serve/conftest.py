@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def edit(path: Path, **changes) -> None:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
     """Untrained, spawns and answers. The tags of its workers are spelled with several tokens, the others are single ones."""
-    folder = tiny.save(tmp_path_factory.mktemp("models") / NAME, "mixed", tiny.Chances(answer=1 / 40), context=CONTEXT)
+    folder = tiny.save(
+        tmp_path_factory.mktemp("models") / NAME, "mixed", tiny.Chances(spawn=1 / 16, eos=1 / 20, answer=1 / 16), context=CONTEXT
+    )
     weights = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if not name.endswith(".bias")}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     edit(folder / "config.json", model_type="llama", architectures=["LlamaForCausalLM"])
@@ -98,3 +101,21 @@ def client(server):
     from openai import OpenAI
 
     return OpenAI(base_url=f"{server.address}/v1", api_key=KEY, max_retries=0)
+
+
+@pytest.fixture(scope="session")
+def first(client):
+    """wanted → (seed, answer), the first seed whose answer is; the server answers eight at a time."""
+
+    def ask(seed: int):
+        return client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": QUESTION}], seed=seed)
+
+    def search(wanted):
+        with ThreadPoolExecutor(8) as pool:
+            for start in range(1, 400, 8):
+                for seed, answer in enumerate(pool.map(ask, range(start, start + 8)), start):
+                    if wanted(answer):
+                        return seed, answer
+        raise AssertionError("no seed gives such a response")
+
+    return search

@@ -28,14 +28,14 @@ def type_into(browser, name: str, text: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected(client):
+def expected(first):
     """(seed, answer) of a response in which workers were spawned once, and then the director answered."""
-    for seed in range(1, 200):
-        answer = client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": QUESTION}], seed=seed)
+
+    def wanted(answer) -> bool:
         content, details = answer.choices[0].message.content, answer.usage.completion_tokens_details
-        if details.rounds == 1 and content and "spawn" not in content and details.longest_path_tokens > 40:
-            return seed, answer
-    raise AssertionError("no seed gives such a response")
+        return details.rounds == 1 and content and "spawn" not in content and details.longest_path_tokens > 30
+
+    return first(wanted)
 
 
 @pytest.fixture(scope="module")
