@@ -224,7 +224,7 @@ class Fleet:
         tops = []  # the likeliest tokens at two temperatures; not the first alone, of which a trained model may be certain
         for temperature in (0.5, 2.0):
             body = {"model": server.model, "prompt": ours, "max_tokens": 1, "temperature": temperature, "seed": 0, "logprobs": 5}
-            answer = await server.client.post("/v1/completions", json=body, timeout=PATIENCE)
+            answer = await server.client.post("/v1/completions", json=body, timeout=10 * PATIENCE)  # the first one warms it up
             answer.raise_for_status()
             tops.append(sorted(answer.json()["choices"][0]["logprobs"]["top_logprobs"][0].values(), reverse=True)[:3])
         if all(abs(cold - hot) < 1e-6 for cold, hot in zip(*tops, strict=True)):
