@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from dccot.config import ConfigError, warn_of_plain_http
-from dccot.model.tokenizer import open_tokenizer
+from dccot.model.tokenizer import PROBE, open_tokenizer
 from dccot.rollout.director import Call, Completion, Stop
 from dccot.rollout.interface import EngineStalled
 from dccot.rollout.settings import EngineConfig
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 PULSE, RETRY, PATIENCE = 10.0, 1.0, 30.0  # seconds: between looks at a healthy server, at a lost one; until a look has failed
 ATTEMPTS = 8
-PROBE = "What is 2 + 3? <think>\nso \\boxed{5}"  # both sides must tokenise it alike
 ONLY_SAMPLES = "engine.url is for evaluation and data; training needs an engine in its own process: leave engine.url out"
 
 
