@@ -42,14 +42,14 @@ from dccot.rollout.director import Call, RolloutConfig
 from dccot.rollout.generate import Request, generate, seed_of
 from dccot.rollout.interface import Engine, open_engine
 from dccot.rollout.settings import EngineConfig
-from dccot.serve.launch import ONE_PROCESS
 
 CLIENTS, LIMIT = 64, 900.0  # seconds that each part may take
 CONFIG, CONTEXT = RolloutConfig(budget=200), 2048
 CHANCES = tiny.Chances(spawn=1 / 40, close=1 / 25, eos=1 / 60)  # 3 to 600 tokens per response
 OPTIONS = ["--dtype", "float32", "--max-model-len", str(CONTEXT), "--kv-cache-memory-bytes", str(2**30), "--max-num-seqs", "256"]
 PLAIN = ["--no-enable-chunked-prefill", "--enforce-eager", "--block-size", "32", "--scheduling-policy", "priority"]
-PLAIN += ["--logprobs-mode", "processed_logprobs", "--distributed-executor-backend", ONE_PROCESS]
+PLAIN += ["--logprobs-mode", "processed_logprobs", "--distributed-executor-backend"]
+PLAIN += ["vllm.v1.executor.uniproc_executor.UniProcExecutor"]  # as `dccot serve`: in the engine's own process
 HOSTILE = (
     b"{",
     b"[" * 50_000,
