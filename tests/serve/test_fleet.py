@@ -3,19 +3,29 @@
 The servers are those of the session; the last tests of this file kill the second.
 """
 
+import json
+import os
+import re
+import signal
 import time
+from collections import Counter
 
 import pytest
 
 from dccot.bench import bigram as tiny
 from dccot.config import ConfigError, load_config
+from dccot.eval.benchmarks import own_benchmark
+from dccot.eval.run import eval_config, evaluate
+from dccot.eval.run import main as eval_main
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, Watch, generate
 from dccot.rollout.interface import open_engine
+from dccot.rollout.response import Rollout
 from dccot.rollout.settings import EngineConfig
+from dccot.rollouts import main as rollout_main
 from dccot.train.rl_config import RLConfig
 from tests.serve.conftest import CONTEXT
-from tests.support.servers import KEY
+from tests.support.servers import KEY, vllm_serve
 
 CONFIG = RolloutConfig(budget=160)
 
@@ -91,6 +101,86 @@ def test_servers_that_cannot_take_part_are_refused_with_the_remedy(servers, mode
         open_fleet(model, servers[0].address)
 
 
+@pytest.mark.thorough
+def test_eval_and_rollout_write_with_a_fleet_what_they_write_without(engine, servers, model, tmp_path, monkeypatch):
+    def lines(folder) -> list:
+        rows = [Rollout.from_json(json.loads(line)) for path in folder.rglob("*.jsonl") for line in path.read_text().splitlines()]
+        return sorted((row.problem, row.sample, row.response.as_read, row.verdict) for row in rows)
+
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    url = f"engine.url=[{','.join(server.address for server in servers)}]"
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(json.dumps({"id": name, "question": f"why {name}", "gold": "4"}) + "\n" for name in "abc"))
+    given = ["--n", "2", "--budget", "100", url]
+    assert eval_main([str(model), "--problems", str(problems), *given, "--out", str(tmp_path / "fleet")]) == 0
+    evaluate(model, [own_benchmark(problems, 2)], eval_config("parallel", 100), tmp_path / "here", engine=engine)
+    assert lines(tmp_path / "fleet") == lines(tmp_path / "here") != []
+    (tmp_path / "rollouts").mkdir()
+    assert rollout_main([str(model), str(problems), *given, "--out", str(tmp_path / "rollouts" / "all.jsonl")]) == 0
+    assert len(lines(tmp_path / "rollouts")) == 6
+
+
 def test_training_with_a_fleet_is_refused():
     with pytest.raises(ConfigError, match=r"engine\.url is set"):
         load_config(RLConfig, "configs/rl/stage1.yaml", ["model.path=m", "data.train=t.jsonl", "engine.url=[http://a:8000,http://b:8000]"])
+
+
+def port_of(server) -> int:
+    return int(re.search(r"\d+$", server.address)[0])
+
+
+def killed_half_way(fleet, engine, victim) -> None:
+    """Every response comes once, as in this process, although a server dies by `kill -9` after a quarter of them."""
+    asked = requests(fleet, 24)
+    expected, found = tokens(generate(engine, asked, CONFIG, seed=(4,))), []
+    for request, response in generate(fleet, asked, CONFIG, seed=(4,), concurrency=8):
+        found.append((request.problem, response.as_read))
+        if len(found) == 6:
+            os.killpg(victim.process.pid, signal.SIGKILL)
+    assert max(Counter(problem for problem, _ in found).values()) == 1
+    assert dict(found) == expected
+    victim.process.wait()
+
+
+@pytest.mark.thorough
+def test_a_killed_server_costs_no_response_and_one_with_raw_logprobs_in_its_place_is_refused(
+    fleet, engine, servers, model, chat_model, tmp_path, capfd
+):
+    killed_half_way(fleet, engine, servers[1])
+    raw = vllm_serve(chat_model, tmp_path, port=port_of(servers[1]), processed=False)
+    try:
+        raw.ready()
+        said = ""
+
+        def refused() -> bool:
+            nonlocal said
+            said += capfd.readouterr().err
+            return "is not used" in said
+
+        assert eventually(refused), said
+        assert "processed_logprobs" in said
+        with (
+            pytest.raises(ConfigError, match="raw log-probs; start it with --logprobs-mode processed_logprobs"),
+            open_engine(model, EngineConfig(url=[raw.address])),
+        ):
+            pass
+        sampled = raw.metric("vllm:request_success_total")
+        tokens(generate(fleet, requests(fleet, 4), CONFIG, seed=(5,)))
+        assert raw.metric("vllm:request_success_total") == sampled
+    finally:
+        raw.stop()
+
+
+@pytest.mark.thorough
+def test_a_server_that_returns_is_used_again(engine, server, model, chat_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    other = vllm_serve(chat_model, tmp_path / "first").ready()
+    with open_engine(model, EngineConfig(url=[server.address, other.address])) as fleet:
+        killed_half_way(fleet, engine, other)
+        other = vllm_serve(chat_model, tmp_path / "again", port=port_of(other)).ready()
+        asked = requests(fleet, 24)
+        assert eventually(lambda: all(one.up for one in fleet._servers))
+        before = other.metric("vllm:request_success_total")
+        assert tokens(generate(fleet, asked, CONFIG, seed=(4,))) == tokens(generate(engine, asked, CONFIG, seed=(4,)))
+        assert other.metric("vllm:request_success_total") > before
+    other.stop()
