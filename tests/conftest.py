@@ -26,9 +26,11 @@ SLOW_TESTS = (
     "tests/eval/test_sequential_solutions.py",
     "tests/foundations/test_provenance.py",
     "tests/front_door/test_marks.py",
+    "tests/foundations/test_runtime.py::test_ranks_that_work_apart",
     "tests/front_door/test_transformers.py",
     "tests/kernels/test_tree_attention.py::test_flash_compiled",
     "tests/model/test_vllm_roundtrip.py",
+    "tests/rollout/test_engine_life.py",
     "tests/rollout/test_rollout_command.py",
     "tests/rollout/test_tag_soup.py",
     "tests/rollout/test_torchrun.py",
@@ -39,6 +41,7 @@ SLOW_TESTS = (
     "tests/test_vllm_names.py",
     "tests/train/test_run_folder.py",
     "tests/train/test_timeline.py",
+    "tests/train/test_watchdog.py",
 )
 # `make test` runs two tests at a time. Those of one file stay together, and those of these rooms, which share engines or servers; what
 # takes longest starts first, so that neither process is left alone with it.

@@ -305,7 +305,7 @@ def shape_of(question: str) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_named_in_the_text_exist(page):
     text = page.read_text()
-    assert set(re.findall(r"`dccot (\w+)", text)) <= COMMANDS.keys()
+    assert set(re.findall(r"`dccot ([\w-]+)", text)) <= COMMANDS.keys()
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"`make ([\w-]+)`", text)) <= targets
 
