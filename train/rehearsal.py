@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -84,7 +85,7 @@ def trainer(kind: type[T], config: Any, gpu: FakeGpu, shape: ModelConfig, runtim
     """An RL or SFT trainer without what a GPU has no part in: run folder, tokenizer, engine, grader."""
     made = object.__new__(kind)
     made.config, made.runtime, made.phases = config, runtime, FakePhases(runtime, gpu)
-    made.updates = made.skipped = 0
+    made.run, made.updates, made.skipped, made.bad_in_a_row = Path("rehearsed"), 0, 0, 0
     made.model = build(gpu, "master weights", shape, config.sharding, runtime.device)
     made.optimizer = make_optimizer(made.model, config.optimizer)
     return made
