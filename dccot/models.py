@@ -72,22 +72,19 @@ def text_rows(config: ModelConfig, folder: Path, workers: int) -> Iterator[Row]:
 
 
 def numbers_rows(folder: Path, engine: bool) -> Iterator[Row]:
-    """Our decoder in float32 beside transformers' on the probe, and beside what vLLM sampled with."""
+    """Our decoder in float32 beside transformers' on the probe, and beside what vLLM sampled with; one of them in memory at a time."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from dccot.kernels.mask import TreeMask
 
-    tokenizer, ours = open_tokenizer(folder), _decoder(folder)
-    ids = torch.tensor(tokenizer.encode(PROBE, add_special_tokens=False))
+    ids = torch.tensor(open_tokenizer(folder).encode(PROBE, add_special_tokens=False))
     with torch.no_grad():
-        found = ours(ids, torch.arange(len(ids)), TreeMask.causal([len(ids)]))
-        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        gap = _gap(found, theirs(input_ids=ids[None]).logits[0])
-    del theirs
-    yield "beside transformers", _said(gap, "transformers", f"logits of {len(ids)} tokens")
+        found = _decoder(folder)(ids, torch.arange(len(ids)), TreeMask.causal([len(ids)]))
+        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(input_ids=ids[None]).logits[0]
+    yield "beside transformers", _said(_gap(found, expected), "transformers", f"logits of {len(ids)} tokens")
     if engine:
-        gap, tokens, rate = sampled_gap(folder, ours)
+        gap, tokens, rate = sampled_gap(folder)
         yield "beside vLLM", _said(gap, "vLLM", f"log-probs of {tokens} sampled tokens") + f", {rate:.1f} tokens/s alone"
 
 
@@ -104,7 +101,7 @@ def _decoder(folder: Path) -> Any:
     return model
 
 
-def sampled_gap(folder: Path, model: Any, tokens: int = 48) -> tuple[float, int, float]:
+def sampled_gap(folder: Path, tokens: int = 48) -> tuple[float, int, float]:
     """The largest difference between the log-probs that vLLM sampled a response with and the trainer's; its length; tokens per second."""
     import torch
 
@@ -124,7 +121,7 @@ def sampled_gap(folder: Path, model: Any, tokens: int = 48) -> tuple[float, int,
     forest = build_forest([[(0, response)]])
     mask, targets = forest.mask, forest.targets
     with torch.no_grad():
-        logprob, _ = model(forest.tokens, mask.position, mask, mask.parent[targets], forest.tokens[targets], config.temperature)
+        logprob, _ = _decoder(folder)(forest.tokens, mask.position, mask, mask.parent[targets], forest.tokens[targets], config.temperature)
     return _gap(logprob, forest.logprob[targets]), len(targets), len(targets) / seconds
 
 
