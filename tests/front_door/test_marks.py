@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from dccot import __version__
 from dccot.pipeline import main
+from dccot.recipe import load_recipe
+from dccot.stages import _made_by
 
 RECIPE = """
 name: r
@@ -117,6 +120,8 @@ def test_other_code_is_said_and_not_refused(recipe, capsys):
     mark.write_text(json.dumps(told))
     assert main([str(recipe)]) == 0
     assert "made by other code than this (" in (said := capsys.readouterr().out) and "): base\n" in said
+    on_the_page = _made_by(load_recipe(recipe)[0])
+    assert on_the_page.count(f"dccot {__version__}, ") == 2 and "source 00000000" in on_the_page
 
 
 def test_a_mark_from_before_marks_said_what_they_were_made_from_is_taken(recipe):
