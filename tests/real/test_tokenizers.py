@@ -45,7 +45,7 @@ def published(request, tmp_path_factory):
     reference = Tokenizer.from_file(str(files / "tokenizer.json"))
     shape = {
         "model_type": NAMES[request.param], "vocab_size": 128 * -(-reference.get_vocab_size() // 128), "hidden_size": 64, "head_dim": 32,
-        "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "tie_word_embeddings": True,
+        "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True,
         "max_position_embeddings": 512,
         "architectures": [{"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[NAMES[request.param]]],
     }  # fmt: skip
