@@ -1,6 +1,6 @@
 """`make torture`: everything that kills long runs, done to a miniature one on purpose.
 
-    make torture [--kills N] [--output runs/torture] [--seed 0]        at most 30 minutes on two cores
+    make torture [--kills N] [--output runs/torture] [--seed 0]        an hour or less on two cores
 
 The heart of it: one RL run on two ranks, with a real engine in each, is killed again and again with SIGKILL, one rank or the whole job,
 at random moments of every phase and of writing a checkpoint; now and then its newest checkpoint is damaged, and once the disk is full.
