@@ -69,9 +69,3 @@ def cos_sin(position: Tensor, rope: RopeConfig, head_dim: int, dtype: torch.dtyp
     angle = position[:, None, None].float() * inverse_frequencies(rope, head_dim, position.device)
     cos, sin = angle.cos() * rope.attention_factor, angle.sin() * rope.attention_factor
     return cos.to(dtype).float(), sin.to(dtype).float()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [N, H, D] turned by its position, at fp32 or better, in x's dtype."""
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)

@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dccot.kernels.linear_logprob import linear_logprob
+from dccot.kernels.rowwise import rms_norm, rotate
 from dccot.kernels.tree_attention import TreeMask, tree_attention
 from dccot.model.config import ModelConfig
-from dccot.model.rotary import cos_sin, rotate
+from dccot.model.rotary import cos_sin
 
 
 class RMSNorm(nn.Module):
@@ -35,7 +36,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):

@@ -4,10 +4,11 @@ import torch
 
 from dccot.files import read_jsonl
 from dccot.kernels.mask import TreeMask
+from dccot.kernels.rowwise import rotate
 from dccot.miniature.world import TinyModel, WorldConfig, make_world
 from dccot.model.checkpoint_io import load_weights
 from dccot.model.config import read_config
-from dccot.model.rotary import cos_sin, rotate
+from dccot.model.rotary import cos_sin
 from dccot.model.transformer import Transformer
 
 

@@ -48,11 +48,12 @@ def test_the_oracle_is_softmax_over_visible_keys():
 
 
 @settings(deadline=None, max_examples=80)
-@given(forests(90), st.sampled_from([0, 60, 400, attention_cpu.LONG_RUN_PAIRS]))
-def test_paths_equal_the_oracle_in_fp64_however_the_tree_is_cut(visible_until, long_run_pairs):
+@given(forests(90), st.sampled_from([0, 60, 400, attention_cpu.LONG_RUN_PAIRS]), st.sampled_from([1, 4, 7, 16]))
+def test_paths_equal_the_oracle_in_fp64_however_the_tree_is_cut(visible_until, long_run_pairs, triangle):
     inputs = tensors(len(visible_until))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_cpu, "LONG_RUN_PAIRS", long_run_pairs)
+        patch.setattr(attention_cpu, "TRIANGLE", triangle)
         mask = TreeMask(visible_until)
         assert largest_difference(with_gradients(*inputs, mask), with_gradients(*inputs, mask, backend="dense")) < 1e-9
 
@@ -67,7 +68,9 @@ def test_paths_equal_the_oracle_in_fp64_on_a_tree_long_enough_for_slices():
     visible_until = torch.tensor([1400] * 400 + [700] * 300 + [900] * 200 + [1400] * 500)
     mask = TreeMask(visible_until)
     pieces = attention_cpu.cut(visible_until)
-    assert len(pieces.causal) == 4 and len(pieces.full) == 1 and not pieces.chains
+    triangles = [(rows.stop - rows.start, count) for rows, count in pieces.causal]
+    assert triangles == [(256, 2), (144, 1), (128, 1), (172, 1), (200, 1), (256, 2), (244, 1)] and not pieces.chains
+    assert len(pieces.full) == 5 + 1, "one rectangle per triangle but the first of a run, and what is below the trunk"
     inputs = tensors(1400, 2, 1, 8)
     assert largest_difference(with_gradients(*inputs, mask), with_gradients(*inputs, mask, backend="dense")) < 1e-9
 

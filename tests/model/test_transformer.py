@@ -6,10 +6,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from dccot.kernels.rowwise import rotate
 from dccot.kernels.tree_attention import TreeMask
 from dccot.model.checkpoint_io import load_weights
 from dccot.model.config import RopeConfig, parse_config, read_config
-from dccot.model.rotary import cos_sin, inverse_frequencies, rotate
+from dccot.model.rotary import cos_sin, inverse_frequencies
 from dccot.model.transformer import Transformer
 
 VOCABULARY = 301

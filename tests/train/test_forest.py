@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dccot.kernels.rowwise import rotate
 from dccot.kernels.tree_attention import TreeMask
-from dccot.model.rotary import cos_sin, rotate
+from dccot.model.rotary import cos_sin
 from dccot.rollout.response import Response, Round, Segment
 from dccot.train.forest import build_forest, forests_of_rank, pack
 from dccot.train.update import compute_logprobs
