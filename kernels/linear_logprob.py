@@ -13,6 +13,7 @@ Legend: M rows, V vocabulary, d hidden size.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 
 import torch
@@ -25,11 +26,12 @@ STRIP_ELEMENTS = 2**17  # of logits: what a CPU core's cache holds
 
 
 def linear_logprob(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, *, chunk_rows: int | None = None
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, *, chunk_rows: int | None = None, skip_below: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """hidden [M, d], weight [V, d], targets int [M] → log-prob and entropy [M] of softmax(hidden weightᵀ / temperature).
 
     Results are fp32 (fp64 for fp64 inputs); both carry gradients to hidden and weight. `chunk_rows` limits the rows of a block.
+    With `skip_below` the backward leaves out tokens whose probability is below it in every row of a block and which none of them chose.
 
     >>> hidden, weight = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [4.0, 0.0]])
     >>> logprob, entropy = linear_logprob(hidden, weight, torch.tensor([2]))  # four equal logits: log 1/4 and log 4
@@ -43,11 +45,15 @@ def linear_logprob(
         raise TypeError(f"hidden and weight must share one floating-point dtype, got {hidden.dtype} and {weight.dtype}: cast one of them")
     if temperature <= 0 or (chunk_rows is not None and chunk_rows < 1):
         raise ValueError(f"temperature and chunk_rows must be positive, got {temperature} and {chunk_rows}")
-    return _forward(hidden, weight, targets, temperature, chunk_rows or DEFAULT_CHUNK_ROWS)[:2]
+    if not 0 <= skip_below < 1:
+        raise ValueError(f"skip_below is a probability below which gradients are left out, got {skip_below}")
+    return _forward(hidden, weight, targets, temperature, chunk_rows or DEFAULT_CHUNK_ROWS, skip_below)[:2]
 
 
 @torch.library.custom_op("dccot::linear_logprob", mutates_args=())
-def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_rows: int, skip_below: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
     if targets.device.type == "cpu" and len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
         raise ValueError(f"targets must lie in [0, {len(weight)}), got {int(targets.min())} to {int(targets.max())}")
     update = _kernels(hidden).update_statistics
@@ -66,14 +72,14 @@ def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
 
 
 @_forward.register_fake
-def _(hidden, weight, targets, temperature, chunk_rows):
+def _(hidden, weight, targets, temperature, chunk_rows, skip_below=0.0):
     return tuple(hidden.new_empty(len(hidden), dtype=_wide(hidden)) for _ in range(3))
 
 
 @torch.library.custom_op("dccot::linear_logprob_backward", mutates_args=())
 def _backward(
     grad_logprob: Tensor, grad_entropy: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, entropy: Tensor,
-    temperature: float, chunk_rows: int,
+    temperature: float, chunk_rows: int, skip_below: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     to_gradient = _kernels(hidden).logits_to_gradient
     row_values = torch.stack([lse, entropy, grad_logprob, grad_entropy])
@@ -83,30 +89,35 @@ def _backward(
     for vocab in vocab_slices:
         vocab_grad = torch.zeros_like(weight[vocab], dtype=_wide(weight))
         for rows in row_slices:
-            logits = _logits(hidden[rows], weight[vocab], buffer)
-            to_gradient(logits, targets[rows] - vocab.start, row_values[:, rows], 1 / temperature)
-            gradient = logits.to(hidden.dtype) if buffer is None else logits
-            _add_product(hidden_grad[rows], gradient, weight[vocab])
-            _add_product(vocab_grad, gradient.t(), hidden[rows])
+            logits, chosen, columns = _logits(hidden[rows], weight[vocab], buffer), targets[rows] - vocab.start, slice(None)
+            if skip_below:
+                columns, chosen = _significant(logits, chosen, lse[rows], temperature, skip_below)
+                logits = logits[:, columns]
+            gradient = to_gradient(logits, chosen, row_values[:, rows], 1 / temperature, hidden.dtype if buffer is None else logits.dtype)
+            _add_product(hidden_grad[rows], gradient, weight[vocab][columns])
+            if skip_below:
+                vocab_grad[columns] += _add_product(vocab_grad.new_zeros(len(columns), hidden.shape[1]), gradient.t(), hidden[rows])
+            else:
+                _add_product(vocab_grad, gradient.t(), hidden[rows])
             del logits, gradient  # before the next ones come, unless they share a buffer
         weight_grad[vocab] = vocab_grad
     return hidden_grad.to(hidden.dtype), weight_grad
 
 
 @_backward.register_fake
-def _(grad_logprob, grad_entropy, hidden, weight, targets, lse, entropy, temperature, chunk_rows):
+def _(grad_logprob, grad_entropy, hidden, weight, targets, lse, entropy, temperature, chunk_rows, skip_below):
     return torch.empty_like(hidden), torch.empty_like(weight)
 
 
 def _save(ctx, inputs, output) -> None:
-    hidden, weight, targets, ctx.temperature, ctx.chunk_rows = inputs
+    hidden, weight, targets, *ctx.settings = inputs
     _, entropy, lse = output
     ctx.save_for_backward(hidden, weight, targets, lse, entropy)
     ctx.mark_non_differentiable(lse)
 
 
 def _gradients(ctx, grad_logprob: Tensor, grad_entropy: Tensor, _):
-    return *_backward(grad_logprob, grad_entropy, *ctx.saved_tensors, ctx.temperature, ctx.chunk_rows), None, None, None
+    return *_backward(grad_logprob, grad_entropy, *ctx.saved_tensors, *ctx.settings), None, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
@@ -145,12 +156,19 @@ def _logits(hidden: Tensor, weight: Tensor, buffer: Tensor | None) -> Tensor:
     return torch.mm(hidden.to(buffer.dtype), weight.t().to(buffer.dtype), out=block)
 
 
-def _add_product(total: Tensor, gradient: Tensor, factor: Tensor) -> None:
-    """total += gradient factor, summed in the precision of `total`."""
+def _add_product(total: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:
+    """total += gradient factor, summed inside the product, in the precision of `total`."""
     if gradient.dtype != total.dtype:
-        total += torch.mm(gradient, factor, out_dtype=total.dtype)
-    else:
-        total.addmm_(gradient, factor.to(total.dtype))
+        return torch.addmm(total, gradient, factor, out_dtype=total.dtype, out=total)
+    return total.addmm_(gradient, factor.to(total.dtype))
+
+
+def _significant(logits: Tensor, targets: Tensor, lse: Tensor, temperature: float, bound: float) -> tuple[Tensor, Tensor]:
+    """Columns that are a target or whose probability reaches `bound` in some row, and the targets counted among them (−1: elsewhere)."""
+    kept = (logits >= temperature * (lse + math.log(bound))[:, None]).any(0)
+    here = (targets >= 0) & (targets < len(kept))
+    kept[targets[here]] = True
+    return kept.nonzero()[:, 0], torch.where(here, (kept.cumsum(0) - 1)[targets.clamp(0, len(kept) - 1)], -1)
 
 
 def _kernels(x: Tensor):
@@ -185,16 +203,20 @@ class Strips:
             largest[rows] = higher
 
     @staticmethod
-    def logits_to_gradient(logits: Tensor, targets: Tensor, row_values: Tensor, inverse_temperature: float) -> None:
+    def logits_to_gradient(
+        logits: Tensor, targets: Tensor, row_values: Tensor, inverse_temperature: float, dtype: torch.dtype | None = None
+    ) -> Tensor:
         lse, entropy, grad_logprob, grad_entropy = (value[:, None] for value in row_values)
         with_entropy = bool(grad_entropy.any())
-        for rows in _slices(len(logits), max(1, STRIP_ELEMENTS // logits.shape[1])):
+        for rows in _slices(len(logits), max(1, STRIP_ELEMENTS // max(1, logits.shape[1]))):
             logprob = logits[rows].mul_(inverse_temperature).sub_(lse[rows])
             factor = -inverse_temperature * grad_logprob[rows]
             if with_entropy:
                 slope = -inverse_temperature * grad_entropy[rows]
                 factor = torch.addcmul(factor + slope * entropy[rows], slope, logprob)
             logprob.exp_().mul_(factor)
+        if not logits.numel():
+            return logits
         here = (targets >= 0) & (targets < logits.shape[1])
         own = torch.where(here, grad_logprob[:, 0] * inverse_temperature, 0.0)
-        logits.scatter_add_(1, targets.clamp(0, logits.shape[1] - 1)[:, None], own[:, None])
+        return logits.scatter_add_(1, targets.clamp(0, logits.shape[1] - 1)[:, None], own[:, None])

@@ -1,7 +1,7 @@
 """The Triton kernels of the fused LM head: what happens to a block of logits between two matrix products (linear_logprob.py).
 
     statistics_kernel   folds a block into the running softmax statistics; one program per row
-    gradient_kernel     turns a block of logits into their gradient in place; one program per row and stretch of columns
+    gradient_kernel     writes a block's gradient in the precision of the products; one program per row and stretch of columns
 
 Both only stream memory once, so they are bound by bandwidth. Statistics and row values are [4, M], one plane after the other; a target
 outside the block is just a column that never comes up.
@@ -9,6 +9,7 @@ outside the block is just a column that never comes up.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -48,18 +49,18 @@ def statistics_kernel(LOGITS, targets, STATISTICS, width, row_stride, plane, inv
 
 
 @triton.jit(do_not_specialize=DYNAMIC)
-def gradient_kernel(LOGITS, targets, ROW_VALUES, width, row_stride, plane, inverse_temperature, BLOCK: tl.constexpr):
+def gradient_kernel(LOGITS, GRADIENT, targets, ROW_VALUES, width, row_stride, plane, inverse_temperature, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    logits = LOGITS + row.to(tl.int64) * row_stride + columns
+    block = row.to(tl.int64) * row_stride + columns
     values = ROW_VALUES + row
     lse, entropy = tl.load(values), tl.load(values + plane)
     grad_logprob, grad_entropy = tl.load(values + 2 * plane), tl.load(values + 3 * plane)
-    logprob = tl.load(logits, mask=columns < width, other=-float("inf")) * inverse_temperature - lse
+    logprob = tl.load(LOGITS + block, mask=columns < width, other=-float("inf")) * inverse_temperature - lse
     p = tl.exp(logprob)
     gradient = tl.where(p > 0, -p * (grad_logprob + grad_entropy * (logprob + entropy)), 0.0)
     gradient += tl.where(columns == tl.load(targets + row), grad_logprob, 0.0)
-    tl.store(logits, gradient * inverse_temperature, mask=columns < width)
+    tl.store(GRADIENT + block, gradient * inverse_temperature, mask=columns < width)
 
 
 def update_statistics(logits: Tensor, targets: Tensor, statistics: Tensor, inverse_temperature: float) -> None:
@@ -69,8 +70,15 @@ def update_statistics(logits: Tensor, targets: Tensor, statistics: Tensor, inver
     )
 
 
-def logits_to_gradient(logits: Tensor, targets: Tensor, row_values: Tensor, inverse_temperature: float) -> None:
+def logits_to_gradient(
+    logits: Tensor, targets: Tensor, row_values: Tensor, inverse_temperature: float, dtype: torch.dtype | None = None
+) -> Tensor:
+    """In place where precisions agree."""
     rows, width = logits.shape
+    logits = logits.contiguous()
+    gradient = logits if dtype in (None, logits.dtype) else torch.empty_like(logits, dtype=dtype)
     gradient_kernel[rows, triton.cdiv(width, STRETCH)](
-        logits, targets, row_values, width, logits.stride(0), row_values.stride(0), inverse_temperature, STRETCH, num_warps=STRETCH_WARPS
-    )
+        logits, gradient, targets, row_values, width, logits.stride(0), row_values.stride(0), inverse_temperature, STRETCH,
+        num_warps=STRETCH_WARPS,
+    )  # fmt: skip
+    return gradient

@@ -28,6 +28,7 @@ from dccot.model.config import ModelConfig, read_config
 from dccot.model.transformer import Block, Transformer
 from dccot.runtime import inherit_timeout
 
+ATTENTION = ("triton", "cpu", "flash", "dense")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
 
@@ -40,10 +41,16 @@ class ShardingConfig:
     reshard_after_forward: bool = True  # false trades memory for one gathering of weights per micro-batch
     reduce_once: bool = True  # gradients wait unsharded for the last micro-batch (4 bytes per parameter); false reduces after each
     compile: bool = False
+    attention: str | None = None  # triton, cpu or flash (torch's FlexAttention on the same tiles, FLASH where installed); None: by device
+    skip_below: float = 0.0  # the LM head's backward leaves out tokens less probable than this in all rows of a block; 0: none
 
     def check(self) -> None:
         _dtype("sharding.compute_dtype", self.compute_dtype)
         _dtype("sharding.master_dtype", self.master_dtype)
+        if self.attention not in (None, *ATTENTION):
+            raise ValueError(f"sharding.attention is {self.attention!r}; it must be null or one of {', '.join(ATTENTION)}")
+        if not 0 <= self.skip_below < 1:
+            raise ValueError(f"sharding.skip_below is {self.skip_below}; it must be a probability below 1")
         if self.replicate < 1:
             raise ValueError(f"sharding.replicate is {self.replicate}; it must be at least 1")
 
@@ -66,9 +73,10 @@ def empty_model(config: ModelConfig, sharding: ShardingConfig, device: torch.dev
     master, compute = _dtype("master_dtype", sharding.master_dtype), _dtype("compute_dtype", sharding.compute_dtype)
     with torch.device("meta"):
         model = Transformer(config).to(master)
+    model.skip_below = sharding.skip_below
     for block in model.model.layers:
         assert isinstance(block, Block)
-        block.recompute = sharding.activation_checkpointing
+        block.recompute, block.self_attn.backend = sharding.activation_checkpointing, sharding.attention
         if sharding.compile:
             block.compile()  # once for the first number of tokens, once more for any number
     if dist.is_initialized():

@@ -43,6 +43,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         width, self.head_dim = config.hidden_size, config.head_dim
+        self.backend: str | None = None  # of tree attention; None: by device
         self.q_proj = nn.Linear(width, config.heads * config.head_dim, bias=config.qkv_bias)
         self.k_proj = nn.Linear(width, config.kv_heads * config.head_dim, bias=config.qkv_bias)
         self.v_proj = nn.Linear(width, config.kv_heads * config.head_dim, bias=config.qkv_bias)
@@ -54,7 +55,7 @@ class Attention(nn.Module):
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = tree_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
+        out = tree_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, mask, backend=self.backend)
         return self.o_proj(out.flatten(1))
 
 
@@ -113,6 +114,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
+        self.skip_below = 0.0  # of the LM head's backward
         self.model = Decoder(config)
         if not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -131,7 +133,7 @@ class Transformer(nn.Module):
         head = self.model.embed_tokens.weight if self.config.tied_embeddings else self.lm_head.weight
         if rows is None or targets is None:
             return F.linear(hidden, head)
-        return linear_logprob(hidden[rows], head, targets, temperature)
+        return linear_logprob(hidden[rows], head, targets, temperature, skip_below=self.skip_below)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

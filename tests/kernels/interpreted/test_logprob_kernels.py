@@ -43,3 +43,13 @@ def test_a_target_out_of_range_is_an_error_not_a_wrong_number():
 
 def test_the_shipped_stretch_is_a_power_of_two_as_triton_demands():
     assert tuning.STRETCH & (tuning.STRETCH - 1) == 0
+
+
+def test_gradients_are_written_in_the_precision_of_the_products(monkeypatch):
+    monkeypatch.setattr(logprob_triton, "STRETCH", 16)
+    torch.manual_seed(0)
+    logits, targets, values = torch.randn(5, 40), torch.randint(40, (5,)), torch.rand(4, 5)
+    exact = fused.Strips.logits_to_gradient(logits.clone(), targets, values, 1.5)
+    found = logprob_triton.logits_to_gradient(logits.clone(), targets, values, 1.5, torch.bfloat16)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), exact, rtol=2**-8, atol=1e-6)
