@@ -142,3 +142,16 @@ def test_mixed_precision_without_a_process_group_is_refused(checkpoint):
 def test_unknown_dtype_is_refused(checkpoint):
     with pytest.raises(ValueError, match="compute_dtype is 'bf16'"):
         build_model(checkpoint, ShardingConfig(compute_dtype="bf16"))
+
+
+def test_a_word_of_the_configuration_chooses_the_attention_backend(checkpoint):
+    with pytest.raises(ValueError, match="sharding.attention is 'fast'; it must be null or one of triton, cpu, flash"):
+        ShardingConfig(attention="fast").check()
+    tokens, mask = torch.arange(9), TreeMask(torch.tensor([9, 9, 5, 5, 5, 9, 9, 9, 9]))
+    logits = []
+    for backend in (None, "flash", "dense"):
+        model = build_model(checkpoint, ShardingConfig(compute_dtype="float32", attention=backend))
+        assert all(layer.self_attn.backend == backend for layer in model.model.layers)
+        with torch.no_grad():
+            logits.append(model(tokens, mask.position, mask))
+    assert max((other - logits[0]).abs().max() for other in logits[1:]) < 1e-4
