@@ -145,7 +145,7 @@ def test_unknown_dtype_is_refused(checkpoint):
 
 
 def test_a_word_of_the_configuration_chooses_the_attention_backend(checkpoint):
-    with pytest.raises(ValueError, match="sharding.attention is 'fast'; it must be null or one of triton, cpu, flash"):
+    with pytest.raises(ValueError, match=r"sharding\.attention is 'fast'; it must be null or one of triton, cpu, flash"):
         ShardingConfig(attention="fast").check()
     tokens, mask = torch.arange(9), TreeMask(torch.tensor([9, 9, 5, 5, 5, 9, 9, 9, 9]))
     logits = []
