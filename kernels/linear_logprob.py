@@ -89,16 +89,16 @@ def _backward(
     for vocab in vocab_slices:
         vocab_grad = torch.zeros_like(weight[vocab], dtype=_wide(weight))
         for rows in row_slices:
-            logits, chosen, columns = _logits(hidden[rows], weight[vocab], buffer), targets[rows] - vocab.start, slice(None)
-            if skip_below:
-                columns, chosen = _significant(logits, chosen, lse[rows], temperature, skip_below)
-                logits = logits[:, columns]
+            logits, chosen, factor = _logits(hidden[rows], weight[vocab], buffer), targets[rows] - vocab.start, weight[vocab]
+            columns = _significant(logits, chosen, lse[rows], temperature, skip_below) if skip_below else None
+            if columns is not None:
+                logits, chosen, factor = logits[:, columns[0]], columns[1], factor[columns[0]]
             gradient = to_gradient(logits, chosen, row_values[:, rows], 1 / temperature, hidden.dtype if buffer is None else logits.dtype)
-            _add_product(hidden_grad[rows], gradient, weight[vocab][columns])
-            if skip_below:
-                vocab_grad[columns] += _add_product(vocab_grad.new_zeros(len(columns), hidden.shape[1]), gradient.t(), hidden[rows])
-            else:
+            _add_product(hidden_grad[rows], gradient, factor)
+            if columns is None:
                 _add_product(vocab_grad, gradient.t(), hidden[rows])
+            else:
+                vocab_grad[columns[0]] += _add_product(torch.zeros_like(factor, dtype=vocab_grad.dtype), gradient.t(), hidden[rows])
             del logits, gradient  # before the next ones come, unless they share a buffer
         weight_grad[vocab] = vocab_grad
     return hidden_grad.to(hidden.dtype), weight_grad
