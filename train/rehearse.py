@@ -104,6 +104,18 @@ def run(rehearsal: Rehearsal, shape: dict, gpus: int, gpu: str) -> Rehearsal:
     return rehearsal
 
 
+def announced(rehearsal: Rehearsal) -> Rehearsal:
+    """Said as soon as it is known: a size takes minutes, and whoever stops it keeps what was found."""
+    found = rehearsal.found
+    what = (
+        "failed"
+        if "error" in found
+        else f"peak {rehearsal.peak / GB:.1f} GB, planned {rehearsal.planned_peak / GB:.1f}, {found['seconds']:.0f} s"
+    )
+    print(f"[rehearse] {', '.join(rehearsal.configs)}: {what}", flush=True)
+    return rehearsal
+
+
 def show_kinds(rehearsal: Rehearsal, title: str) -> None:
     """GB by kind (rows) and phase (columns), each phase at its own peak."""
     peaks = {phase: peak for phase, peak in rehearsal.found["peaks"].items() if phase}
@@ -163,7 +175,7 @@ def rehearse(arguments: argparse.Namespace) -> int:
     prepared = prepare(paths, overrides, model, arguments.gpus)
     where = f"{arguments.model} on {arguments.gpus:,} × {arguments.gpu} ({memory} GB)"
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        rehearsals = list(pool.map(lambda one: run(one, dict(model.raw), arguments.gpus, arguments.gpu), prepared))
+        rehearsals = list(pool.map(lambda one: announced(run(one, dict(model.raw), arguments.gpus, arguments.gpu)), prepared))
     for rehearsal in rehearsals if arguments.details or len(rehearsals) == 1 else []:
         if "error" not in rehearsal.found:
             show_kinds(rehearsal, f"{', '.join(rehearsal.configs)}: {where}")
