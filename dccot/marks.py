@@ -48,8 +48,8 @@ def changes(plan: StagePlan, config: Any, mark: dict[str, Any]) -> list[tuple[st
     before = mark.get("made_from")
     if before is None:
         return []
-    now = made_from(plan, config, before)
-    settings = differences(before["configuration"], now["configuration"])
+    now, defaults = made_from(plan, config, before), to_plain(KINDS[plan.stage.run].config())
+    settings = differences(_completed(before["configuration"], now["configuration"], defaults), now["configuration"])
     found = [(key, f"was {was!r} when the stage was finished and is {new!r} now") for key, was, new in settings]
     for key, files in now["inputs"].items():
         known = before["inputs"].get(key, {})
@@ -59,6 +59,13 @@ def changes(plan: StagePlan, config: Any, mark: dict[str, Any]) -> list[tuple[st
         if other is not None:
             found.append((key, f"has another content than when the stage was finished{f' ({other})' if other else ''}"))
     return found
+
+
+def _completed(before: dict[str, Any], now: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """`before` with the defaults of settings that did not exist then: what they stand for was done before, too."""
+    groups = [name for name in before if isinstance(before[name], dict) and isinstance(now.get(name), dict)]
+    inner = {name: _completed(before[name], now[name], defaults.get(name) or {}) for name in groups}
+    return {**{name: defaults[name] for name in now if name in defaults and name not in before}, **before, **inner}
 
 
 def move_aside(plan: StagePlan) -> Path | None:
