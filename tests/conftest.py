@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 # A test is slow when it uses one of these fixtures, directly or through another, or when its name begins with one of these.
 SLOW_FIXTURES = {"engine", "engines", "build_engine", "speaker_engine", "torchrun", "driver", "browser", "session", "servers", "fleet"}
@@ -54,11 +55,18 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).pare
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(SLOW_TESTS) or SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
-        together = next((room for room in TOGETHER if item.nodeid.startswith(room)), item.nodeid.split("::")[0])
-        item.add_marker(pytest.mark.xdist_group(together))
     items.sort(key=lambda item: next((place for place, name in enumerate(LONGEST) if item.nodeid.startswith(name)), len(LONGEST)))
+
+
+class TogetherScheduling(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return next((room for room in TOGETHER if nodeid.startswith(room)), nodeid.split("::")[0])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log) -> TogetherScheduling:
+    return TogetherScheduling(config, log)
