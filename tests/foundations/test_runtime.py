@@ -6,51 +6,54 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-import torch.distributed as dist
-
-from dccot.runtime import PATIENCE, Runtime, set_timeout
-
 ROOT = Path(__file__).parents[2]
 APART = """
-import sys, time
-import torch.distributed as dist
+import os, time
 from dccot.model.sharding import _mesh
 from dccot.runtime import Runtime
 import torch
 
+def say(*words):                                                        # in one piece, whatever the other rank says at the same time
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
 with Runtime.start(2.0) as outer:                                       # a training run's group, with little patience
     mesh = _mesh(torch.device("cpu"), 2)
-    print("mesh", [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in mesh.get_all_groups()])
+    say("mesh", [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in mesh.get_all_groups()])
     with Runtime.of_workers() as runtime:                               # the same group, for ranks that work apart
         if runtime.is_main:
             time.sleep(4)
-        print("together", runtime.gather([runtime.rank]))
+        say("together", runtime.gather([runtime.rank]))
     with Runtime.start(1.0) as runtime:                                 # a stage of its own
         if runtime.is_main:
             time.sleep(4)
         try:
             runtime.barrier()
         except RuntimeError as error:
-            print("timed out", runtime.rank)
-            sys.stdout.flush()
-            import os; os._exit(0)
+            say("timed out", runtime.rank)
+            os._exit(0)
 """
 
 
-def timeout() -> float:
+ALONE = """
+import torch
+import torch.distributed as dist
+from dccot.runtime import PATIENCE, Runtime, set_timeout
+
+def timeout():
     return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
-
-@pytest.fixture
-def alone(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+with Runtime.of_workers() as runtime:                                   # one worker needs no group
+    assert runtime.gather(["mine"]) == [["mine"]]
     assert not dist.is_initialized()
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+with Runtime.start(PATIENCE) as pipeline:
+    assert pipeline.owned and timeout() == PATIENCE
+    with Runtime.start(120.0) as stage:
+        assert not stage.owned and timeout() == 120.0
+    assert dist.is_initialized()
+    set_timeout(PATIENCE)
+    assert timeout() == PATIENCE
+assert not dist.is_initialized()
+"""
 
 
 def test_only_the_runtime_starts_process_groups():
@@ -65,21 +68,10 @@ def test_only_the_runtime_starts_process_groups():
     assert set(calls) == {"dccot/runtime.py", "train/rehearsal.py"}
 
 
-def test_a_group_that_exists_takes_the_time_out_of_each_stage(alone):
-    with Runtime.start(PATIENCE) as pipeline:
-        assert pipeline.owned and timeout() == PATIENCE
-        with Runtime.start(120.0) as stage:
-            assert not stage.owned and timeout() == 120.0
-        assert dist.is_initialized()
-        set_timeout(PATIENCE)
-        assert timeout() == PATIENCE
-    assert not dist.is_initialized()
-
-
-def test_one_worker_needs_no_process_group(alone):
-    with Runtime.of_workers() as runtime:
-        assert runtime.gather(["mine"]) == [["mine"]]
-        assert not dist.is_initialized()
+def test_one_worker_needs_no_group_and_a_group_that_exists_takes_the_time_out_of_each_stage():
+    """In a process of its own: engines of other tests leave a group in this one."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    subprocess.run([sys.executable, "-c", ALONE], check=True, timeout=120, env=environment)
 
 
 def test_ranks_that_work_apart_are_waited_for_and_ranks_of_a_stage_only_so_long(tmp_path):

@@ -52,4 +52,4 @@ def test_gradients_are_written_in_the_precision_of_the_products(monkeypatch):
     exact = fused.Strips.logits_to_gradient(logits.clone(), targets, values, 1.5)
     found = logprob_triton.logits_to_gradient(logits.clone(), targets, values, 1.5, torch.bfloat16)
     assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), exact, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(found.float(), exact, rtol=2**-7, atol=1e-6)  # the interpreter cuts off, where a GPU rounds
