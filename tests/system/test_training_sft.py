@@ -15,13 +15,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dccot.files import write_jsonl_atomic
-from dccot.miniature.arithmetic import make_splits, make_tokenizer, rewrite_parallel, sequential_solution
-from dccot.model.checkpoint_io import create_checkpoint
-from dccot.rollout.protocol import flaw_of
+from dccot.miniature.arithmetic import make_tokenizer
 from dccot.train import sft
 from dccot.train.sft import main
 from tests.support.fault_injection.rank import descendants
+from tests.support.fault_injection.sft_task import make_sft_task
 
 PROGRAM = Path(__file__).with_name("sft_program.py")
 STEPS, STOP, LONG = 6, 3, 60
@@ -31,30 +29,10 @@ BY_SIGNALS = "checkpoint.every=1000"  # nothing else makes it save before the en
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
     """A random model, demonstrations in the parallel format, and the configuration that trains the one on the other."""
-    out, tokenizer = tmp_path_factory.mktemp("sft"), make_tokenizer()
-    raw = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": len(tokenizer), "hidden_size": 64,
-        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-        "max_position_embeddings": 2048, "tie_word_embeddings": True, "eos_token_id": tokenizer.eos_token_id,
-    }  # fmt: skip
-    create_checkpoint(raw, out / "model", tokenizer=tokenizer, seed=0)
-    for split, problems in make_splits(0, {"train": 30, "validation": 12}).items():
-        texts = {problem: rewrite_parallel(problem, sequential_solution(problem)) for problem in problems}
-        rows = [{"id": p.id, "question": p.question, "completion": text} for p, text in texts.items() if flaw_of(text) is None]
-        write_jsonl_atomic(out / f"{split}.jsonl", rows)
-    config = {
-        "output": str(out),
-        "batch": 8,
-        "token_budget": 1500,
-        "threads": 1,
-        "validate_every": STOP,
-        "model": {"path": str(out / "model")},
-        "data": {"train": str(out / "train.jsonl"), "validation": str(out / "validation.jsonl")},
-        "optimizer": {"learning_rate": 0.005, "warmup_steps": 2},
-        "sharding": {"compute_dtype": "float32"},
-        "checkpoint": {"every": STOP, "keep": 2},
-    }
-    (out / "sft.yaml").write_text(json.dumps(config))
+    out = tmp_path_factory.mktemp("sft")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    make_sft_task(out, sizes, {"train": 30, "validation": 12}, batch=8, token_budget=1500, validate_every=STOP,
+                  checkpoint={"every": STOP, "keep": 2})  # fmt: skip
     return out
 
 

@@ -10,28 +10,31 @@ from dccot.miniature.arithmetic import make_splits, make_tokenizer, rewrite_para
 from dccot.model.checkpoint_io import create_checkpoint
 from dccot.rollout.protocol import flaw_of
 
+TWELVE = {"train": 12}
+SMALLEST = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
 
-def make_sft_task(out: Path) -> Path:
+
+def make_sft_task(out: Path, sizes: dict = SMALLEST, problems: dict = TWELVE, **settings: object) -> Path:
     """A small random model, demonstrations and the configuration that trains the one on the other; returns the configuration."""
     tokenizer = make_tokenizer()
     raw = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": len(tokenizer), "hidden_size": 32,
-        "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32,
-        "max_position_embeddings": 1024, "tie_word_embeddings": True, "eos_token_id": tokenizer.eos_token_id,
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id,
+        "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 2048, "tie_word_embeddings": True, **sizes,
     }  # fmt: skip
     create_checkpoint(raw, out / "model", tokenizer=tokenizer, seed=0)
-    texts = {problem: rewrite_parallel(problem, sequential_solution(problem)) for problem in make_splits(0, {"train": 12})["train"]}
-    rows = [{"id": p.id, "question": p.question, "completion": text} for p, text in texts.items() if flaw_of(text) is None]
-    write_jsonl_atomic(out / "train.jsonl", rows)
+    for split, chosen in make_splits(0, problems).items():
+        texts = {problem: rewrite_parallel(problem, sequential_solution(problem)) for problem in chosen}
+        rows = [{"id": p.id, "question": p.question, "completion": text} for p, text in texts.items() if flaw_of(text) is None]
+        write_jsonl_atomic(out / f"{split}.jsonl", rows)
     config = {
         "output": str(out),
         "batch": 2,
         "threads": 1,
         "model": {"path": str(out / "model")},
-        "data": {"train": str(out / "train.jsonl")},
+        "data": {split: str(out / f"{split}.jsonl") for split in problems},
         "optimizer": {"learning_rate": 0.005, "warmup_steps": 2},
         "sharding": {"compute_dtype": "float32"},
         "checkpoint": {"every": 1, "keep": 2},
     }
-    (out / "sft.yaml").write_text(json.dumps(config))
+    (out / "sft.yaml").write_text(json.dumps(config | settings))
     return out / "sft.yaml"
