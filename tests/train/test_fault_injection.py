@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.fault_injection.rank import FILES, PHASES
-from tests.support.fault_injection.run import DAMAGES, ROSTER, Trial, draw_kills, empty, in_launches, table
+from tests.support.fault_injection.run import DAMAGES, ROSTER, Trial, draw_kills, in_launches, once, open_folder, table
 
 
 def test_every_phase_is_hit_on_either_rank_and_with_the_whole_job_and_every_step_of_a_checkpoint_is_hit():
@@ -37,9 +37,27 @@ def test_only_a_folder_that_it_made_is_emptied(tmp_path):
     runs.mkdir()
     (runs / "model").write_text("weeks of work")
     with pytest.raises(SystemExit, match="holds files that make torture did not write"):
-        empty(runs)
+        open_folder(runs, "this code")
     assert (runs / "model").read_text() == "weeks of work"
-    empty(own)
-    (own / "report.json").write_text("{}")
-    empty(own)
-    assert not (own / "report.json").exists()
+    open_folder(own, "this code")
+    (own / "kills.json").write_text("[]")
+    open_folder(own, "this code")
+    assert (own / "kills.json").exists(), "the same code continues"
+    open_folder(own, "other code")
+    assert not (own / "kills.json").exists()
+
+
+def test_a_trial_that_has_finished_is_not_tried_again_and_one_that_was_interrupted_starts_anew(tmp_path):
+    def interrupted(folder):
+        folder.mkdir()
+        raise KeyboardInterrupt
+
+    def finished(folder):
+        assert not folder.exists(), "what an interrupted trial left is gone"
+        return [Trial("f", 2, 2, "seen")]
+
+    with pytest.raises(KeyboardInterrupt):
+        once(tmp_path, "signals", interrupted)
+    [first] = once(tmp_path, "signals", finished)
+    [again] = once(tmp_path, "signals", interrupted)
+    assert again == first

@@ -8,7 +8,10 @@ The same command continues each time, or torchrun restarts it. In the end it mus
 optimizer to the bit, every step once in metrics.jsonl and in TensorBoard, the same rollouts. The other faults are in
 faults.py, folders.py and power.py, what a cluster does in stops.py.
 
-    report.json   one row per fault: how often it was tried, how often survived, what was seen       logs/   what every launch printed
+Interrupted and run again, it keeps the trials that were finished, unless the code, the seed or the kills are others.
+
+    report.json   one row per fault: how often it was tried, how often survived, what was seen
+    NAME.json     the rows of one trial, written when it has finished            NAME/   its runs, and in logs/ what they printed
 """
 
 from __future__ import annotations
@@ -22,13 +25,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from dccot.bench.task import make_task
-from dccot.files import read_jsonl
+from dccot.files import read_jsonl, write_atomic
 from dccot.model.folder import verify_manifest
+from dccot.provenance import code_version, describe_code
 from tests.support.fault_injection.compare import SETTINGS, differences
 from tests.support.fault_injection.faults import FAULTS, PLANTED, Trial, planted_keys_in
 from tests.support.fault_injection.folders import folders
@@ -196,7 +200,6 @@ def damage(folder: Path, how: str) -> None:
 
 def kill_again_and_again(out: Path, kills: Sequence[Kill], seed: int, under: Sequence[str] = ()) -> list[Trial]:
     """Put one run through all `kills`, damage its newest checkpoint now and then, let the disk be full, compare with a whole run."""
-    start = time.monotonic()
     make_task(out)
     injection = FaultInjection(out, steps=2 * len(kills) + 6, under=under)
     if injection.launch("whole"):
@@ -209,10 +212,10 @@ def kill_again_and_again(out: Path, kills: Sequence[Kill], seed: int, under: Seq
     if ways and len(launches) > len(DAMAGES):
         injection.problems.append(f"never tried on a checkpoint: {', '.join(ways)}")
     injection.inject([Kill(FULL_DISK, "rank 0")], restarts=1)
-    return judge(injection, time.monotonic() - start)
+    return judge(injection)
 
 
-def judge(injection: FaultInjection, seconds: float) -> list[Trial]:
+def judge(injection: FaultInjection) -> list[Trial]:
     rows, said = injection.kills(), "".join(path.read_text() for path in sorted((injection.out / "logs").glob("*_faulted.log")))
     wrong = injection.problems + injection.lost() + injection.differences()
     end = "final weights, optimizer, rollouts, metrics and TensorBoard series are those of the whole run"
@@ -222,7 +225,7 @@ def judge(injection: FaultInjection, seconds: float) -> list[Trial]:
         if hit:
             victims = ", ".join(sorted(row["victim"] for row in hit))
             trials.append(Trial(f"SIGKILL: {moment}", len(hit), 0 if wrong else len(hit), victims))
-    trials.append(Trial("all kills together", len(rows), 0 if wrong else len(rows), end, wrong, seconds))
+    trials.append(Trial("all kills together", len(rows), 0 if wrong else len(rows), end, wrong))
     if injection.damaged:
         tried, ways = len(injection.damaged), ", ".join(how for _, how, _ in injection.damaged)
         noticed = min(said.count("is damaged"), tried)
@@ -243,38 +246,50 @@ def table(trials: Sequence[Trial]) -> str:
     return "\n".join(lines)
 
 
-def empty(out: Path) -> None:
-    """A new folder in place of one that was made here; anything else that lies there is somebody's work."""
-    if out.exists() and not (out / MADE_HERE).is_file() and any(out.iterdir()):
+def open_folder(out: Path, made_by: str) -> None:
+    """A new folder in place of one that was made here, unless `made_by` is the same; anything else that lies there is somebody's work."""
+    mark = out / MADE_HERE
+    if out.exists() and not mark.is_file() and any(out.iterdir()):
         raise SystemExit(f"{out} holds files that make torture did not write; choose another --output, or empty it yourself")
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    (out / MADE_HERE).touch()
+    if not mark.is_file() or mark.read_text() != made_by:
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+        mark.write_text(made_by)
+
+
+def once(out: Path, name: str, trial: Callable[[Path], list[Trial]]) -> list[Trial]:
+    """The rows of a trial that has finished before, or of one that starts anew."""
+    rows = out / f"{name}.json"
+    if rows.is_file():
+        print(f"{name}: finished before", flush=True)
+        return [Trial(**row) for row in json.loads(rows.read_text())]
+    shutil.rmtree(out / name, ignore_errors=True)
+    print(f"[{time.strftime('%H:%M:%S')}] {name}", flush=True)
+    began = time.monotonic()
+    found = trial(out / name)
+    found[-1].seconds = time.monotonic() - began
+    write_atomic(rows, json.dumps(list(map(asdict, found)), ensure_ascii=False))
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make torture", description="Kills, damages and starves a miniature run; says what it survived.")
     parser.add_argument("--kills", type=int, default=len(ROSTER))
-    parser.add_argument("--output", type=Path, default=Path("runs/torture"), help="emptied first, if it was made by make torture")
+    parser.add_argument("--output", type=Path, default=Path("runs/torture"), help="emptied if make torture made it with other code")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=["kills", *TRIALS], help="some of the trials")
     parser.add_argument("--under", default="", metavar="COMMAND", help="what every long command is started with, e.g. 'nice -n 19'")
     arguments = parser.parse_args(argv)
-    out, under, start = arguments.output.resolve(), shlex.split(arguments.under), time.monotonic()
-    empty(out)
+    out, under = arguments.output.resolve(), shlex.split(arguments.under)
+    kills = draw_kills(arguments.kills, arguments.seed)
+    open_folder(out, f"{describe_code(code_version())} {kills}")
     os.environ.update(PLANTED)  # every process of the trials sees the keys; no file may
     trials: list[Trial] = []
     for name in arguments.only or ["kills", *TRIALS]:
-        print(f"[{time.monotonic() - start:4.0f} s] {name}", flush=True)
-        began = time.monotonic()
-        if name == "kills":
-            trials += kill_again_and_again(out / "kills", draw_kills(arguments.kills, arguments.seed), arguments.seed, under)
-        else:
-            found = TRIALS[name](out / name, under)
-            found[-1].seconds = time.monotonic() - began
-            trials += found
+        trial = TRIALS.get(name) or (lambda folder, under: kill_again_and_again(folder, kills, arguments.seed, under))
+        trials += once(out, name, lambda folder, trial=trial: trial(folder, under))
     trials.append(planted_keys_in(out))
-    seconds = time.monotonic() - start
+    seconds = sum(trial.seconds for trial in trials)
     good = all(trial.good for trial in trials)
     report = {"good": good, "seconds": round(seconds), "cores": os.cpu_count(), "seed": arguments.seed, "trials": list(map(asdict, trials))}
     (out / "report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False))
