@@ -186,7 +186,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--tokens", type=int, default=16_384)
     top.add_argument("--heads", type=int, default=12, help="query heads")
     top.add_argument("--key-heads", type=int, default=2)
-    top.add_argument("--json", type=Path, metavar="FILE", help="write everything found as JSON")
+    top.add_argument("--json", type=Path, metavar="FILE", help="write everything found as JSON; with --sweep, the best tiles")
     top.add_argument("--roofline", type=Path, metavar="FILE", help="draw the predictions below their ceilings (PNG)")
     top.add_argument("--sweep", action="store_true", help="compile other tile sizes, warps and stages, and rank them")
     top.add_argument("--sass", metavar="KERNEL", help="print the inner loops of a kernel as machine code with source lines")
@@ -206,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
                 before, after = arguments.diff
                 print(tools.diff(before, after, arguments.arch))
             else:
-                print(tools.sass(arguments.sass, archs[0]) if arguments.sass else tools.sweep(archs, workload))
+                print(tools.sass(arguments.sass, archs[0]) if arguments.sass else tools.sweep(archs, workload, arguments.json))
             return 0
         reports = inspect(configurations(arguments.arch.split(",")), workload)
     except (ValueError, RuntimeError) as error:

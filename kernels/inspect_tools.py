@@ -10,8 +10,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
+from dccot.files import write_atomic
 from dccot.kernels import assembly, attention_triton, logprob_triton
 from dccot.kernels.compiling import Configuration, compile_kernel, configurations
 from dccot.kernels.gpus import of_architecture
@@ -41,16 +43,23 @@ def rank(kernel: str, arch: str, head_dim: int, tiles: Sequence[Tile], workload:
     return sorted(reports, key=lambda each: (bool(each.findings), each.prediction.seconds if each.prediction else float("inf")))
 
 
-def sweep(archs: Sequence[str], workload: Workload) -> str:
-    lines = []
+def sweep(archs: Sequence[str], workload: Workload, record: Path | None = None) -> str:
+    """Every candidate and the shipped tile, ranked; `record` gets the winners in the form of tuning.json."""
+    lines, winners = [], []
     for arch, head_dim, kernel in itertools.product(archs, (64, 128), ATTENTION_KERNELS):
         shipped = TABLE[arch][head_dim][ATTENTION_KERNELS.index(kernel)]
         ranked = rank(kernel, arch, head_dim, [*dict.fromkeys([shipped, *candidates(kernel, arch, head_dim)])], workload)
-        print(f"[sweep] {arch} {kernel} head dim {head_dim}: {len(ranked)} compiled", file=sys.stderr, flush=True)
+        ruled_out = sum(bool(each.findings) for each in ranked)
+        print(f"[sweep] {arch} {kernel} head dim {head_dim}: {len(ranked)} compiled, {ruled_out} ruled out", file=sys.stderr, flush=True)
         for each in ranked[:4] + [each for each in ranked[4:] if each.configuration.tile == shipped]:
             speed = f"{each.prediction.tflops:.0f} TFLOP/s" if each.prediction else ""
             marks = ["shipped"] * (each.configuration.tile == shipped) + each.findings
             lines.append(f"{arch} {kernel} {head_dim}: {each.configuration.tile} {speed} {'; '.join(marks)}".rstrip())
+        tile, prediction = ranked[0].configuration.tile or shipped, ranked[0].prediction
+        found = {"tflops": prediction and round(prediction.tflops, 1), "compiled": len(ranked), "ruled_out": ruled_out}
+        winners.append({"arch": arch, "head_dim": head_dim, "kernel": kernel, **asdict(tile), **found})
+        if record:  # as it goes: a sweep takes its time
+            write_atomic(record, "[\n" + ",\n".join(map(json.dumps, winners)) + "\n]\n")
     return "\n".join(lines)
 
 
