@@ -89,10 +89,12 @@ def run_together(checks: Sequence[Check], folder: Path, device: str, model: str)
     left = list(checks)
     while left:
         for check in left:
-            (folder / f"{check.name}.json").unlink(missing_ok=True)
+            for file in reports(check, folder):
+                file.unlink()
         ended = run_process(left, folder, device, model)
-        while left and (folder / f"{left[0].name}.json").is_file():
-            found = json.loads((folder / f"{left[0].name}.json").read_text())
+        while left and (files := reports(left[0], folder)):
+            said = [json.loads(file.read_text()) for file in files]
+            found = min(said, key=lambda each: ("error" not in each, each["seconds"]))  # the first failure, which brings others
             verdict, text = ("failed", f"{found['error']}\n{found['trace']}") if "error" in found else ("passed", found["found"])
             results.append(Result(left.pop(0), verdict, text, found["seconds"]))
             if verdict == "failed":
@@ -101,6 +103,11 @@ def run_together(checks: Sequence[Check], folder: Path, device: str, model: str)
             if left:  # it left no word: a crash or a hang
                 results.append(Result(left.pop(0), "failed", ended))
     return results
+
+
+def reports(check: Check, folder: Path) -> list[Path]:
+    """What a check left: rank 0's word, and those of other ranks that failed."""
+    return sorted(folder.glob(f"{check.name}.json")) + sorted(folder.glob(f"{check.name}.rank*.json"))
 
 
 def run_process(checks: Sequence[Check], folder: Path, device: str, model: str) -> str:

@@ -42,8 +42,7 @@ def model_folder(context: Context) -> Path:
     if context.model:
         return Path(context.model)
     folder = context.folder / "tiny"
-    if not (folder / "tokenizer.json").is_file():
-        on_rank_zero(lambda: bigram.save(folder, "spelled", context=1024))
+    on_rank_zero(lambda: (folder / "tokenizer.json").is_file() or bigram.save(folder, "spelled", context=1024))
     return folder
 
 

@@ -1,6 +1,7 @@
 """Runs checks of `dccot gpu-check` in a process that gpu_check.py starts, watches and may end.
 
-    python -m dccot.bench.gpu_worker FOLDER DEVICE MODEL SECONDS MODULE:CHECK…          leaves FOLDER/CHECK.json for each
+    python -m dccot.bench.gpu_worker FOLDER DEVICE MODEL SECONDS MODULE:CHECK…          leaves FOLDER/CHECK.json for each,
+                                                                                       and CHECK.rankN.json for another rank that failed
 
 A check is a function that returns what it found, the first line a summary and the others details, or raises.
 """
@@ -41,8 +42,10 @@ def work(context: Context, names: list[str]) -> int:
         except BaseException as error:
             found["error"] = f"{type(error).__name__}: {error}"
             found["trace"] = traceback.format_exc()
-        if os.environ.get("RANK", "0") == "0" or "error" in found:
-            write_atomic(context.folder / f"{check}.json", json.dumps(found | {"seconds": time.perf_counter() - began}))
+        rank = int(os.environ.get("RANK", "0"))
+        if rank == 0 or "error" in found:
+            name = f"{check}.rank{rank}.json" if rank else f"{check}.json"  # what one rank passes must not replace another's failure
+            write_atomic(context.folder / name, json.dumps(found | {"seconds": time.perf_counter() - began}))
         if "error" in found:
             print(found["trace"], file=sys.stderr, flush=True)
             return 1

@@ -25,6 +25,15 @@ def hangs(context):
     time.sleep(600)
 
 
+def fails_on_the_second_rank(context):
+    """Rank 0 passes, and says so after the other has failed."""
+    if os.environ["RANK"] == "1":
+        raise ValueError("rank 1 is off")
+    while not list(context.folder.glob("fails_on_the_second_rank*.json")):
+        time.sleep(0.001)
+    return "fine"
+
+
 def passes(context):
     return f"fine on {context.device}\nin detail"
 
@@ -45,6 +54,11 @@ def test_one_check_never_hides_the_next(tmp_path, monkeypatch):
     assert "| gpu (`gpu`) | not run |  | not run: no GPU |" in report
     assert "1 passed, 2 failed, 1 not run" in report
     assert "fine on cpu\nin detail" in report
+
+
+def test_a_rank_that_fails_is_not_hidden_by_one_that_passes(tmp_path):
+    [result] = check_all([Check("fails_on_the_second_rank", HERE, "two", 4, ranks=2)], tmp_path, "cpu", "")
+    assert result.verdict == "failed" and result.found.startswith("ValueError: rank 1 is off")
 
 
 def test_a_check_that_hangs_is_ended_and_its_stack_is_shown(tmp_path, monkeypatch):
