@@ -1,1 +1,1 @@
-"""Tree attention and the fused LM head: tensors only, nothing of language models."""
+"""Tree attention and the fused LM head: tensors only, no knowledge of language models."""

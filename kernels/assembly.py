@@ -41,18 +41,18 @@ SERIALISED = {
 class Instruction:
     mnemonic: str
     operands: str
-    line: int = 0  # of the Python file it comes from
+    line: int = 0  # in the Python source
 
 
 @dataclass(frozen=True)
 class Loop:
-    """One inner loop: instructions by class, how many of them run while a matrix product is under way, and the loads in flight."""
+    """One inner loop: instructions by class, how many of them overlap with a matrix product, and the loads in flight."""
 
     mix: dict[str, int]
     overlapped: int
     load_bytes: dict[str, int]  # width of a load in bytes → how many
-    prefetch: int | None = None  # iterations whose loads are under way while a tile's own are awaited
-    fused_masked: list[int] = field(default_factory=list)  # source lines where a fused multiply-add takes a masked score
+    prefetch: int | None = None  # iterations whose loads are in flight while a tile's own are awaited
+    fused_masked: list[int] = field(default_factory=list)  # source lines where a fused multiply-add uses a masked score
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def nvidia_stream(listing: str) -> list[str | Instruction]:
 
 
 def advisories(compiled: Any) -> list[str]:
-    """Performance advisories of ptxas, as its code and what it means."""
+    """Performance advisories of ptxas: code and meaning."""
     from triton import knobs
 
     capability = compiled.metadata.target.arch
@@ -139,7 +139,7 @@ def advisories(compiled: Any) -> list[str]:
 
 
 def prefetch_distances(ttgir: str) -> list[int | None]:
-    """Per inner loop, how many iterations' loads are under way when a tile's own are awaited; None where nothing is loaded ahead."""
+    """Per inner loop, how many iterations' loads are in flight when a tile's own are awaited; None where nothing is loaded ahead."""
     found: list[int | None] = []
     for match in re.finditer(r"^( *)\S+ = scf\.for .*?\n(.*?)^\1}", ttgir, re.MULTILINE | re.DOTALL):
         body = match.group(2)
@@ -154,7 +154,7 @@ def prefetch_distances(ttgir: str) -> list[int | None]:
 
 
 def overlapped(body: list[Instruction]) -> int:
-    """Instructions issued while a matrix product that nobody waits for yet is under way; the loop is walked twice, to carry over."""
+    """Instructions issued while a matrix product is in flight and not yet waited for; walks the loop twice to carry over."""
     pending: set[str] = set()
     count = 0
     for second in (False, True):
@@ -187,7 +187,7 @@ def load_widths(body: list[Instruction]) -> dict[str, int]:
 
 
 def fused_masked(body: list[Instruction]) -> list[int]:
-    """Lines where a fused multiply-add multiplies what a select with anything but 0 has just written."""
+    """Lines where a fused multiply-add multiplies the result of a select with anything but 0."""
     masked: set[str] = set()
     lines = set()
     for item in body:
@@ -231,7 +231,7 @@ def _is(item: str | Instruction, pattern: str) -> bool:
 
 
 def inner_loops(stream: list[str | Instruction], classes: dict[str, str], branch: str) -> list[list[Instruction]]:
-    """The inner loops that matter, shortest first; everything where there is none."""
+    """The inner loops that matter, shortest first; the whole code if there is none."""
     labels = {item: index for index, item in enumerate(stream) if isinstance(item, str)}
     loops = []
     for index, item in enumerate(stream):

@@ -1,4 +1,4 @@
-"""Tree attention on a CPU at speed: the forest is cut into pieces of ordinary attention, none of which needs a mask.
+"""Fast tree attention on a CPU: the forest is cut into pieces of ordinary attention, none of which needs a mask.
 
 Everything below a token is one contiguous range after it. So a run of tokens without a branch is seen by two ranges of queries, itself
 (causally) and everything below it (fully), and all of that is plain slices:
@@ -7,11 +7,11 @@ Everything below a token is one contiguous range after it. So a run of tokens wi
                                               W2, W3, W1…S2:  causal on themselves
 
 Causal calls reach half the speed of full ones, so a run of medium length is cut again, into triangles along its diagonal (a batched
-causal call) and for each of them the rectangle of the run's earlier keys. Pieces of one row are put together by their log-sum-exps. In the
-backward each piece gets the row's final output and log-sum-exp, so that gradients of pieces simply add up. No query-key pair is computed
-in vain but what the causal kernel itself wastes along the diagonal.
+causal call) and for each of them the rectangle of the run's earlier keys. Pieces of one row are merged by their log-sum-exps. In the
+backward each piece gets the row's final output and log-sum-exp, so that gradients of pieces simply add up. No query-key pair is
+wasted except what the causal kernel itself wastes along the diagonal.
 
-In subtrees that are too small for calls of their own (a forest of hundreds of short responses) call overhead rules instead. These are
+In subtrees that are too small for their own calls (a forest of hundreds of short responses) call overhead dominates instead. These are
 cut into chains: a branch with everything it sees inside the small subtree, gathered. Chains of similar length run as one batched
 causal call, padded on the right, where causality hides the padding; rows that belong to another chain are dropped.
 """
@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# A run joins the slices once it and what is below it make this many query-key pairs: about what two calls cost.
+# A run becomes a slice once it and everything below it have this many query-key pairs: about the cost of two calls.
 LONG_RUN_PAIRS = 32_768
-# Tokens of a triangle; the last one of a run has up to twice as many. From UNCUT tokens on, torch's kernel takes larger tiles, and cutting
+# Tokens of a triangle; the last one of a run has up to twice as many. From UNCUT tokens on, torch's kernel uses larger tiles, and cutting
 # costs more than it saves: uncut and cut, 528 tokens reach 48 and 57 GFLOP/s, 1,439 tokens 72 and 68, 4,096 tokens 86 and 66 (one core).
 TRIANGLE, UNCUT = 128, 768
 # Chains whose lengths differ by at most this factor share a call.
@@ -125,7 +125,7 @@ def _gather(x: Tensor, chains: Chains) -> Tensor:
 
 
 def _heads_first(x: Tensor, count: int = 1) -> Tensor:
-    """[B·L, H, D] → [B, H, L, D], what the CPU kernel takes; a view."""
+    """[B·L, H, D] → [B, H, L, D], as the CPU kernel expects it; a view."""
     return x.unflatten(0, (count, -1)).transpose(1, 2)
 
 

@@ -1,7 +1,7 @@
-"""Tree attention by torch's FlexAttention: the same tiles, handed over as a BlockMask made from `visible_until` tile by tile.
+"""Tree attention by torch's FlexAttention: the same tiles, passed as a BlockMask built from `visible_until` tile by tile.
 
 FlexAttention picks its own kernel for them: with flash-attn's CuTe kernels installed, FLASH on Hopper and Blackwell, its Triton template
-elsewhere. Its tiles start at multiples of BLOCK, so unlike the schedule's they do not start anew between branches; nothing N×N ever exists.
+elsewhere. Its tiles start at multiples of BLOCK, so unlike in the schedule no new tile starts between branches; nothing N×N ever exists.
 On a CPU it runs uncompiled, as a check.
 """
 

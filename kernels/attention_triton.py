@@ -4,9 +4,9 @@
     dP = dO Vᵀ   Δ = rowsum(dO∘O)   dS = P∘(dP − Δ)   dQ = scale·dS K   dK = scale·dSᵀ Q   dV = Pᵀ dO
 
 Softmax runs in base 2 and log-sum-exps are stored in base 2. One program owns one query tile and query head (forward, dQ) or one key
-tile and key head (dK/dV), or a piece of its list: then it writes fp32 to a slot, and the slots of a list are put together in their
+tile and key head (dK/dV), or a piece of its list: then it writes fp32 to a slot, and the slots of a list are merged in a fixed
 order. Results need no atomics. Masked scores are a large negative number, not −inf: a row that has seen nothing yet then carries a finite
-maximum, and what it summed up is wiped out by its first visible key. They are masked after scaling, so that no product ever rounds them.
+maximum, and its sum so far is wiped out by its first visible key. They are masked after scaling, so that no product ever rounds them.
 Loops carry the next tile's bounds along instead of loading their own: an address that comes from a load in the same iteration would cost
 keys and values a stage of the pipeline. With TMA, tensors arrive as descriptors over [N, row], where row is all heads of a token.
 Legend: N tokens, H heads, D head dim; `*_n` and `*_h` are strides over tokens and heads, the last one is 1; LSE and Δ are [H, N].
@@ -31,7 +31,7 @@ from dccot.kernels.tuning import Tile, architecture, tile_for
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MASKED = tl.constexpr(-1.0e30)
-# What changes with the tree is no part of a kernel's identity: neither values nor alignment may compile it again.
+# Arguments that change with the tree must not trigger recompilation, neither by value nor by alignment.
 DYNAMIC = ["N", "starts", "stops", "slots", "firsts", "middles", "lasts", "tile_start", "tile_stop"]
 
 
@@ -45,7 +45,7 @@ def _dot(a, b, acc, UPCAST: tl.constexpr):
 
 @triton.jit
 def _rows(base, stride, start, N, ROWS: tl.constexpr, D: tl.constexpr, CLAMPED: tl.constexpr):
-    """Pointers to `ROWS` rows of one head.  Rows past the end are clamped to the last one: whoever loads them masks what follows.
+    """Pointers to `ROWS` rows of one head.  Rows past the end are clamped to the last one; the caller masks them.
 
     Only the offset of the whole tile can grow past 32 bits.
     """
@@ -80,7 +80,7 @@ def _slot(base, slot, head, ROWS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _visible_until(visible_until, start, stop, BLOCK_K: tl.constexpr):
-    """Keys of a tile and until when they are visible; those that belong to the next tile until 0, that is never."""
+    """Keys of a tile and their `visible_until`; 0 (never visible) for those that belong to the next tile."""
     keys = start + tl.arange(0, BLOCK_K)
     return keys, tl.load(visible_until + keys, mask=keys < stop, other=0)
 
@@ -166,7 +166,7 @@ def merge_kernel(PART, PART_LSE, OUT, LSE, starts, stops, firsts, lasts, N, o_n,
 
 @triton.jit(do_not_specialize=DYNAMIC)
 def sum_kernel(PART, OUT, starts, stops, firsts, lasts, N, o_n, o_h, D: tl.constexpr, BLOCK: tl.constexpr):
-    """One tile of a gradient from the pieces of its list, added in their order."""
+    """One tile of a gradient from the pieces of its list, added in a fixed order."""
     head, program = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(starts + program), tl.load(stops + program)
     total = tl.zeros([BLOCK, D], tl.float32)
@@ -201,7 +201,7 @@ def grad_query_kernel(
     q_n, q_h, k_n, k_h, v_n, v_h, o_n, o_h, g_n, g_h, dq_n, dq_h,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dQ, and Δ on the way, which the dK/dV kernel reads."""
+    """dQ, and Δ along the way, which the dK/dV kernel reads."""
     head, program = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(starts + program), tl.load(stops + program)
     first, middle, last = tl.load(firsts + program), tl.load(middles + program), tl.load(lasts + program)
@@ -233,7 +233,7 @@ def _grad_key(
     dk, dv, k, v, Q, GRAD, LSE, DELTA, q_n, q_h, g_n, g_h, tile_start, tile_stop, first, last, head, keys, until, N, scale,
     GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    # One loop over tiles and heads: nested ones would drain the pipeline, and empty the accumulators, once per head.
+    # One loop over tiles and heads: nested loops would drain the pipeline and flush the accumulators once per head.
     start = tl.load(tile_start + first // GROUP)
     for index in tl.range(first, last):
         next_start = tl.load(tile_start + (index + 1) // GROUP)
@@ -371,14 +371,14 @@ def _constants(tile: Tile, *described: Tensor) -> tuple[int, int, bool, bool]:
 
 
 def _sources(tile: Tile, q: tuple[Tensor, ...], k: tuple[Tensor, ...]) -> list:
-    """What the kernels read tiles of queries and of keys from: descriptors or the tensors themselves."""
+    """Where the kernels read tiles of queries and keys from: descriptors or the tensors themselves."""
     if not _use_tma(tile, q + k):
         return [*q, *k]
     return [_descriptor(x, block) for tensors, block in ((q, tile.block_q), (k, tile.block_k)) for x in tensors]
 
 
 def _use_tma(tile: Tile, tensors: Sequence[Tensor]) -> bool:
-    """TMA wants rows that hold all heads of a token and start on 16 bytes; other layouts use plain pointers."""
+    """TMA needs rows that hold all heads of a token and are 16-byte aligned; other layouts use plain pointers."""
     row = lambda x: (x.shape[1] - 1) * x.stride(1) + x.shape[2]
     return tile.tma and all(row(x) <= x.stride(0) and x.stride(0) * x.itemsize % 16 == x.data_ptr() % 16 == 0 for x in tensors)
 

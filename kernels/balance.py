@@ -1,12 +1,12 @@
-"""Cuts a schedule's longest lists so that every multiprocessor is busy until the end.
+"""Splits a schedule's longest lists so that every multiprocessor stays busy until the end.
 
 A key tile of a prompt that many responses share is visited by every one of their query tiles: its list can be longer than all the work a
-multiprocessor should get. Such lists are cut into pieces, each a program of its own that writes fp32 partial results into a slot; a small
-kernel then adds the slots of a list in their order, so results need no atomics and keep their bits.
+multiprocessor should get. Such lists are split into pieces, each a separate program that writes fp32 partial results to a slot; a small
+kernel then adds the slots of a list in a fixed order, so results need no atomics and are bit-reproducible.
 
-How finely to cut is decided by simulation: programs start in the order given here, each on the multiprocessor that is free first. Costs
-are in visits of an unmasked tile. Candidates cut what is longer than some part of a multiprocessor's share of the work, or what runs in
-the last, incomplete wave; the first that keeps the GPU busy wins, or else the fastest.
+The piece size is decided by simulation: programs start in the order given here, each on the first free multiprocessor. The unit of cost
+is a visit of an unmasked tile. Candidates split what is longer than some fraction of a multiprocessor's share of the work, or what runs in
+the last, incomplete wave; the first that keeps the GPU busy wins, otherwise the fastest.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from dccot.kernels.schedule import Lists
 
 EDGE_COST = 1.25  # a visit with the mask; `dccot inspect` counts the instructions
 PROGRAM_COST = 1.5  # loading what a program owns, filling the pipeline, storing the result
-SLOT_COST = 1.0  # storing a piece in fp32 and adding it up
+SLOT_COST = 1.0  # storing a piece in fp32 and adding it
 SHARES = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # a piece may take 1/SHARES of a multiprocessor's share of the work
 LAST_WAVE = (2, 3, 4)  # pieces of a list in the last wave
-BUSY = 0.97  # share of the time spent on what an uncut schedule does: ends the search
+BUSY = 0.97  # share of time spent on work of the unsplit schedule that ends the search
 
 
 class Programs(NamedTuple):
     """Program p owns tokens start[p]:stop[p], visits [first[p], middle[p]) without, [middle[p], last[p]) with the mask, and writes to
-    slot[p], or straight to the result where that is −1.  A visit stands for tile visit // repeat and head visit % repeat."""
+    slot[p], or directly to the result if that is −1.  A visit means tile visit // repeat and head visit % repeat."""
 
     start: Tensor
     stop: Tensor
@@ -46,7 +46,7 @@ class Programs(NamedTuple):
 
 
 class Merges(NamedTuple):
-    """Tokens start[m]:stop[m] are put together from slots first[m]:last[m]."""
+    """Tokens start[m]:stop[m] are merged from slots first[m]:last[m]."""
 
     start: Tensor
     stop: Tensor
@@ -59,7 +59,7 @@ class Plan:
     programs: Programs
     merges: Merges
     slots: int
-    busy: float  # simulated share of the multiprocessors at work
+    busy: float  # simulated share of busy multiprocessors
     makespan: float  # simulated, in visits of an unmasked tile
 
 
@@ -78,14 +78,14 @@ def plan(lists: Lists, processors: int, copies: int, repeat: int, device: torch.
 
 
 def _candidates(work: np.ndarray, visits: np.ndarray, share: float, copies: int, processors: int) -> Iterator[np.ndarray]:
-    """How many pieces each list is cut into; lists come with the longest first."""
+    """How many pieces each list is split into; lists are sorted longest first."""
     in_last_wave = np.arange(len(work)) >= len(work) * copies // processors * processors // copies
     for wanted in [np.ceil(work * n / share) for n in SHARES] + [np.where(in_last_wave, n, 1) for n in LAST_WAVE]:
         yield np.minimum(wanted, visits).clip(1).astype(np.int64)
 
 
 def simulate(costs: np.ndarray, processors: int, copies: int) -> tuple[float, float]:
-    """Share of the processors at work, and when the last one stops."""
+    """Share of busy processors, and when the last one stops."""
     free = [0.0] * processors
     for cost in np.sort(costs)[::-1].tolist():
         for _ in range(copies):

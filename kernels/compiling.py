@@ -1,4 +1,4 @@
-"""Compiles kernels for GPUs that are not here.  Triton needs no GPU for that, and its package brings ptxas, cuobjdump and nvdisasm along.
+"""Compiles kernels for GPUs that are not present.  Triton needs no GPU for that, and its package includes ptxas, cuobjdump and nvdisasm.
 
 What is read from a compiled kernel (assembly.py) is kept in Triton's cache beside it.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from dccot.kernels import assembly
 from dccot.kernels.tuning import ATTENTION_KERNELS, STRETCH, STRETCH_WARPS, TABLE, Tile
 
-GROUP = 6  # query heads per key head; it does not change what is compiled but for two divisions
+GROUP = 6  # query heads per key head; affects only two divisions in the compiled code
 STRIDES = ("_n", "_h", "_stride", "width")
 TENSORS = ("Q", "K", "V", "GRAD")
 INTEGERS = ("visible_until", "starts", "stops", "slots", "firsts", "middles", "lasts", "tile_start", "tile_stop")
@@ -79,7 +79,7 @@ def compile_kernel(config: Configuration) -> Any:
     module = attention_triton if config.tile else logprob_triton
     kernel = getattr(module, f"{config.kernel}_kernel")
     signature = {name: _type(name, config) for name in kernel.arg_names}
-    # What the launcher finds out about its arguments: tensors and their strides are multiples of 16, the rest may be anything.
+    # What the launcher infers about its arguments: tensors and their strides are multiples of 16, the rest can be anything.
     known = [p.name for p in kernel.params if not p.do_not_specialize]
     aligned = [name for name in known if signature[name][0] == "*" or name.endswith(STRIDES)]
     constants = {"BLOCK": STRETCH}

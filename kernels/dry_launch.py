@@ -1,4 +1,4 @@
-"""Triton's launches, checked and not made: for rehearsals on GPUs that are not here (train/rehearse.py)."""
+"""Checks Triton launches without running them: for rehearsals without the GPUs (train/rehearse.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OPTIONS = ("num_warps", "num_stages")
 
 
 def check_instead_of_launching() -> None:
-    """From now on no kernel of this process runs."""
+    """After this, no kernel runs in this process."""
     JITFunction.run = _launch
 
 

@@ -1,9 +1,9 @@
-"""The critic: compiles every kernel for GPUs that are not here, reads the machine code, says what is wrong, and predicts the speed.
+"""The critic: compiles every kernel for GPUs that are not present, reads the machine code, lists problems, and predicts the speed.
 
     dccot inspect                                     # the whole table: sm_80, sm_90, sm_100, gfx942
     dccot inspect --arch sm_90 --tree shared-7x200 --json inspect.json --roofline roofline.png
     dccot inspect --sweep --arch sm_90                # tile sizes, warps and stages, ranked by the prediction
-    dccot inspect --sass forward --arch sm_90         # machine code of the inner loops beside its source lines
+    dccot inspect --sass forward --arch sm_90         # machine code of the inner loops next to its source lines
     dccot inspect --diff HEAD~1 HEAD                  # two commits (or two JSON files), kernel by kernel
 
 Per kernel: registers, spills, shared memory, resident warps, matrix instructions, the instruction mix of the loop over unmasked tiles, how
@@ -58,7 +58,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Workload:
-    """What predictions are made for."""
+    """The workload that predictions are for."""
 
     tree: str = "paper"
     tokens: int = 16_384
@@ -70,7 +70,7 @@ class Workload:
 
 
 def inspect(configs: Sequence[Configuration], workload: Workload | None = None) -> list[Report]:
-    """Compiles on all cores; what was compiled before comes from Triton's cache."""
+    """Compiles on all cores; earlier results come from Triton's cache."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("TRITON_INTERPRET=1 replaces the compiler by an interpreter: unset it to inspect compiled kernels")
     with ProcessPoolExecutor(min(len(configs), os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
@@ -95,7 +95,7 @@ def report(config: Configuration, examined: Examined, visible_until: Tensor | No
 
 
 def criticise(config: Configuration, examined: Examined, programs: int) -> list[str]:
-    """What is wrong, each in a sentence."""
+    """The problems found, one sentence each."""
     code, nvidia = examined.code, not config.arch.startswith("gfx")
     found = [f"ptxas {advisory}" for advisory in code.advisories]
     if code.stack or code.spill_instructions:
@@ -124,7 +124,7 @@ def resident(gpu: Gpu, warps: int, examined: Examined) -> int:
 
 
 def table(reports: Sequence[Report]) -> str:
-    """For people; the JSON has everything."""
+    """Human-readable; the JSON has everything."""
     from rich.console import Console
     from rich.table import Table
 
@@ -168,7 +168,7 @@ def summary(reports: Sequence[Report], workload: Workload) -> str:
 
 
 def profile_commands() -> str:
-    """For whoever has the GPU."""
+    """Commands for anyone with the GPU."""
     return (
         "measure on a GPU:\n"
         "  ncu --set full --import-source on -k 'regex:(forward|grad_query|grad_key)_kernel' -o tree_attention dccot bench attention\n"

@@ -38,7 +38,7 @@ def candidates(kernel: str, arch: str, head_dim: int) -> Iterator[Tile]:
 
 
 def rank(kernel: str, arch: str, head_dim: int, tiles: Sequence[Tile], workload: Workload) -> list[Report]:
-    """Fastest first by the prediction; what spills, serialises or does not fit comes last, with its findings."""
+    """Fastest predicted first; those that spill, serialise or do not fit come last, with their findings."""
     reports = inspect([Configuration(kernel, arch, head_dim, tile) for tile in tiles], workload)
     return sorted(reports, key=lambda each: (bool(each.findings), each.prediction.seconds if each.prediction else float("inf")))
 
@@ -58,7 +58,7 @@ def sweep(archs: Sequence[str], workload: Workload, record: Path | None = None) 
         tile, prediction = ranked[0].configuration.tile or shipped, ranked[0].prediction
         found = {"tflops": prediction and round(prediction.tflops, 1), "compiled": len(ranked), "ruled_out": ruled_out}
         winners.append({"arch": arch, "head_dim": head_dim, "kernel": kernel, **asdict(tile), **found})
-        if record:  # as it goes: a sweep takes its time
+        if record:  # incrementally: a sweep takes a while
             write_atomic(record, "[\n" + ",\n".join(map(json.dumps, winners)) + "\n]\n")
     return "\n".join(lines)
 

@@ -4,8 +4,8 @@
     ∂/∂z of g·log p(t) + e·H   =   g·1_t − p·(g + e·(z − lse + H))
 
 The M×V matrix is visited block by block, vocabulary first. The forward keeps running softmax statistics per row, the backward computes
-every block again and turns it into its own gradient in place; of dW each block yields finished rows. Extra memory is one block, whatever
-M and V are, and the price is one more matrix product. Matrix products are torch's; what lies between is a Triton kernel on a GPU
+every block again and turns it into its gradient in place; each block yields finished rows of dW. Extra memory is one block, regardless of
+M and V, at the cost of one more matrix product. Matrix products are torch's; between them runs a Triton kernel on a GPU
 (logprob_triton.py) and cache-sized strips of torch operations on a CPU.
 Legend: M rows, V vocabulary, d hidden size.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 DEFAULT_CHUNK_ROWS = 8192
 BLOCK_ELEMENTS = 2**26  # of logits: 256 MB in fp32
 ALIGNED_VOCAB = 128  # blocks are a multiple of this wide, so that every row of a block starts on a boundary
-STRIP_ELEMENTS = 2**17  # of logits: what a CPU core's cache holds
+STRIP_ELEMENTS = 2**17  # of logits: fits a CPU core's cache
 
 
 def linear_logprob(
@@ -31,7 +31,7 @@ def linear_logprob(
     """hidden [M, d], weight [V, d], targets int [M] → log-prob and entropy [M] of softmax(hidden weightᵀ / temperature).
 
     Results are fp32 (fp64 for fp64 inputs); both carry gradients to hidden and weight. `chunk_rows` limits the rows of a block.
-    With `skip_below` the backward leaves out tokens whose probability is below it in every row of a block and which none of them chose.
+    With `skip_below` the backward skips tokens that no row of a block chose and whose probability is below it in every row.
 
     >>> hidden, weight = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [4.0, 0.0]])
     >>> logprob, entropy = linear_logprob(hidden, weight, torch.tensor([2]))  # four equal logits: log 1/4 and log 4
@@ -180,7 +180,7 @@ def _kernels(x: Tensor):
 
 
 class Strips:
-    """The two steps between matrix products on a CPU, a few rows at a time so that passes after the first find them in cache."""
+    """The two steps between matrix products on a CPU, a few rows at a time so that they stay in cache between passes."""
 
     @staticmethod
     def update_statistics(logits: Tensor, targets: Tensor, statistics: Tensor, inverse_temperature: float) -> None:
@@ -193,7 +193,7 @@ class Strips:
             higher = torch.maximum(largest[rows], z.amax(1))
             gap = largest[rows] - higher
             shrink = gap.exp()
-            # Before the first block the largest is −inf, and everything it weighs is 0.
+            # Before the first block the largest is −inf, and everything weighted by it is 0.
             weighted[rows] = shrink * (weighted[rows] + torch.where(shrink > 0, gap, 0.0) * total[rows])
             total[rows] *= shrink
             z.sub_(higher[:, None])

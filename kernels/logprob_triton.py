@@ -3,7 +3,7 @@
     statistics_kernel   folds a block into the running softmax statistics; one program per row
     gradient_kernel     writes a block's gradient in the precision of the products; one program per row and stretch of columns
 
-Both only stream memory once, so they are bound by bandwidth. Statistics and row values are [4, M], one plane after the other; a target
+Both stream memory once, so they are bandwidth-bound. Statistics and row values are [4, M], one plane after the other; a target
 outside the block is just a column that never comes up.
 """
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dccot.kernels.tuning import STRETCH, STRETCH_WARPS
 
-# What changes with the number of rows is no part of a kernel's identity: neither values nor alignment may compile it again. The width of
-# a block follows from the vocabulary, and knowing that 16 divides it lets loads be vectors.
+# Arguments that change with the number of rows must not trigger recompilation, neither by value nor by alignment. The width of
+# a block follows from the vocabulary, and knowing that it is divisible by 16 allows vector loads.
 DYNAMIC = ["targets", "STATISTICS", "ROW_VALUES", "plane"]
 
 
@@ -34,7 +34,7 @@ def statistics_kernel(LOGITS, targets, STATISTICS, width, row_stride, plane, inv
         columns = first + tl.arange(0, BLOCK)
         z = tl.load(logits + columns, mask=columns < width, other=-float("inf")) * inverse_temperature
         higher = tl.maximum(largest, tl.max(z, 0))
-        # Before the first block the largest is −inf, and everything it weighs is 0.
+        # Before the first block the largest is −inf, and everything weighted by it is 0.
         gap = tl.where(total > 0, largest - higher, 0.0)
         shrink = tl.exp(gap)
         p = tl.exp(z - higher)

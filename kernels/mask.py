@@ -2,17 +2,17 @@
 
     query q sees key k   ⇔   k ≤ q < visible_until[k]
 
-Tokens are the nodes of a forest written down in preorder, and `visible_until[k]` is the index just after the last descendant of k:
+Tokens are the nodes of a forest in preorder, and `visible_until[k]` is the index just after the last descendant of k:
 
     index           0  1  2  3  4  5  6  7          0─1─2─3        branch (2, 3)
     visible_until   8  8  4  4  8  8  8  8            └─4─5─6─7    trunk continues
     position        0  1  2  3  2  3  4  5
     parent         -1  0  1  2  1  4  5  6
 
-The keys that q sees are its ancestors, so `position` (how many it sees before itself) is its depth. And a forest is few runs of tokens:
-within a run every token is the child of the one before it and ends where that one ends, so only the first token of a run needs a search.
+The keys that q sees are its ancestors, so `position` (how many it sees before itself) is its depth. A forest has few runs of tokens:
+within a run every token is the child of the previous one and ends where it ends, so only the first token of a run needs a search.
 `TreeMask` is built once per forest; all layers and the backward share it and what the backends derive from it. All of that is computed on
-the CPU and then moved, so that the host never waits for a GPU to hand its own numbers back.
+the CPU and then moved, so that the host never waits for a GPU to return its own numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on `device`; to a GPU from pinned memory, so that the host does not wait for what is enqueued there."""
+    """Moves a CPU tensor to `device`; to a GPU from pinned memory, so that the host does not wait for its queue."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -90,7 +90,7 @@ class TreeMask:
     [2, 2, 5, 5, 5]
 
     Custom operators take tensors, not objects, so the mask also travels as `handle`, a zero-dimensional CPU tensor that `from_handle`
-    turns back into this object (or into an equal one, should this one be gone by the time the backward runs).
+    turns back into this object (or into an equal one, if this one is gone by the time the backward runs).
     """
 
     _numbers = itertools.count()

@@ -1,4 +1,4 @@
-"""From machine code to TFLOP/s: what a kernel would reach on a GPU that is not here.  A prediction, never a measurement.
+"""From machine code to TFLOP/s: what a kernel would reach on a GPU that is not present.  A prediction, never a measurement.
 
 Cycles of one iteration of an inner loop, per multiprocessor (rates from gpus.py, instructions from assembly.py):
 
@@ -6,11 +6,11 @@ Cycles of one iteration of an inner loop, per multiprocessor (rates from gpus.py
     exponential  special-function instructions / their rate
     issue        all instructions / instructions per cycle
     memory       bytes of the streamed tile / L2 bandwidth
-    in sequence  matrix + max(exponential, issue) − what the code issues while a product is under way, over the resident programs;
+    in sequence  matrix + max(exponential, issue) − what the code issues while a product is in flight, over the resident programs;
                  nothing is hidden where ptxas serialises the products, and loads that do not run ahead are waited for
 
-The largest is the iteration. It is laid over the simulated schedule of a tree (balance.py), with masked tiles at the cost of their own
-loop. Peak rates are never sustained: SUSTAINED is what large matrix products reach of them (power limits the clock).
+The largest bounds the iteration. It is applied to the simulated schedule of a tree (balance.py), with masked tiles at their own loop's
+cost. Peak rates are never sustained: SUSTAINED is the share that large matrix products reach (power limits the clock).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dccot.kernels.tuning import STRETCH
 
 SUSTAINED = 0.70
 PRODUCTS = {"forward": 2, "grad_query": 3, "grad_key": 4}
-COUNTED_BACKWARD = 5  # products that are counted for dQ and dK/dV together, as everybody does; 7 are computed
+COUNTED_BACKWARD = 5  # products counted for dQ and dK/dV together, by convention; 7 are computed
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Prediction:
 
     seconds: float
     tflops: float  # on visible pairs, counting this kernel's own products
-    busy: float  # share of the multiprocessors at work
-    useful: float  # visible pairs of what is computed, masked tiles at their own cost
-    edge_cost: float  # a masked tile in unmasked ones
+    busy: float  # share of busy multiprocessors
+    useful: float  # share of computed pairs that are visible, masked tiles at their own cost
+    edge_cost: float  # cost of a masked tile relative to an unmasked one
 
 
 def cycles(config: Configuration, gpu: Gpu, loop: Loop, programs: int, serialised: bool = False) -> dict[str, float]:

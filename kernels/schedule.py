@@ -1,13 +1,13 @@
 """Which tiles of the attention matrix the Triton kernels visit, and in which order.
 
-Queries are cut into tiles of at most block_q, keys into tiles of at most block_k tokens. Tiles start anew where a long branch ends and
-another long one begins: no tile then straddles two branches that cannot see each other, at the price of one shorter tile in front.
-From the smallest and largest `visible_until` in a key tile follows, exactly and for every query tile at once, whether the pair is
+Queries are cut into tiles of at most block_q, keys into tiles of at most block_k tokens. A new tile starts where one long branch ends and
+another begins, so no tile straddles two branches that cannot see each other, at the cost of one shorter tile before it.
+The smallest and largest `visible_until` in a key tile determine, exactly and for every query tile at once, whether the pair is
     empty   largest ≤ first query, or all keys come after all queries: never visited
-    full    smallest > last query, all keys lie before all queries, and the tile being streamed is whole: no mask arithmetic
+    full    smallest > last query, all keys come before all queries, and the streamed tile is whole: no mask arithmetic
     edge    anything else: visited with the mask
 This takes O(N + tiles²) and nothing N×N ever exists. A schedule is a list of tiles per query tile (for the forward and dQ) and per key
-tile (for dK/dV), full ones first, the longest lists first; balance.py cuts it to fit a GPU.
+tile (for dK/dV), full ones first, the longest lists first; balance.py splits it to fit a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-# Tiles start anew between branches of at least this many tiles each.
+# A new tile starts between branches of at least this many tiles each.
 LONG_BRANCH_TILES = 2
 
 
@@ -84,5 +84,5 @@ def _lists(visited: np.ndarray, full: np.ndarray, own: np.ndarray, streamed: np.
     tiles = np.nonzero(full_then_edge)[1] % visited.shape[1]
     last = np.cumsum(counts[order])
     first = last - counts[order]
-    tiles = np.append(tiles, 0)  # kernels look one tile ahead
+    tiles = np.append(tiles, 0)  # kernels read one tile ahead
     return Lists(own[order], own[order + 1], first, first + fulls[order], last, streamed[tiles], streamed[tiles + 1])

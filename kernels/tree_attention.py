@@ -1,7 +1,7 @@
 """Attention over a packed forest: query q sees key k ⇔ k ≤ q < visible_until[k].  One entry point, four backends.
 
     triton   GPU; on a CPU only in Triton's interpreter (TRITON_INTERPRET=1), which is for tests
-    cpu      CPU at speed: the tree cut into strips of ordinary attention (attention_cpu.py)
+    cpu      fast on a CPU: the tree cut into strips of ordinary attention (attention_cpu.py)
     flash    torch's FlexAttention with the same tiles (attention_flash.py), whose FLASH kernels may be faster on the newest GPUs
     dense    the whole N×N matrix: the oracle
 
@@ -32,7 +32,7 @@ TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, *, scale: float | None = None, backend: str | None = None) -> Tensor:
-    """q [N, Hq, D], k and v [N, Hk, D] → [N, Hq, D].  `scale` is 1/√D unless given; `backend` follows the device unless given.
+    """q [N, Hq, D], k and v [N, Hk, D] → [N, Hq, D].  `scale` defaults to 1/√D, `backend` to the device's.
 
     >>> mask = TreeMask(torch.tensor([4, 2, 4, 4]))  # token 1 is a branch: tokens 2 and 3 do not see it
     >>> q, k, v = torch.zeros(4, 2, 32), torch.zeros(4, 1, 32), torch.arange(4.0)[:, None, None].expand(4, 1, 32).contiguous()
@@ -89,7 +89,7 @@ def _check_triton(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _triton(mask: TreeMask) -> tuple[Any, Any]:
-    from dccot.kernels import attention_triton  # only where it is used: importing it decides whether kernels are interpreted
+    from dccot.kernels import attention_triton  # imported late: the import decides whether kernels are interpreted
 
     return attention_triton, mask
 

@@ -7,7 +7,7 @@
     causal        one plain sequence
     FILE.jsonl    the responses of a rollout file
 
-In training layout only workers 2..K have a branch of their own, since worker 1 as written and as read is the same text in the same place:
+In training layout only workers 2..K have their own branch, since worker 1 as written and as read is the same text in the same place:
     prompt S1 | W2 | W3 | W1 W2' W3' S2
 With `duplicates` every worker has one (the layout of the paper), which is what a dense mask without the tree has to hold:
     prompt S1 | W1 | W2 | W3 | W1' W2' W3' S2
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 SHARED = re.compile(r"shared-(\d+)x(\d+)")
-# What promises about kernels are checked on: kind and tokens.
+# Trees that kernel targets are checked on: kind and tokens.
 MEASURED = (
     ("paper", 16_384), ("paper", 32_768), ("shared-3x200", 0), ("shared-7x200", 0), ("shared-3x1500", 0), ("shared-7x1500", 0),
     ("packs", 32_768), ("one", 60_000),
@@ -66,7 +66,7 @@ def forest(shapes: list[Shape], duplicates: bool = False) -> Tensor:
 
 
 def tree(name: str, tokens: int, seed: int = 0) -> Tensor:
-    """`visible_until` of about `tokens` tokens of a kind named above; the name of shared ones says their size."""
+    """`visible_until` of about `tokens` tokens of a kind named above; the name of shared ones gives their size."""
     packed = shapes(name, tokens, seed)
     if not (sizes := SHARED.fullmatch(name)):
         return forest(packed)

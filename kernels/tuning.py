@@ -1,7 +1,7 @@
 """Tile sizes, warps and pipeline stages of every kernel: one small table per architecture and head dim.
 
 Chosen with `dccot inspect`: the largest tiles that spill no register, fit the shared memory and keep loads one tile ahead of the
-arithmetic. Keys are compiled in, so a new length or tree never compiles again. sm_86 stands for GPUs with 100 KB of shared memory.
+arithmetic. Keys are compile-time constants, so a new length or tree never recompiles. sm_86 stands for GPUs with 100 KB of shared memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Tile:
     block_k: int
     warps: int
     stages: int
-    tma: bool = False  # tiles are fetched through tensor descriptors
+    tma: bool = False  # tiles are loaded through tensor descriptors
 
 
 ATTENTION_KERNELS = ("forward", "grad_query", "grad_key")
