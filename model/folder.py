@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import re
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,8 @@ def resolve_model(path: str | Path) -> Path:
 
 def _verify_weights(folder: Path) -> None:
     """Refuse a checkpoint's hf/ folder that is not what was written; a folder from elsewhere has no manifest to compare with."""
+    if step_of(folder.parent) is None:
+        folder = folder.resolve()  # a link to such a folder, or `.`
     step = folder.parent
     if folder.name != "hf" or step_of(step) is None:
         return
@@ -86,10 +88,10 @@ def model_checksums(folder: Path, runtime: Runtime | None = None) -> dict[str, s
     files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     if runtime is None or runtime.ranks == 1:
         return {path.name: checksum(path) for path in files}
-    machine, rank = os.environ.get("GROUP_RANK", f"rank {runtime.rank}"), int(os.environ.get("LOCAL_RANK", "0"))
-    mine = {path.name: checksum(path) for path in files[rank :: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]}
-    parts = [part for [(where, part)] in runtime.gather([(machine, mine)]) if where == machine]
-    return dict(sorted(entry for part in parts for entry in part.items()))
+    machines = [machine for [machine] in runtime.gather([socket.gethostname()])]
+    here = [rank for rank, machine in enumerate(machines) if machine == machines[runtime.rank]]
+    parts = runtime.gather([(path.name, checksum(path)) for path in files[here.index(runtime.rank) :: len(here)]])
+    return dict(sorted(entry for rank in here for entry in parts[rank]))
 
 
 def step_of(folder: Path) -> int | None:

@@ -30,6 +30,7 @@ SLOW_TESTS = (
     "tests/foundations/test_runtime.py::test_ranks_that_work_apart",
     "tests/front_door/test_transformers.py",
     "tests/kernels/test_tree_attention.py::test_flash_compiled",
+    "tests/model/test_folder.py::test_ranks_started",
     "tests/model/test_vllm_roundtrip.py",
     "tests/rollout/test_engine_life.py",
     "tests/rollout/test_rollout_command.py",

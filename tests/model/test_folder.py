@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,13 +78,15 @@ def test_a_latest_that_leads_nowhere_says_so_and_names_what_is_there(run, conten
         resolve_model(run)
 
 
-def test_weights_that_are_not_what_was_written_are_refused_everywhere_but_found(run):
+def test_weights_that_are_not_what_was_written_are_refused_everywhere_but_found(run, monkeypatch):
     step = run / "checkpoints/step_000060"
     (step / "hf/model.safetensors").write_bytes(b"weights")
     write_manifest(step)
     assert resolve_model(run) == step / "hf"
     (step / "hf/model.safetensors").write_bytes(b"weighty")
-    for path in (run, f"{run}@60", step / "hf"):
+    (run / "favourite").symlink_to(step / "hf")
+    monkeypatch.chdir(step / "hf")
+    for path in (run, f"{run}@60", step / "hf", run / "favourite", "."):
         with pytest.raises(
             BadData, match=r"step_000060 is damaged \(hf/model.safetensors has another checksum.*another checkpoint.*\(40\)"
         ):
@@ -113,3 +120,31 @@ def test_ranks_that_share_the_reading_of_a_checkpoint_read_every_file_once(tmp_p
         found = [verify_manifest(step, "dcp/", slice(rank, None, 2)) for rank in (0, 1)]
         assert [damage for damage in found if damage] == [f"{name} has another checksum than when it was written"]
         (step / name).write_text(name)
+
+
+CHECKSUMS = """
+import json, sys
+from pathlib import Path
+from dccot.model.folder import model_checksums
+from dccot.runtime import Runtime
+
+with Runtime.start() as runtime:
+    found = model_checksums(Path(sys.argv[1]), runtime)
+    print(json.dumps(found))
+"""
+
+
+def test_ranks_started_by_srun_find_the_checksums_of_all_files(tmp_path):
+    """Unlike torchrun, srun as in examples/train.sbatch says nothing of how many ranks a machine has."""
+    contents = {name: name.encode() for name in ("config.json", "model.safetensors", "tokenizer.json")}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        variables = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    command = [sys.executable, "-c", CHECKSUMS, tmp_path]
+    ranks = [
+        subprocess.Popen(command, env={**variables, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True) for rank in "01"
+    ]
+    expected = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    assert [json.loads(rank.communicate(timeout=300)[0]) for rank in ranks] == [expected, expected]
