@@ -1,1 +1,1 @@
-"""The decoder from scratch, its weights on disk, and how it is spread over ranks. Knows transformers, nothing of RL."""
+"""The decoder from scratch, its weights on disk, and its sharding over ranks. Knows transformers, but not RL."""

@@ -1,11 +1,11 @@
-"""Weights in and out, in safetensors only, as transformers and vLLM write and read them.
+"""Loads and saves weights, safetensors only, in the format of transformers and vLLM.
 
     load_weights(model, folder)                  each rank reads its own rows of each tensor, straight into its shard
-    full_parameters(model)                       every parameter as a whole, one at a time: for the engine and for saving
-    save_checkpoint(model, folder, source=...)   config, weights, tokenizer, generation config; opens anywhere as it is
+    full_parameters(model)                       every full parameter, one at a time: for the engine and for saving
+    save_checkpoint(model, folder, source=...)   config, weights, tokenizer, generation config; loads anywhere unchanged
     create_checkpoint(config, folder, ...)       a new model with random weights
 
-A checkpoint is written beside its final name and renamed when it is whole: whoever finds the name finds all of it.
+A checkpoint is written under a temporary name and renamed when complete, so its final name always refers to a whole checkpoint.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ COMPANIONS = (
 
 
 def load_weights(model: Transformer, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Fills `model`, sharded or not, from `folder`; values are cast to `dtype`, or to what the parameters are.
+    """Fills `model`, sharded or not, from `folder`; values are cast to `dtype`, or to the parameters' own dtype.
 
-    A missing, unexpected or mis-shaped tensor is one ValueError that lists them all, raised before anything is overwritten.
+    Missing, unexpected or mis-shaped tensors raise one ValueError that lists them all, before anything is overwritten.
     """
     if dtype is not None:
         model.to(dtype)
@@ -60,7 +60,7 @@ def load_weights(model: Transformer, folder: str | Path, dtype: torch.dtype | No
 
 @contextlib.contextmanager
 def open_tensors(folder: str | Path) -> Iterator[dict]:
-    """Name → safetensors slice (shape and dtype known, data read when indexed) of a checkpoint in one file or in several."""
+    """Name → safetensors slice (shape and dtype known, data read when indexed) of a checkpoint in one or more files."""
     folder = Path(folder)
     if (folder / INDEX_FILE).is_file():
         files = sorted(set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values()))
@@ -89,7 +89,7 @@ def stored_parameters(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _compare(parameters: Mapping[str, Tensor], tensors: Mapping, *, tied: bool, where: str | Path) -> None:
-    def redundant(name: str) -> bool:  # tensors that some checkpoints carry although they follow from the rest
+    def redundant(name: str) -> bool:  # redundant tensors that some checkpoints contain
         if name.endswith("rotary_emb.inv_freq"):
             return True
         embedding = tensors.get("model.embed_tokens.weight")
@@ -110,7 +110,7 @@ def _compare(parameters: Mapping[str, Tensor], tensors: Mapping, *, tied: bool, 
 
 
 def _local_rows(parameter: Tensor) -> tuple[Tensor, slice]:
-    """This rank's part of a parameter, and which rows of the whole it is (FSDP shards the first dimension)."""
+    """This rank's part of a parameter, and which rows of the full tensor it covers (FSDP shards the first dimension)."""
     if not isinstance(parameter, DTensor):
         return parameter, slice(0, parameter.shape[0])
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -126,7 +126,7 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def full_parameters(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of every parameter, gathered one at a time. Collective: every rank must walk it to the end."""
+    """(name, whole tensor) of every parameter, gathered one at a time. Collective: every rank must iterate to the end."""
     reshard(model)
     for name, parameter in model.named_parameters():
         yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
@@ -143,7 +143,7 @@ def save_checkpoint(
     """Writes `model` to `folder`, with tokenizer and generation config copied from `source`. Collective; rank 0 writes.
 
     No more than `max_shard_bytes` of weights are held in memory at a time, and files are no larger. When it returns, the checkpoint
-    stands; when it cannot be written (a full disk), that is an error on every rank, and the ranks can go on together.
+    is complete; if it cannot be written (a full disk), every rank raises an error, and the ranks can continue together.
     """
     gathered, problem = full_parameters(model), None
     if _rank() == 0:
@@ -151,7 +151,7 @@ def save_checkpoint(
             write_folder(model, gathered, folder, source=source, dtype=dtype, max_shard_bytes=max_shard_bytes)
         except Exception as error:
             problem = error
-    for _ in gathered:  # gathering is collective: every rank walks to the end, also when rank 0 could not write
+    for _ in gathered:  # gathering is collective: every rank iterates to the end, even if rank 0 could not write
         pass
     _raise_everywhere(problem, f"rank 0 could not write {folder}")
 
@@ -173,7 +173,7 @@ def write_folder(
 
 
 def _raise_everywhere(problem: Exception | None, what: str) -> None:
-    """Waits for rank 0, and raises its problem on every rank."""
+    """Waits for rank 0, and raises its error on every rank."""
     if dist.is_initialized():
         verdict = [f"{type(problem).__name__}: {problem}" if problem else None]
         dist.broadcast_object_list(verdict, src=0)
@@ -194,7 +194,7 @@ def create_checkpoint(
 ) -> None:
     """A new checkpoint with random weights from the contents of a config.json; `tokenizer` is transformers' (it has save_pretrained).
 
-    `prepare` may change the weights that were drawn before they are written.
+    `prepare` may change the random weights before they are written.
     """
     model = Transformer(parse_config(config)).to(dtype)
     model.init_weights(seed)
@@ -208,9 +208,9 @@ def create_checkpoint(
 
 @contextlib.contextmanager
 def written_whole(folder: str | Path) -> Iterator[Path]:
-    """A folder to fill beside `folder`, which takes its name when the block ends. After an exception or a kill the old one still stands.
+    """A temporary folder next to `folder` that replaces it when the block ends. After an exception or a kill the old one is still there.
 
-    A folder cannot be replaced in one step: for a moment the old one is called `.<name>.old`, and it goes when the new one stands.
+    A folder cannot be replaced in one step: for a moment the old one is called `.<name>.old`, deleted when the new one is in place.
     """
     folder = Path(folder)
     partial, old = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old")
@@ -277,7 +277,7 @@ def _write_tokenizer(tokenizer, folder: Path) -> None:
 
 
 def read_companions(source: str | Path | None) -> dict[str, bytes]:
-    """Tokenizer and generation config of a model folder, by name. A link that leads out of the folder would copy somebody's other files."""
+    """Tokenizer and generation config of a model folder, by name. A link out of the folder could copy unrelated files."""
     if source is None:
         return {}
     files = [path for pattern in COMPANIONS for path in Path(source).glob(pattern) if path.is_file()]

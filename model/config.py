@@ -2,8 +2,8 @@
 
     config = read_config("DeepScaleR-1.5B-Preview")
 
-Where a checkpoint asks for something the decoder does not compute (another architecture or activation, a sliding window, quantised
-weights, an unknown rope scaling), reading fails and says so: it never trains a model that differs from the one that was published.
+If a checkpoint needs something the decoder does not support (another architecture or activation, a sliding window, quantised
+weights, an unknown rope scaling), reading fails with an error: we never train a model that differs from the published one.
 Both spellings of the rotary embedding are understood:
 
     "rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0, ...}            transformers 4 and before
@@ -22,7 +22,7 @@ from typing import Any
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
-MAX_LAYERS, MAX_SIZE = 1000, 2**31 - 1  # more is a damaged file, refused before memory is asked for
+MAX_LAYERS, MAX_SIZE = 1000, 2**31 - 1  # more means a damaged file, rejected before allocating memory
 ROPE_KEYS = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
     "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate", "partial_rotary_factor",
@@ -31,7 +31,7 @@ ROPE_KEYS = {
 
 @dataclass(frozen=True)
 class Family:
-    """What distinguishes a family of decoders, and its defaults where config.json says nothing."""
+    """What distinguishes a family of decoders, and its defaults for what config.json omits."""
 
     max_position: int = 32_768
     head_dim: int | None = None  # None: hidden_size / heads
@@ -48,7 +48,7 @@ FAMILIES = {  # by model_type
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The rotary embedding; `rotary.py` says what each scaling does with these numbers."""
+    """The rotary embedding; `rotary.py` explains how each scaling uses these numbers."""
 
     type: str = "default"
     theta: float = 10_000.0
@@ -80,11 +80,11 @@ class ModelConfig:
     qk_norm: bool
     tied_embeddings: bool
     initializer_range: float = 0.02
-    raw: Mapping = field(default_factory=dict, repr=False, compare=False)  # config.json as it was read, to be written back
+    raw: Mapping = field(default_factory=dict, repr=False, compare=False)  # config.json as read, to be written back
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """The configuration of the checkpoint in `folder`; ValueError where the decoder cannot compute that model."""
+    """The configuration of the checkpoint in `folder`; ValueError if the decoder does not support that model."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(
@@ -189,7 +189,7 @@ def _parse_rope(raw: Mapping, max_position: int, where: str) -> RopeConfig:
 
 
 def _yarn_attention_factor(rope: Mapping, factor: float) -> float:
-    """YaRN warms the softmax as 0.1·ln(factor) + 1; `mscale` and `mscale_all_dim` are DeepSeek's variant of it."""
+    """YaRN scales the softmax by 0.1·ln(factor) + 1; `mscale` and `mscale_all_dim` are DeepSeek's variant of it."""
 
     def warmth(mscale: float = 1.0) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

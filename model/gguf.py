@@ -2,9 +2,9 @@
 
     import_gguf("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2")       config, weights, tokenizer, chat template, generation config
 
-Transformers and gguf read the file; quantised weights are dequantised, and the folder holds plain ones. What transformers would get wrong
-without a word is put right or refused here: a quantization_config for weights that no longer are quantised, rope scaling that it does not
-read, and texts cut before BPE in a way that it does not know. The folder appears when it is whole.
+Transformers and gguf read the file; quantised weights are dequantised, and the folder holds plain ones. What transformers would silently
+get wrong is fixed or rejected here: a quantization_config for weights that are no longer quantised, rope scaling that it does not
+read, and pre-tokenization rules that it does not know. The folder appears only when complete.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 PACKAGES = ("gguf", "accelerate")
-BYTE_LEVEL = (None, "default", "gpt-2", "gpt2")  # names of the cut that transformers makes unless it knows a better one
+BYTE_LEVEL = (None, "default", "gpt-2", "gpt2")  # names of the pre-tokenization that transformers uses by default
 
 
 def import_gguf(file: str | Path, folder: str | Path, dtype: torch.dtype = torch.float32) -> ModelConfig:
-    """Write the model of `file` to `folder`; ConfigError or BadData, and no folder, where that cannot be done faithfully."""
+    """Write the model of `file` to `folder`; ConfigError or BadData, and no folder, if it cannot be done faithfully."""
     file, folder = Path(file), Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists already and is not empty; name a new folder")
@@ -48,7 +48,7 @@ def import_gguf(file: str | Path, folder: str | Path, dtype: torch.dtype = torch
     raw = _config_of(loaded.config, metadata)
     config = parse_config(raw, where=str(file))
     with tempfile.TemporaryDirectory() as beside:
-        (Path(beside) / "config.json").write_text(json.dumps(raw))  # by it AutoTokenizer chooses a class
+        (Path(beside) / "config.json").write_text(json.dumps(raw))  # AutoTokenizer picks its class by it
         _tokenizer(file, metadata).save_pretrained(beside)
         tokenizer = open_tokenizer(beside)
         ids = {key: raw.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -59,7 +59,7 @@ def import_gguf(file: str | Path, folder: str | Path, dtype: torch.dtype = torch
     weights = loaded.state_dict()
     with torch.device("meta"):
         shape = Transformer(config)
-    for name, parameter in shape.named_parameters():  # transformers loads what does not fit, too
+    for name, parameter in shape.named_parameters():  # transformers also loads tensors that do not fit
         if weights[name].shape != parameter.shape:
             has, needs = tuple(weights[name].shape), tuple(parameter.shape)
             raise BadData(f"{file}: {name} has shape {has}, its header says {needs}; use the published safetensors")

@@ -1,14 +1,14 @@
 """Rotary position embedding with the scalings that qwen2, qwen3 and llama checkpoints use.
 
-Pair i of a head (elements i and i + D/2) turns by the angle position · ω_i, with ω_i = θ^(−2i/D). To reach past the length of
-pre-training the checkpoints slow some pairs down:
+Pair i of a head (elements i and i + D/2) turns by the angle position · ω_i, with ω_i = θ^(−2i/D). To extend the context beyond
+pre-training, checkpoints slow some pairs down:
 
     linear    ω_i / s
     llama3    ω_i / s where a wave is longer than L/low, ω_i where it is shorter than L/high, a blend of both in between
     yarn      the same idea, a ramp over i between `beta_fast` and `beta_slow` turns within L; cos and sin grow by `attention_factor`
 
 Frequencies are computed, never loaded, on the CPU in fp32: a difference in the last bit of ω is a visible angle at position 30,000, and
-this is how transformers and vLLM have them. They are no module buffer, so neither `.to(bfloat16)` nor `to_empty` can spoil them.
+this is how transformers and vLLM compute them. They are not a module buffer, so neither `.to(bfloat16)` nor `to_empty` can spoil them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _yarn(period: Tensor, rope: RopeConfig) -> Tensor:
 
 @torch.no_grad()
 def cos_sin(position: Tensor, rope: RopeConfig, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """fp32 [N, 1, D/2] each, with the values that `dtype` has: vLLM and transformers keep theirs in the model's precision.
+    """fp32 [N, 1, D/2] each, rounded to `dtype`: vLLM and transformers keep theirs in the model's precision.
 
     Computed once per forward, shared by all layers and heads.
     """

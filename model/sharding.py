@@ -1,4 +1,4 @@
-"""Builds a model that is spread over the ranks: FSDP2 or HSDP, mixed precision, recomputation, torch.compile.
+"""Builds a model sharded over the ranks: FSDP2 or HSDP, mixed precision, recomputation, torch.compile.
 
     model = build_model(folder, ShardingConfig())        # under torchrun, after init_process_group
 
@@ -6,10 +6,10 @@ The model is built on the meta device, sharded per block and at the root, and on
 all of it. Master weights and gradients are `master_dtype`, gathered weights and activations `compute_dtype`, reductions fp32.
 
 Gradients are SUMMED over the ranks, not averaged: the loss divides by a token count over all ranks, so that ranks with more tokens count
-for more and one process gives the same gradient as many.
+more, and one process gives the same gradient as many.
 
 With `replicate` = R of W ranks, each group of W/R shards one copy of the model and the R copies reduce their gradients (HSDP): set R to
-the number of machines to keep the gathering of weights inside each.
+the number of machines to keep the weight all-gather within each.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class ShardingConfig:
     compute_dtype: str = "bfloat16"
     master_dtype: str = "float32"  # a frozen model needs no more than compute_dtype
     activation_checkpointing: bool = True
-    reshard_after_forward: bool = True  # false trades memory for one gathering of weights per micro-batch
-    reduce_once: bool = True  # gradients wait unsharded for the last micro-batch (4 bytes per parameter); false reduces after each
+    reshard_after_forward: bool = True  # false saves one all-gather of weights per micro-batch at the cost of memory
+    reduce_once: bool = True  # keep gradients unsharded until the last micro-batch (4 bytes per parameter); false reduces after each
     compile: bool = False
     attention: str | None = None  # triton, cpu or flash (torch's FlexAttention on the same tiles, FLASH where installed); None: by device
-    skip_below: float = 0.0  # the LM head's backward leaves out tokens less probable than this in all rows of a block; 0: none
+    skip_below: float = 0.0  # the LM head's backward skips tokens less probable than this in all rows of a block; 0: none
 
     def check(self) -> None:
         _dtype("sharding.compute_dtype", self.compute_dtype)
@@ -69,7 +69,7 @@ def build_model(
 
 
 def empty_model(config: ModelConfig, sharding: ShardingConfig, device: torch.device) -> Transformer:
-    """A model of this shape with memory for its weights, whatever stands there."""
+    """A model of this shape with uninitialised memory for its weights."""
     master, compute = _dtype("master_dtype", sharding.master_dtype), _dtype("compute_dtype", sharding.compute_dtype)
     with torch.device("meta"):
         model = Transformer(config).to(master)
@@ -91,7 +91,7 @@ def empty_model(config: ModelConfig, sharding: ShardingConfig, device: torch.dev
 
 
 def _shard(model: Transformer, mesh: DeviceMesh, reshard_after_forward: bool, compute: torch.dtype) -> None:
-    # Inputs are not cast: the blocks' are in compute precision already, but for the rotation's angles, which stay fp32.
+    # Inputs are not cast: the blocks' are already in compute precision, except the rotation's angles, which stay fp32.
     reduce = torch.promote_types(compute, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     modules: list[nn.Module] = [*model.model.layers, model]

@@ -1,9 +1,9 @@
-"""Opens a model's tokenizer: for the trainer, the engine and everything else, in this one place.
+"""The one place that opens a model's tokenizer, for the trainer, the engine and everything else.
 
     tokenizer = open_tokenizer(folder)                       what transformers opens, if it splits text as tokenizer.json says;
                                                              tokenizer.json itself otherwise
-    with tokenizer_folder(folder) as path: …                 the same for a program that opens its own (vLLM)
-    check_same_ids(tokenizer, other, folder)                 … and whether it came to the same ids
+    with tokenizer_folder(folder) as path: …                 the same for a program that loads its own (vLLM)
+    check_same_ids(tokenizer, other, folder)                 … and whether it produces the same ids
 
 Published folders declare classes that rebuild the pipeline of tokenizer.json in their own way: transformers 5 opens the tokenizers of
 R1-Distill-Llama-8B and R1-0528-Qwen3-8B as LlamaTokenizer, which silently drops every space. Both are checked whenever a tokenizer
@@ -27,8 +27,8 @@ PROBE = SPACED + TAGGED
 
 
 def open_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model in `folder`; ValueError or OSError if there is none that keeps a text's white space."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # a second to import, which --help need not wait for
+    """The tokenizer of the model in `folder`; ValueError or OSError if none preserves white space."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes a second to import; keeps --help fast
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     expected = _ids_of_file(Path(folder))
@@ -43,7 +43,7 @@ def open_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 @contextlib.contextmanager
 def tokenizer_folder(folder: str | Path) -> Iterator[str]:
-    """A folder from which AutoTokenizer opens what `open_tokenizer` does: the model's own, or a repaired copy, removed at the end."""
+    """A folder from which AutoTokenizer loads the same tokenizer as `open_tokenizer`: the model's own, or a temporary repaired copy."""
     from transformers import AutoTokenizer
 
     tokenizer = open_tokenizer(folder)
@@ -56,14 +56,14 @@ def tokenizer_folder(folder: str | Path) -> Iterator[str]:
 
 
 def check_same_ids(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, folder: str | Path) -> None:
-    """Refuse an engine whose tokenizer splits text differently from the trainer's."""
+    """Reject an engine whose tokenizer splits text differently from the trainer's."""
     if _ids(tokenizer) != _ids(other):
         kind = f"the engine's tokenizer ({type(other).__name__})"
         raise ValueError(f"{kind} splits text differently from the tokenizer of {folder}; `dccot serve` gives vLLM a repaired one")
 
 
 def lost_white_space(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
-    """A text and what came back, if its letters alone do come back. A vocabulary that cannot spell those says nothing."""
+    """A text and its round trip, if the letters alone survive. A vocabulary that cannot spell those proves nothing."""
 
     def back(text: str) -> str:
         return str(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), clean_up_tokenization_spaces=False)).strip()
@@ -80,7 +80,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _ids_of_file(folder: Path) -> list[int] | None:
-    """What `tokenizers` makes of the probe by tokenizer.json alone; None for a model without that file."""
+    """The probe's ids according to tokenizer.json alone; None for a model without that file."""
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json"

@@ -3,10 +3,10 @@
     x = embed(tokens)
     for each layer:   x += o(tree_attention(rotate(q(norm x)), rotate(k(norm x)), v(norm x)))
                       x += down(silu(gate(norm x)) · up(norm x))
-    norm x  →  log-prob and entropy of `targets`, at the rows that predict them, and at no others
+    norm x  →  log-prob and entropy of `targets`, only at the rows that predict them
 
-There is no batch dimension: N tokens stand one after the other, `position` says where inference had each of them, and the mask says
-what each sees. Parameter names are Hugging Face's own, so no table maps them anywhere. Everything runs through `forward`, because
+There is no batch dimension: N tokens follow one another, `position` gives each one's position at inference, and the mask says
+what each sees. Parameter names are Hugging Face's own, so no mapping is needed. Everything runs through `forward`, because
 that is where FSDP gathers the weights; it works at the weights' precision (bf16, fp32, fp64), norms and rotation at fp32 or better.
 
 N tokens, M rows that predict, H heads, D head dim, V vocabulary.
@@ -71,7 +71,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer. With `recompute`, its backward runs its forward again, all but the attention, whose output is kept."""
+    """One layer. With `recompute`, its backward reruns its forward, except the attention, whose output is kept."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

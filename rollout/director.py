@@ -1,17 +1,17 @@
-"""Algorithm 1 of the paper as a state machine, one per response, that knows nothing of engines.
+"""Algorithm 1 of the paper as a state machine, one per response, independent of any engine.
 
     director ──<spawn_workers>──► workers 1..K side by side ──all done──► director, with the workers' texts read ──► … EOS
 
-`start()` gives the first call; hand every finished call to `finished()` and run the calls it gives back, until `done`.
+`start()` gives the first call; pass every finished call to `finished()` and run the calls it returns, until `done`.
 
 The budget L_max bounds the longest path, and inserted tags are charged to it:
 
     director may sample   left − |</spawn_workers>|                (nothing is inserted before its first segment)
     worker i may sample   left − |<worker_i>| − reserve            reserve = |</spawn_workers>| + 1
 
-The reserve is what the director needs to continue with a single token. So a worker that closes its tag in time is always read,
-and the longest path never exceeds L_max: nothing is ever cut afterwards. With `total_tokens`, the workers
-of a round share what is left of it in equal parts, so that it holds in the same way. How a response ends:
+The reserve lets the director continue with a single token. So a worker that closes its tag in time is always read,
+and the longest path never exceeds L_max: nothing is ever cut off afterwards. With `total_tokens`, the workers
+of a round share what is left of it equally, so that limit holds in the same way. How a response ends:
 
     the director writes EOS                                       answered
     a director or a worker runs out of budget or of context       budget, context   (the other workers of the round still finish)
@@ -19,7 +19,7 @@ of a round share what is left of it in equal parts, so that it holds in the same
     the workers' texts together fill the model's context          context
     the director spawns more often than allowed                   max_rounds        (its text is the final segment)
 
-A worker that writes EOS has finished like any other: the EOS stays in its tokens and no closing tag is forced.
+A worker that writes EOS is finished like any other: the EOS stays in its tokens and no closing tag is forced.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Call:
     """One request to the engine."""
 
     path: tuple[int, int]  # (round, worker), both within this response; worker 0 is the director
-    prompt: list[int]  # everything that the writer has read, ending with `inserted`
+    prompt: list[int]  # everything the writer has read, ending with `inserted`
     inserted: list[int]
     stop: str | None
     max_tokens: int
@@ -73,12 +73,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Completion:
-    """What the engine gives back for a call."""
+    """What the engine returns for a call."""
 
     ids: list[int]
     logprobs: list[float]
     stop: Stop
-    cached: int = 0  # prompt tokens that the prefix cache spared
+    cached: int = 0  # prompt tokens served from the prefix cache
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Director:
     prompt: list[int]
     config: RolloutConfig
     tags: TagIds
-    context: int  # tokens that the model can hold
+    context: int  # the model's context length
     parallel: bool = True  # False: one sequential call, for baselines
     response: Response = field(init=False)
     done: bool = field(init=False, default=False)
@@ -104,7 +104,7 @@ class Director:
         return [self._call(0, [], SPAWN_OPEN if self.parallel else None)]
 
     def finished(self, call: Call, completion: Completion) -> list[Call]:
-        """Take in a finished call; the calls that may run now. Empty: others are still running, or the response is done."""
+        """Accept a finished call and return the calls that may run now. Empty: others are still running, or the response is done."""
         segment = Segment(call.inserted, completion.ids, completion.logprobs)
         if call.path[1] == 0:
             return self._director_finished(call, segment, completion.stop)

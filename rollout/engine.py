@@ -1,22 +1,22 @@
 """The co-located engine: vLLM in the trainer's own process, as the `Engine` of interface.py. The only file that imports vLLM.
 
-    add(key, call, …) ─► step() ─► [(key, Completion), …]           nothing waits for anything else: the caller drives the steps
+    add(key, call, …) ─► step() ─► [(key, Completion), …]           no call waits for another: the caller drives the steps
     load(named parameters)                                          weights streamed in, prefix cache reset; no disk, no rebuild
-    sleep() / wake()                                                GPU only: memory goes to training and comes back
+    sleep() / wake()                                                GPU only: memory is lent to training
 
 Under torchrun every rank builds its own engine at the same time (vLLM's external launcher). With tensor_parallel = 1 the ranks
-then generate on their own, each its share, in any number of steps. With tensor_parallel = T, T neighbouring ranks are one
-replica: they must add the same calls in the same order. `replica` of `replicas` says whose share is whose.
+then generate independently, each its share, in any number of steps. With tensor_parallel = T, T neighbouring ranks are one
+replica: they must add the same calls in the same order. `replica` of `replicas` identifies the share.
 """
 
-# ruff: noqa: E402 (what vLLM looks at while it is imported comes first)
+# ruff: noqa: E402 (settings that vLLM reads at import come first)
 from __future__ import annotations
 
 import logging
 import os
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where the trainer's tensors are
-os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # its messages go to the engine's log (engine_start.py), none to the console
+os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # its messages go to the engine's log (engine_start.py), not to the console
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO"))
 logging.getLogger("vllm").propagate = False
@@ -48,13 +48,13 @@ from dccot.runtime import PATIENCE, Runtime, free_memory
 
 ON_GPU = torch.cuda.is_available()
 if ON_GPU:
-    os.environ["VLLM_DISTRIBUTED_USE_SPLIT_GROUP"] = "1"  # all its process groups in a few calls, not one by one: thousands of ranks
+    os.environ["VLLM_DISTRIBUTED_USE_SPLIT_GROUP"] = "1"  # all its process groups in a few calls instead of one by one: thousands of ranks
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # registered graphs could not be moved to the host while the engine sleeps
 
 
 class VllmEngine:
     def __init__(self, model: str | Path, config: EngineConfig | None = None, *, log: Path | None = None, sleeps: bool = False):
-        """`log` gets what vLLM says; an engine that `sleeps` can give its memory to training, and a process can have one of those."""
+        """`log` receives vLLM's messages; an engine that `sleeps` can lend its memory to training, at most one per process."""
         self.config = config = config or EngineConfig()
         self._log, self._sleeps = log, sleeps and ON_GPU
         self.model = str(model)
@@ -78,11 +78,11 @@ class VllmEngine:
         self._tag_tokens: dict[str, int | None] = {}
         self._checkpoint_names = _names_in(Path(self.model))
         self._tied = bool(json.loads((Path(self.model) / "config.json").read_text()).get("tie_word_embeddings"))
-        self._whole, self._asleep = True, False  # all weights of one kind; memory given back
+        self._whole, self._asleep = True, False  # weights consistent; memory released
         self._last_finished = time.monotonic()
 
     def add(self, key: str, call: Call, *, seed: int, temperature: float, top_p: float = 1.0, priority: int = 0) -> None:
-        """Queue a call; lower priority goes first. `key` names it in step()'s results and in errors."""
+        """Queue a call; lower priority runs first. `key` names it in step()'s results and in errors."""
         if not self._whole:
             raise RuntimeError("the engine's weights are gone or mixed (it slept, or a load failed): load all of them before generating")
         if key in self._pending:
@@ -99,7 +99,7 @@ class VllmEngine:
             stop=[call.stop] if as_text else None,
             stop_token_ids=[token] if token is not None else None,
             include_stop_str_in_output=True,
-            detokenize=as_text,  # spares an eighth of a small model's time where a tag is a token
+            detokenize=as_text,  # saves an eighth of a small model's time if a tag is one token
             skip_special_tokens=False,  # pieces of the tags may be special tokens
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,
@@ -110,7 +110,7 @@ class VllmEngine:
         self._pending[key] = call
 
     def step(self) -> list[tuple[str, Completion]]:
-        """One forward pass over everything that runs; the calls it finished."""
+        """One forward pass over all running calls; returns those it finished."""
         state = torch.get_rng_state()  # vLLM draws from torch's global generator even when every request has its own
         outputs = self._engine.step()
         torch.set_rng_state(state)
@@ -127,7 +127,7 @@ class VllmEngine:
 
     @property
     def running(self) -> int:
-        """Sequences that the next step works on; the other pending calls wait for a place."""
+        """Sequences in the next step; the other pending calls are queued."""
         return len(self._engine.engine_core.engine_core.scheduler.running)
 
     @property
@@ -162,13 +162,13 @@ class VllmEngine:
                         raise ValueError(f"{name} holds {int((~tensor.isfinite()).sum()):,} values that are not finite")
                     seen.add(name)
                     yield name, tensor.detach()
-            except Exception as fault:  # vLLM must come to the end of its reload, or it could never load again
+            except Exception as fault:  # vLLM must finish its reload, or it could never load again
                 faults.append(fault)
 
         self._whole = False
         with torch.no_grad():
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": watched()})
-            if self._tied and not ON_GPU:  # vLLM repacks what it loads for the CPU's kernels, and a tied head is not loaded
+            if self._tied and not ON_GPU:  # vLLM repacks weights for its CPU kernels, and a tied head is not loaded
                 self._network.lm_head.quant_method.process_weights_after_loading(self._network.lm_head)
         if faults:
             raise faults[0]
@@ -181,7 +181,7 @@ class VllmEngine:
         self.forget_prefixes()
 
     def verify(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise if the engine computes with other weights than these; collective where `parameters` is."""
+        """Raise if the engine's weights differ from these; collective if `parameters` is."""
         if self.config.tensor_parallel > 1:
             raise ValueError(f"verify compares whole weights; engine.tensor_parallel is {self.config.tensor_parallel}, which splits them")
         whole = self._with_head(parameters, wanted=True)
@@ -190,7 +190,7 @@ class VllmEngine:
             raise ValueError(f"the engine computes with other weights than the given ones: {_some(wrong)}; load them again")
 
     def _with_head(self, parameters: Iterable[tuple[str, Tensor]], wanted: bool) -> Iterator[tuple[str, Tensor]]:
-        """A tied head is no parameter of the trainer's; vLLM has it nevertheless, and loads it where the checkpoint holds it, too."""
+        """A tied head is not a parameter of the trainer; vLLM still has it, and loads it if the checkpoint contains it."""
         for name, tensor in parameters:
             yield name, tensor
             if self._tied and wanted and name == "model.embed_tokens.weight":
@@ -201,29 +201,29 @@ class VllmEngine:
         if self._pending:
             raise RuntimeError(f"the prefix cache is in use by {len(self._pending)} running calls: {_some(self._pending)}")
         if not self._engine.reset_prefix_cache():
-            self._engine.step()  # an asynchronous scheduler still holds what it began for calls that have just ended
+            self._engine.step()  # an asynchronous scheduler still holds blocks of calls that have just ended
             if not self._engine.reset_prefix_cache():
                 raise RuntimeError("the prefix cache could not be reset: blocks are held although no call is running")
 
     def sleep(self) -> None:
-        """Give the GPU memory back: weights, KV cache, CUDA graphs; `wake` and `load` bring them back. Does nothing on a CPU."""
+        """Release GPU memory: weights, KV cache, CUDA graphs; `wake` and `load` restore them. Does nothing on a CPU."""
         if self._sleeps and not self._asleep:
             self._engine.sleep(level=2)
             self._asleep, self._whole = True, False
 
     def wake(self) -> None:
-        """Make room for the weights that `load` must bring now; the KV cache follows when they are in."""
+        """Allocate memory for the weights, which `load` must provide next; the KV cache follows after that."""
         if self._asleep:
             self._engine.wake_up(tags=["weights"])
 
     def shutdown(self) -> None:
-        """Give everything back but a process group that was there before the engine. No weight outlives this."""
+        """Release everything except a process group that existed before the engine. All weights are freed."""
         self.abort(list(self._pending))
         core = self._engine.engine_core.engine_core
         del self._network, self._engine  # before vLLM releases the memory that sleeps: a tensor still in it would be freed too late
         if self._made_the_group:
             core.shutdown()
-        else:  # the same without the end, which destroys every process group
+        else:  # the same without its last step, which destroys every process group
             core.model_executor.shutdown()
             core.scheduler.shutdown()
             gc.unfreeze()
@@ -264,7 +264,7 @@ def engine_arguments(model: str, tokenizer: str, config: EngineConfig, distribut
         model=model,
         tokenizer=tokenizer,
         dtype=config.dtype,
-        hf_overrides={"head_dtype": "float32"},  # logits as the trainer has them: rounded to bf16 they would spoil log-probs
+        hf_overrides={"head_dtype": "float32"},  # logits in the trainer's precision: rounding to bf16 would distort log-probs
         max_model_len=config.context,
         max_num_seqs=config.max_sequences,
         max_num_batched_tokens=config.batched_tokens if ON_GPU else None,
@@ -275,12 +275,12 @@ def engine_arguments(model: str, tokenizer: str, config: EngineConfig, distribut
         block_size=config.block_size or (None if ON_GPU else 32),
         enforce_eager=not (ON_GPU if config.compile is None else config.compile),
         enable_prefix_caching=True,
-        enable_chunked_prefill=ON_GPU,  # a CPU generator cannot be wound back, which a seeded prompt in several chunks needs
+        enable_chunked_prefill=ON_GPU,  # a CPU generator cannot be rewound, which a seeded prompt in several chunks needs
         enable_sleep_mode=sleeps and ON_GPU,
         sleep_mode_offload_cudagraph=sleeps and ON_GPU,
-        scheduling_policy="priority",  # a response that has begun comes before one that has not
+        scheduling_policy="priority",  # started responses go before new ones
         logprobs_mode="processed_logprobs",  # at the sampling temperature, as the trainer computes them
-        generation_config="vllm",  # what is sampled is said here, not in the model's folder
+        generation_config="vllm",  # sampling settings come from us, not from the model's folder
         disable_log_stats=True,
         use_tqdm_on_load=False,
         trust_remote_code=False,

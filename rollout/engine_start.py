@@ -1,8 +1,8 @@
-"""While vLLM starts: what it prints goes to a log, the console sees that it is alive, and nothing else of this process changes.
+"""Engine startup: vLLM's output goes to a log, the console shows that it is alive, and nothing else in this process changes.
 
     with undisturbed(), logged(runs/NAME/engine.rank0.log): engine = LLMEngine(…)
 
-Starting takes minutes on a GPU (weights, compilation, CUDA graphs), and what went wrong is usually said long before the exception.
+Starting takes minutes on a GPU (weights, compilation, CUDA graphs), and the cause of a failure is usually logged long before the exception.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 def log_file(folder: Path) -> Path:
-    """This rank's log below a run's folder."""
+    """This rank's log file in a run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"engine.rank{os.environ.get('RANK', '0')}.log"
 
 
 @contextlib.contextmanager
 def logged(log: Path | None) -> Iterator[None]:
-    """Append stderr and vLLM's messages to `log`, or to a file that nobody keeps; if the start fails, the console gets their end.
+    """Append stderr and vLLM's messages to `log`, or to a temporary file; if startup fails, the console shows the end of it.
 
     vLLM's messages continue to go to `log` until `end_log`.
     """
@@ -68,7 +68,7 @@ def end_log(log: Path) -> None:
 
 @contextlib.contextmanager
 def _stderr_into(target: int) -> Iterator[int]:
-    """File descriptor 2 leads to `target`; yields one that leads where it led before."""
+    """Redirects file descriptor 2 to `target`; yields a descriptor for its original destination."""
     sys.stderr.flush()
     console = os.dup(2)
     os.dup2(target, 2)
@@ -82,7 +82,7 @@ def _stderr_into(target: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _heartbeat(console: int, log: Path) -> Iterator[float]:
-    """The first rank says now and then that it is still starting, and vLLM's last word."""
+    """The first rank periodically reports that the engine is still starting, with vLLM's last line."""
     done, began = threading.Event(), time.monotonic()
 
     def beat() -> None:
@@ -120,7 +120,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def restore_environment(before: dict[str, str]) -> None:
-    """Undo changes one by one: other threads read the environment meanwhile and must never find it empty."""
+    """Undo changes one by one: other threads may read the environment meanwhile and must never find it empty."""
     for name in set(os.environ) - set(before):
         del os.environ[name]
     for name, value in before.items():

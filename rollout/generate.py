@@ -2,8 +2,8 @@
 
     for request, response in generate(engine, requests, config, seed=(run_seed, step)): …
 
-Responses arrive in the order in which they finish. The same seed gives the same tokens again: every call has a seed of its
-own, a hash of (seed, problem, sample, round, worker).
+Responses arrive in the order in which they finish. The same seed gives the same tokens: every call has its own
+seed, a hash of (seed, problem, sample, round, worker).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dccot.rollout.response import Response
 
 @dataclass(frozen=True)
 class Request:
-    """One response wanted."""
+    """A request for one response."""
 
     problem: str  # id
     sample: int
@@ -30,7 +30,7 @@ class Request:
 
 
 class Watch:
-    """What a live view, a trace or a progress bar may want to know; every method may be overridden, none does anything here."""
+    """Callbacks for a live view, a trace or a progress bar; override any of them, by default they do nothing."""
 
     def started(self, request: Request, call: Call) -> None: ...
 
@@ -57,7 +57,7 @@ def generate(
 ) -> Generator[tuple[Request, Response]]:
     """Yield each response as soon as it is finished. A caller that stops early leaves the engine empty.
 
-    All responses are begun at once, or with `concurrency` only so many: then each one that finishes makes room for the next.
+    All responses start at once, or at most `concurrency`: then each one that finishes makes room for the next.
     """
     config.check()
     watch = watch or Watch()

@@ -1,4 +1,4 @@
-"""What an engine is to everybody who generates with one, and the one place that builds it.
+"""The engine interface that all generation uses, and the one place that builds an engine.
 
     with open_engine(folder, config) as engine:
         for request, response in generate(engine, requests, …): …
@@ -33,7 +33,7 @@ class Engine(Protocol):
     """Samples many calls at once. The caller drives it: nothing happens outside `step`."""
 
     tokenizer: PreTrainedTokenizerBase
-    context: int  # tokens that a sequence may hold
+    context: int  # maximum tokens per sequence
     replica: int  # this process generates share `replica` …
     replicas: int  # … of so many; the ranks of one replica add the same calls in the same order
     sampled_tokens: int  # since the engine was built
@@ -44,13 +44,13 @@ class Engine(Protocol):
 
     @property
     def running(self) -> int:
-        """Sequences that the next step works on; the other pending calls wait for a place."""
+        """Sequences in the next step; the other pending calls are queued."""
 
     def add(self, key: str, call: Call, *, seed: int, temperature: float, top_p: float = 1.0, priority: int = 0) -> None:
         """Queue a call; lower priority runs first. `key` names it in the results of `step` and in errors."""
 
     def step(self) -> list[tuple[str, Completion]]:
-        """Work a little on everything that runs; the calls that this finished."""
+        """Advance all running calls a little; returns those that finished."""
 
     def written(self) -> dict[str, list[int]]:
         """What every pending call has sampled so far, for live views."""
@@ -58,16 +58,16 @@ class Engine(Protocol):
     def abort(self, keys: Iterable[str]) -> None: ...
 
     def load(self, parameters: Parameters) -> None:
-        """Replace the weights; nothing may be pending. Collective where `parameters` is."""
+        """Replace the weights; nothing may be pending. Collective if `parameters` is."""
 
     def verify(self, parameters: Parameters) -> None:
-        """Raise if the engine computes with other weights than these."""
+        """Raise if the engine's weights differ from these."""
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache, so that what follows does not depend on what ran before; nothing may be pending."""
 
     def sleep(self) -> None:
-        """Give memory back for training; `wake`, then `load`, before the next call."""
+        """Release memory for training; `wake`, then `load`, before the next call."""
 
     def wake(self) -> None: ...
 
@@ -80,7 +80,7 @@ def open_engine(
 ) -> Iterator[Engine]:
     """An engine on a model folder, shut down at the end. One that is `given` is used instead and left running.
 
-    `logs` is the folder for what an engine in this process says while it starts. Only training needs one that `sleeps`.
+    `logs` is the folder for the startup output of an in-process engine. Only training needs one that `sleeps`.
     """
     if given is not None:
         yield given

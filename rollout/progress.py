@@ -21,8 +21,8 @@ REFRESH_SECONDS = 0.2
 class RolloutProgress(Progress, Watch):
     def __init__(self, total: int, title: str = "rollout", console: Console | None = None):
         super().__init__(title, total, console=console or Console(stderr=True, highlight=False))
-        self._refreshed = 0.0  # when the rate was last worked out
-        self._tokens: int | None = None  # what the engine had sampled then
+        self._refreshed = 0.0  # when the rate was last computed
+        self._tokens: int | None = None  # tokens the engine had sampled by then
 
     def stepped(self, engine: Engine) -> None:
         now = time.monotonic()

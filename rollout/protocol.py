@@ -1,9 +1,9 @@
-"""The language that director and workers speak: the tags, what well-formed means, and how a text falls into segments.
+"""The protocol between director and workers: the tags, what well-formed means, and how a text splits into segments.
 
     <think> director text <spawn_workers><worker_1> … </worker_1> … <worker_K> … </worker_K></spawn_workers>
             director text … </think> <answer> … </answer>
 
-A response is well-formed when `<think>…</think><answer>…</answer>` is the whole text but for white space, at least one
+A response is well-formed when `<think>…</think><answer>…</answer>` is the whole text except for white space, at least one
 `<spawn_workers>` block is inside think, every block holds exactly workers 1..K in order with only white space between
 them, non-empty director text comes before every block, and there is no other tag. `flaw_of` says which rule is broken.
 """
@@ -74,7 +74,7 @@ class ParsedRound:
 
 @dataclass(frozen=True)
 class Parsed:
-    """A well-formed text cut as inference would have produced it; white space between tags of a block is dropped."""
+    """A well-formed text split as inference would have produced it; white space between tags of a block is dropped."""
 
     rounds: list[ParsedRound]
     final: str  # what follows the last </spawn_workers>
@@ -82,7 +82,7 @@ class Parsed:
 
 
 def parse(text: str, workers: int = 3) -> Parsed:
-    """Cut a well-formed text into director and worker segments; raise `IllFormed` with the broken rule otherwise."""
+    """Split a well-formed text into director and worker segments; raise `IllFormed` with the broken rule otherwise."""
     cursor = _Cursor(text)
     if cursor.text_until_tag().strip() or cursor.tag() != THINK_OPEN:
         raise cursor.error(Flaw.NO_THINK)

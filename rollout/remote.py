@@ -2,9 +2,9 @@
 
     add(key, call, …) ─► waiting, by priority ─► POST /v1/completions, token ids in, token ids and log-probs out ─► step()
 
-All calls of one response go to one server, whose prefix cache holds what they share; a response that begins goes to the server with the
-least to do. A server that stops answering has its calls run again elsewhere with the same prompts and seeds; one that answers again is
-used again. A call finishes once, whatever happened on the way. The requests run on a thread of their own; `step` hands out what came.
+All calls of one response go to one server, whose prefix cache holds what they share; a new response goes to the least
+loaded server. If a server stops responding, its calls are rerun elsewhere with the same prompts and seeds; when it comes back it is
+used again. A call finishes exactly once in any case. Requests run on their own thread; `step` returns what has arrived.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from dccot.rollout.interface import Parameters
 
-PULSE, RETRY, PATIENCE = 10.0, 1.0, 30.0  # seconds: between looks at a healthy server, at a lost one; until a look has failed
+PULSE, RETRY, PATIENCE = 10.0, 1.0, 30.0  # seconds: between checks of a healthy server, of a lost one; timeout of a check
 ATTEMPTS = 8
 ONLY_SAMPLES = "engine.url is for evaluation and data; training needs an engine in its own process: leave engine.url out"
 
@@ -120,12 +120,12 @@ class Fleet:
     def _body(self, call: Call) -> dict:
         ids = self.tokenizer.encode(call.stop, add_special_tokens=False) if call.stop else []
         stop: dict = {"stop_token_ids": ids} if len(ids) == 1 else {"stop": [call.stop]} if call.stop else {}
-        neutral = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}  # not what the model's folder may suggest
+        neutral = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}  # ignore the model folder's defaults
         as_sampled = {"include_stop_str_in_output": True, "skip_special_tokens": False, "logprobs": 0, "return_token_ids": True}
         return {"prompt": call.prompt, "max_tokens": call.max_tokens} | stop | neutral | as_sampled
 
     def step(self) -> list[tuple[str, Completion]]:
-        """Wait a little for calls to finish; those that did."""
+        """Wait a little for calls to finish; returns those that did."""
         arrived = []
         with contextlib.suppress(queue.Empty):
             arrived.append(self._results.get(timeout=0.1))
@@ -156,7 +156,7 @@ class Fleet:
         return self._pending
 
     def written(self) -> dict[str, list[int]]:
-        """Nothing yet, for every pending call: a server says what was written when a call has finished."""
+        """Nothing, for every pending call: a server returns text only when a call has finished."""
         return {key: [] for key in self._pending}
 
     def abort(self, keys: Iterable[str]) -> None:
@@ -178,7 +178,7 @@ class Fleet:
         raise ConfigError(ONLY_SAMPLES)
 
     def forget_prefixes(self) -> None:
-        """The servers keep theirs, which others may be using: what they hold changes times, and tokens by rounding at most."""
+        """The servers keep theirs, which others may be using: its contents affect timing, and tokens at most by rounding."""
 
     def shutdown(self) -> None:
         self.abort(list(self._jobs))
@@ -220,7 +220,7 @@ class Fleet:
         ours = self.tokenizer.encode(PROBE, add_special_tokens=False)
         if answer.status_code != 200 or answer.json()["tokens"] != ours:
             raise ConfigError(f"engine.url: {server.url} serves {server.model}, which has another tokenizer than the given model")
-        tops = []  # the likeliest tokens at two temperatures; not the first alone, of which a trained model may be certain
+        tops = []  # the likeliest tokens at two temperatures; not just the first, which a trained model may be certain of
         for temperature in (0.5, 2.0):
             body = {"model": server.model, "prompt": ours, "max_tokens": 1, "temperature": temperature, "seed": 0, "logprobs": 5}
             answer = await server.client.post("/v1/completions", json=body, timeout=10 * PATIENCE)  # the first one warms it up
@@ -261,14 +261,14 @@ class Fleet:
         task.add_done_callback(lambda done: self._ended(server, job, done))
 
     def _ended(self, server: _Server, job: _Job, task: asyncio.Task) -> None:
-        if server.tasks.get(job.order) is task:  # not one that has begun again meanwhile
+        if server.tasks.get(job.order) is task:  # unless it has restarted meanwhile
             del server.tasks[job.order]
         self._dispatch()
 
     async def _run(self, server: _Server, job: _Job) -> None:
         try:
             answer = await server.client.post("/v1/completions", json=job.body | {"model": server.model})
-            if answer.status_code in (429, 503):  # has enough to do, and is well
+            if answer.status_code in (429, 503):  # overloaded, but healthy
                 await asyncio.sleep(float(answer.headers.get("retry-after", RETRY)))
                 self._enqueue(job)
                 return
@@ -286,7 +286,7 @@ class Fleet:
         if job.attempts == ATTEMPTS:
             self._results.put((job, RuntimeError(f"call {job.key!r} failed {ATTEMPTS} times; the last time {server.url} {fault}")))
             return
-        server.up = False  # until somebody has looked
+        server.up = False  # until the next check
         server.doubted.set()
         self._home.pop(job.response, None)
         self._enqueue(job)
@@ -302,7 +302,7 @@ class Fleet:
         return Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], stop)
 
     async def _guard(self, server: _Server) -> None:
-        """Look after one server: lost when it does not answer, used again when it does and is what it was."""
+        """Monitor one server: lost when it does not answer, used again when it does and has not changed."""
         lost, said = False, ""
         while True:
             up = await server.healthy()
@@ -325,7 +325,7 @@ class Fleet:
             server.doubted.clear()
 
     def _leave(self, server: _Server) -> None:
-        """Give what was meant for a lost server to the others."""
+        """Reassign a lost server's calls to the others."""
         for task in server.tasks.values():
             task.cancel()
         self._home = {response: home for response, home in self._home.items() if home is not server}

@@ -2,7 +2,7 @@
 
     S1 (W1 … WK) S2 (W1 … WK) … S_final
 
-A segment is one call to the engine: `inserted` ids that we put in front (the worker's opening tag, or `</spawn_workers>` when the
+A segment is one call to the engine: `inserted` ids that we prepend (the worker's opening tag, or `</spawn_workers>` when the
 director continues), then the `sampled` ids, exactly as the policy wrote them. Sampled ids are never re-tokenised.
 
     longest path = Σ |director segments| + Σ over rounds of the longest worker        (prompt excluded, inserted tags included)
@@ -21,7 +21,7 @@ class Finish(StrEnum):
     ANSWERED = "answered"  # the director wrote EOS
     BUDGET = "budget"  # the longest path reached L_max, or all segments together rollout.total_tokens
     CONTEXT = "context"  # the model's context is full
-    MAX_ROUNDS = "max_rounds"  # the director spawned once more than it may
+    MAX_ROUNDS = "max_rounds"  # the director spawned more often than allowed
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Response:
 
     def text(self, tokenizer) -> str:
         """The response as text, tags included, EOS left out."""
-        eos = tokenizer.eos_token_id  # looked up once: transformers makes that slow
+        eos = tokenizer.eos_token_id  # looked up once: slow in transformers
         return tokenizer.decode([t for t in self.as_read if t != eos], skip_special_tokens=False)
 
     def to_json(self) -> dict:
@@ -121,7 +121,7 @@ class Response:
 
 @dataclass
 class Rollout:
-    """One response to one problem with everything known about it: a line of every rollout JSONL, whoever writes it."""
+    """One response to one problem with everything known about it: one line of any rollout JSONL."""
 
     problem: str  # id
     sample: int
@@ -141,7 +141,7 @@ class Rollout:
 
     @property
     def judged(self) -> bool:
-        """The grader came to a verdict: an answer that timed out or crashed it is neither right nor wrong."""
+        """The grader reached a verdict: an answer that timed out or crashed it is neither right nor wrong."""
         return self.verdict not in (None, "timed_out", "crashed")
 
     @property

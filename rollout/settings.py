@@ -1,4 +1,4 @@
-"""How the engine is set up. Apart from engine.py, so that reading a configuration does not import vLLM."""
+"""Engine settings, separate from engine.py so that reading a configuration does not import vLLM."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dccot.config import check_address, one_of, require
 
 @dataclass
 class EngineConfig:
-    dtype: str = "auto"  # "float32" gives the trainer's numbers to 1e-4 on a CPU
-    context: int | None = None  # tokens per sequence; None: what the model was made for
-    max_sequences: int = 256  # run side by side
-    batched_tokens: int = 16_384  # of one forward pass on a GPU; longer prompts are cut. vLLM advises 8,192 for an A100
+    dtype: str = "auto"  # "float32" matches the trainer to 1e-4 on a CPU
+    context: int | None = None  # tokens per sequence; None: the model's maximum
+    max_sequences: int = 256  # running concurrently
+    batched_tokens: int = 16_384  # of one forward pass on a GPU; longer prompts are split. vLLM recommends 8,192 for an A100
     tensor_parallel: int = 1
     gpu_memory: float = 0.85  # share of a GPU's memory while the engine is awake
     kv_cache_gb: float | None = None  # fixed size of the KV cache; None: gpu_memory decides on a GPU, 1 GiB on a CPU
     block_size: int | None = None  # tokens per prefix-cache block; None: vLLM decides on a GPU, 32 on a CPU
     compile: bool | None = None  # CUDA graphs and torch.compile inside the engine; None: on a GPU
-    stall_seconds: float = 1800.0  # nothing finished for so long: an error names the pending calls
+    stall_seconds: float = 1800.0  # if nothing finishes for this long, an error lists the pending calls
     url: list[str] = field(default_factory=list)  # vLLM servers that sample instead of this process; not for training
 
     def check(self) -> None:

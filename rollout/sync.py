@@ -1,9 +1,9 @@
-"""Are the engine's weights the trainer's? Asked through the engine's own kernels, whatever they repacked the weights into.
+"""Do the engine's weights match the trainer's? Checked through the engine's own kernels, however they repacked the weights.
 
     fingerprint(W) = W · r          r: a fixed random vector, so a matrix leaves one number per row
     fingerprint(b) = b              vectors are compared as they are
 
-The engine fuses some layers (q, k, v → qkv; gate, up → gate_up): their fingerprints are the parts' one after another.
+The engine fuses some layers (q, k, v → qkv; gate, up → gate_up): their fingerprints are those of the parts, concatenated.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 
 def probe(width: int, like: Tensor) -> Tensor:
-    """The vector r for matrices of this width: the same every time, of the dtype and on the device of `like`."""
+    """The vector r for matrices of this width: always the same, with the dtype and device of `like`."""
     return torch.randn(width, generator=torch.Generator().manual_seed(width)).to(like)
 
 
 @torch.no_grad()
 def differing(model: nn.Module, parameters: Iterable[tuple[str, Tensor]], fused: dict[str, list[str]], dtype: torch.dtype) -> list[str]:
-    """Names (Hugging Face) of the parameters that vLLM's `model` does not compute with. `fused`: its layer → ours, in order."""
+    """Names (Hugging Face) of the parameters that differ in vLLM's `model`. `fused`: its layer → ours, in order."""
     tolerance = 1e-4 if dtype == torch.float32 else 0.03
     home = {part: (whole, index) for whole, parts in fused.items() for index, part in enumerate(parts)}
     collected: dict[tuple[str, str], dict[int, tuple[str, Tensor]]] = {}
