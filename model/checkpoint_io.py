@@ -18,14 +18,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from dccot.files import flush_to_disk
+from dccot.files import BadData, flush_to_disk
 from dccot.model.config import parse_config
 from dccot.model.transformer import Transformer
 
@@ -40,7 +40,7 @@ COMPANIONS = (
 def load_weights(model: Transformer, folder: str | Path, dtype: torch.dtype | None = None) -> None:
     """Fills `model`, sharded or not, from `folder`; values are cast to `dtype`, or to the parameters' own dtype.
 
-    Missing, unexpected or mis-shaped tensors raise one ValueError that lists them all, before anything is overwritten.
+    A missing, unexpected or mis-shaped tensor is one BadData that lists them all, raised before anything is overwritten.
     """
     if dtype is not None:
         model.to(dtype)
@@ -54,7 +54,7 @@ def load_weights(model: Transformer, folder: str | Path, dtype: torch.dtype | No
                 if local.numel():
                     stored = tensors[name][rows]
                     if not bool(stored.isfinite().all()):
-                        raise ValueError(f"{folder}: {name} holds values that are not finite; use another checkpoint")
+                        raise BadData(f"{folder}: {name} holds values that are not finite; use another checkpoint")
                     local.copy_(stored)
 
 
@@ -62,23 +62,35 @@ def load_weights(model: Transformer, folder: str | Path, dtype: torch.dtype | No
 def open_tensors(folder: str | Path) -> Iterator[dict]:
     """Name → safetensors slice (shape and dtype known, data read when indexed) of a checkpoint in one or more files."""
     folder = Path(folder)
-    if (folder / INDEX_FILE).is_file():
-        files = sorted(set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values()))
-    else:
-        files = [SINGLE_FILE]
+    files = _listed(folder / INDEX_FILE) if (folder / INDEX_FILE).is_file() else [SINGLE_FILE]
     outside = [name for name in files if name != Path(name).name]
     if outside:
-        raise ValueError(f"{folder / INDEX_FILE} names {outside[0]!r}; the weights of a checkpoint are files of its own folder")
+        raise BadData(f"{folder / INDEX_FILE} names {outside[0]!r}; the weights of a checkpoint are files of its own folder")
     absent = [name for name in files if not (folder / name).is_file()]
     if absent:
         raise FileNotFoundError(f"{folder} holds no {', '.join(absent)}: weights are read from safetensors only")
     for name in files:
         with open(folder / name, "rb") as file:
             if file.read(len(LFS_POINTER)) == LFS_POINTER:
-                raise ValueError(f"{folder / name} is a git-LFS pointer, not the weights: run `git lfs pull` in the folder")
+                raise BadData(f"{folder / name} is a git-LFS pointer, not the weights: run `git lfs pull` in the folder")
     with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(folder / name, framework="pt", device="cpu")) for name in files]
+        opened = [stack.enter_context(_opened(folder / name)) for name in files]
         yield {name: file.get_slice(name) for file in opened for name in file.offset_keys()}
+
+
+def _listed(index: Path) -> list[str]:
+    """The files that hold a checkpoint's tensors."""
+    try:
+        return sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise BadData(f"{index} does not say which file holds which tensor ({type(error).__name__}: {error}); fetch it again") from None
+
+
+def _opened(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise BadData(f"{file} is damaged or cut short ({error}); fetch it again") from None
 
 
 def stored_parameters(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -106,7 +118,7 @@ def _compare(parameters: Mapping[str, Tensor], tensors: Mapping, *, tied: bool, 
             wrong.append(f"{name} is {tensors[name].get_dtype()}, the model needs one of {', '.join(FLOATING)}")
     problems = [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in unexpected] + wrong
     if problems:
-        raise ValueError(f"the weights in {where} do not fit the model of its config.json:\n  " + "\n  ".join(problems))
+        raise BadData(f"the weights in {where} do not fit the model of its config.json:\n  " + "\n  ".join(problems))
 
 
 def _local_rows(parameter: Tensor) -> tuple[Tensor, slice]:
@@ -285,7 +297,7 @@ def read_companions(source: str | Path | None) -> dict[str, bytes]:
     homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]  # a hub's cache links to its own blobs/
     for path in files:
         if not any(path.resolve().is_relative_to(each) for each in homes):
-            raise ValueError(f"{path} is a link to {path.resolve()}, outside its model's folder; replace it by a copy if you trust it")
+            raise BadData(f"{path} is a link to {path.resolve()}, outside its model's folder; replace it by a copy if you trust it")
     return {path.name: path.read_bytes() for path in files}
 
 

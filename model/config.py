@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dccot.files import BadData
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
@@ -84,15 +86,18 @@ class ModelConfig:
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """The configuration of the checkpoint in `folder`; ValueError if the decoder does not support that model."""
+    """The configuration of the checkpoint in `folder`; BadData where the decoder cannot compute that model."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} does not exist: a checkpoint is a folder in Hugging Face format (fetch one: `hf download <name> --local-dir <folder>`)"
         )
-    raw = json.loads(path.read_text())
+    try:
+        raw = json.loads(path.read_text())
+    except ValueError as error:
+        raise BadData(f"{path} is not JSON ({error}); fetch it again") from None
     if not isinstance(raw, dict):
-        raise ValueError(f"{path} holds a {type(raw).__name__}; a config.json holds an object")
+        raise BadData(f"{path} holds a {type(raw).__name__}; a config.json holds an object")
     return parse_config(raw, where=str(path))
 
 
@@ -102,8 +107,8 @@ def parse_config(raw: Mapping, where: str = "config") -> ModelConfig:
     family, heads, hidden = FAMILIES[raw["model_type"]], raw["num_attention_heads"], raw["hidden_size"]
     head_dim = raw.get("head_dim") or family.head_dim or hidden // heads
     kv_heads = raw.get("num_key_value_heads") or heads
-    if heads % kv_heads or head_dim % 2:
-        raise ValueError(f"{where}: {heads} heads cannot share {kv_heads} key-value heads evenly, or head_dim {head_dim} is odd")
+    if heads % kv_heads or head_dim % 2 or not head_dim:
+        raise BadData(f"{where}: {heads} heads cannot share {kv_heads} key-value heads evenly, or head_dim {head_dim} is odd or 0")
     attention_bias = bool(raw.get("attention_bias", False))
     max_position = raw.get("max_position_embeddings") or family.max_position
     return ModelConfig(
@@ -130,10 +135,10 @@ def parse_config(raw: Mapping, where: str = "config") -> ModelConfig:
 def _reject_unsupported(raw: Mapping, where: str) -> None:
     def require(holds: bool, problem: str) -> None:
         if not holds:
-            raise ValueError(f"{where}: {problem}")
+            raise BadData(f"{where}: {problem}")
 
     model_type = raw.get("model_type")
-    require(model_type in FAMILIES, f"model_type is {model_type!r}; the decoder computes {', '.join(FAMILIES)}")
+    require(model_type in list(FAMILIES), f"model_type is {model_type!r}; the decoder computes {', '.join(FAMILIES)}")
     missing = [key for key in REQUIRED if raw.get(key) is None]
     require(not missing, f"{', '.join(missing)} missing")
     for key in (*REQUIRED, *(key for key in OPTIONAL_SIZES if raw.get(key) is not None)):
@@ -145,23 +150,32 @@ def _reject_unsupported(raw: Mapping, where: str) -> None:
     require(activation == "silu", f"hidden_act is {activation!r}; the decoder computes silu")
     require(not raw.get("mlp_bias"), "mlp_bias is true; the decoder's MLP has no bias")
     require(not raw.get("quantization_config"), "the weights are quantised; training needs the unquantised checkpoint")
-    slides = "layer_types" in raw and any(kind != "full_attention" for kind in raw["layer_types"] or ())
-    if raw.get("use_sliding_window") and raw.get("sliding_window", 4096) and not raw.get("layer_types"):
-        slides = raw.get("max_window_layers", 28) < raw["num_hidden_layers"]
+    kinds, full = raw.get("layer_types") or [], raw.get("max_window_layers", 28)
+    require(isinstance(kinds, list), f"layer_types is {kinds!r}; it must be a list")
+    slides = any(kind != "full_attention" for kind in kinds)
+    if raw.get("use_sliding_window") and raw.get("sliding_window", 4096) and not kinds:
+        slides = not isinstance(full, int) or full < raw["num_hidden_layers"]
     require(not slides, "some layers use a sliding window; the decoder computes full attention (use_sliding_window must be false)")
 
 
 def _parse_rope(raw: Mapping, max_position: int, where: str) -> RopeConfig:
-    rope: dict[str, Any] = {"rope_theta": raw.get("rope_theta")} | dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise BadData(f"{where}: the rotary embedding is {given!r}; it must be an object with rope_type and its settings")
+    rope: dict[str, Any] = {"rope_theta": raw.get("rope_theta"), **given}
     unknown = sorted(set(rope) - ROPE_KEYS)
     if unknown:
-        raise ValueError(f"{where}: the rotary embedding has settings the decoder does not know: {', '.join(unknown)}")
+        raise BadData(f"{where}: the rotary embedding has settings the decoder does not know: {', '.join(unknown)}")
+    for key in sorted(ROPE_KEYS - {"rope_type", "type", "truncate"}):
+        value = rope.get(key)
+        if value is not None and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+            raise BadData(f"{where}: {key} is {value!r}; it must be a finite number of at least 0")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ROPE_TYPES:
-        raise ValueError(f"{where}: rope type is {kind!r}; the decoder computes {', '.join(ROPE_TYPES)}")
+        raise BadData(f"{where}: rope type is {kind!r}; the decoder computes {', '.join(ROPE_TYPES)}")
     partial = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
-        raise ValueError(f"{where}: partial_rotary_factor is {partial}; the decoder rotates the whole head (1.0)")
+        raise BadData(f"{where}: partial_rotary_factor is {partial}; the decoder rotates the whole head (1.0)")
     theta = float(rope.get("rope_theta") or 10_000.0)
     if kind == "default":
         return RopeConfig(theta=theta)
@@ -173,7 +187,7 @@ def _parse_rope(raw: Mapping, max_position: int, where: str) -> RopeConfig:
         needed |= {key: rope.get(key) for key in ("low_freq_factor", "high_freq_factor")}
     missing = [key for key, value in needed.items() if value is None]
     if missing:
-        raise ValueError(f"{where}: rope type {kind!r} needs {', '.join(missing)}")
+        raise BadData(f"{where}: rope type {kind!r} needs {', '.join(missing)}")
     if kind != "yarn":
         return RopeConfig(type=kind, theta=theta, original_max_position=original, **needed)
     return RopeConfig(
