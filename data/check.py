@@ -1,10 +1,10 @@
-"""A report on a finished SFT set: is it what it should be? Lengths, rounds, balance, faithfulness to the source, leaks.
+"""A quality report on a finished SFT set: lengths, rounds, balance, faithfulness to the source, leaks.
 
 dccot data check runs/data/sft.jsonl [--tokenizer MODEL] [--json]
 
 balance     mean over blocks of shortest / longest worker, 1 = all equal
-verbatim    share of a worker's words inside a run of five words that the source has too
-leak        a worker that names another worker, or states a result (`x = 5`) that in this block another worker reached first
+verbatim    share of a worker's words inside a run of five words that also occurs in the source
+leak        a worker that names another worker, or states a result (`x = 5`) that another worker of this block reached first
             and that neither the question nor the director's text before the block contains
 """
 
@@ -20,14 +20,14 @@ from pathlib import Path
 from dccot.files import BadData, read_jsonl
 from dccot.rollout.protocol import TAG_PATTERN, IllFormed, Parsed, parse
 
-RUN = 5  # words that must match in a row to count as copied
+RUN = 5  # consecutive matching words that count as copied
 NAMED_WORKER = re.compile(r"\bworkers?[ _#]?(\d+)\b|\b(?:the )?other workers?\b", re.IGNORECASE)
 RESULT = re.compile(r"(?<![\w\\])([A-Za-z]\w*(?:_\{\w+\})?(?:\([^()=]{1,20}\))?)\s*=\s*(-?\d+(?:\.\d+)?(?:/\d+)?)")
 
 
 @dataclass
 class Spread:
-    """Least, median, mean and largest of a quantity."""
+    """Minimum, median, mean and maximum of a quantity."""
 
     values: list[float] = field(default_factory=list)
 
@@ -113,7 +113,7 @@ def _measure(report: SetReport, parsed: Parsed, row: dict, size: Callable[[str],
 
 
 def leaks_in(workers: list[str], known: str) -> Iterable[tuple[int, str]]:
-    """(worker, what) for everything in a block's texts that its writer could not know. `known` is all that was read before the block."""
+    """(worker, what) for everything in a block's texts that its writer could not know. `known` is everything read before the block."""
     before = _results(known)
     reached: dict[str, int] = {}  # result → the first worker that states it
     for index, text in enumerate(workers, start=1):

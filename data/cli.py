@@ -110,7 +110,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _config(kind: type[C], arguments: argparse.Namespace) -> C | None:
-    """The resolved configuration; None when it was only to be shown."""
+    """The resolved configuration; None if it was only printed."""
     config = load_config(kind, arguments.config, arguments.overrides)
     if arguments.print_config:
         print(to_yaml(config), end="")

@@ -1,8 +1,8 @@
-"""Language models at an HTTP endpoint, through their makers' SDKs: one coroutine from messages to text.
+"""Language models at an HTTP endpoint, through the vendors' SDKs: one coroutine from messages to text.
 
 The SDKs retry rate limits, overload, server errors, time-outs and dropped connections (exponential backoff with jitter, or about as long as
-the server's retry-after says), here until `patience_seconds` have passed without an answer. What cannot get better by waiting is told
-apart: `Refused` concerns this request alone, `Unusable` every request. The key comes from the environment and is cut out of every
+the server's retry-after says), here until `patience_seconds` have passed without an answer. Errors that retrying cannot fix are
+separate: `Refused` concerns this request only, `Unusable` every request. The key comes from the environment and is removed from every
 message that leaves this file.
 """
 
@@ -21,8 +21,8 @@ from dccot.config import ConfigError, check_address, one_of, require, warn_of_pl
 CLIENTS = {"anthropic": "AsyncAnthropic", "openai": "AsyncOpenAI"}  # protocol, which is the name of its SDK → the client in it
 ALL_REQUESTS_FAIL = {401, 403, 404}
 RETRIES = 1_000_000  # patience_seconds ends them
-GARBLED_SECONDS = 1.0  # pause after a reply that is none, which the SDKs do not retry
-SHORTEST_WAIT, LONGEST_WAIT = 0.5, 90.0  # seconds, of what a server's retry-after may ask for; OpenAI's SDK gives up at 120
+GARBLED_SECONDS = 1.0  # pause after an invalid reply, which the SDKs do not retry
+SHORTEST_WAIT, LONGEST_WAIT = 0.5, 90.0  # seconds, limits for a server's retry-after; OpenAI's SDK gives up at 120
 
 
 @dataclass
@@ -30,12 +30,12 @@ class EndpointConfig:
     protocol: str = "anthropic"  # or openai: any OpenAI-compatible server
     model: str = "claude-sonnet-4-5-20250929"
     base_url: str | None = None  # None: the SDK's own
-    key_variable: str = "ANTHROPIC_API_KEY"  # environment variable that holds the key; empty for a server that wants none
+    key_variable: str = "ANTHROPIC_API_KEY"  # environment variable that holds the key; empty for a server that needs none
     temperature: float | None = 0.7  # None: leave it to the server
     max_tokens: int = 12_000
-    max_tokens_field: str = "max_tokens"  # some OpenAI models want max_completion_tokens
+    max_tokens_field: str = "max_tokens"  # some OpenAI models need max_completion_tokens
     timeout_seconds: float = 600.0
-    patience_seconds: float = 3600.0  # for one reply, the SDK's retries included
+    patience_seconds: float = 3600.0  # for one reply, including the SDK's retries
 
     def check(self) -> None:
         one_of(self.protocol, CLIENTS, "endpoint.protocol")
@@ -66,7 +66,7 @@ class Refused(Exception):
 
 
 class Unusable(ConfigError):
-    """The server will answer no request of ours: wrong key, wrong model, wrong address."""
+    """The server will reject all our requests: wrong key, wrong model, wrong address."""
 
 
 class Endpoint:
@@ -90,7 +90,7 @@ class Endpoint:
         await self._client.close()
 
     async def ask(self, system: str, user: str) -> Reply:
-        """The model's reply, however often the SDK has to ask for it. An empty `system` is left out."""
+        """The model's reply, however often the SDK has to retry. An empty `system` is omitted."""
         try:
             async with asyncio.timeout(self.config.patience_seconds):
                 while True:
@@ -109,9 +109,9 @@ class Endpoint:
             raise Refused(self._clean(f"{type(error).__name__}: {error}")) from None
 
     async def _ask_anthropic(self, system: str, user: str) -> Reply:
-        # The SDK's method has no temperature any more, models that take one are still served.
+        # The SDK's method no longer has a temperature, but models that accept one are still served.
         sampling = {} if self.config.temperature is None else {"extra_body": {"temperature": self.config.temperature}}
-        # The instruction is the same in every request: marked, it is read from the server's cache.
+        # The instruction is the same in every request: marked, it is served from the server's cache.
         instruction = [{"type": "text", "text": system, "cache_control": {"type": "ephemeral"}}]
         reply = await self._client.messages.create(
             model=self.config.model,
@@ -151,7 +151,7 @@ class Endpoint:
 
 
 async def _with_sensible_retry(response: Any) -> None:
-    """A wait that a server asks for gets a floor, jitter and a limit; for what is none (0, negative, nan) the SDK has its own backoff."""
+    """A server's retry-after gets a floor, jitter and a limit; for an invalid one (0, negative, nan) the SDK uses its own backoff."""
     headers = response.headers
     milliseconds, seconds = headers.pop("retry-after-ms", None), headers.get("retry-after")
     try:
@@ -164,11 +164,11 @@ async def _with_sensible_retry(response: Any) -> None:
 
 
 class _Garbled(Exception):
-    """A reply with status 200 that is not one."""
+    """A status 200 that is not a valid reply."""
 
 
 class _readable:
-    """Turns whatever is missing in a reply into `_Garbled`: proxies answer 200 with pages of their own."""
+    """Turns anything missing from a reply into `_Garbled`: proxies return their own pages with status 200."""
 
     def __enter__(self) -> None: ...
 

@@ -1,13 +1,13 @@
-"""Judges: whether an answer is right. Ours is math-verify, whatever the answer does to math-verify.
+"""Judges decide whether an answer is right. Ours is math-verify, isolated from whatever an answer does to it.
 
     with open_judge(GradingConfig(workers=2)) as judge:            # the judge that grading.kind names
         verdicts = judge.grade([(response_text, gold), ...])       # same order; identical pairs are graded once
         classes = judge.equivalence_classes(texts)                 # for majority voting
 
 math-verify's own time limits use SIGALRM, which only works on a main thread, and sympy can hang or eat memory where no exception
-reaches it. So it runs in processes of its own (`grading_process.py`), under a time and a memory limit per answer, and the verdict
-says what happened: an answer that could not be judged is never a wrong one. The processes start cheaply and import neither torch
-nor the program that grades. A batch without one parsable answer is reported loudly and left in `grader.last.alarm`.
+reaches it. So it runs in separate processes (`grading_process.py`), with a time and a memory limit per answer, and the verdict
+says what happened: an answer that could not be judged never counts as wrong. The processes start cheaply and import neither torch
+nor the program that grades. A batch without a single parsable answer is logged as an error and recorded in `grader.last.alarm`.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ class Verdict(StrEnum):
     WRONG = "wrong"
     UNPARSABLE = "unparsable"  # math-verify finds no expression in the answer
     TIMED_OUT = "timed_out"
-    CRASHED = "crashed"  # the process died or went past its memory limit
+    CRASHED = "crashed"  # the process died or exceeded its memory limit
 
 
 class Judge(Protocol):
-    """What a judge of your own inherits from. `grade` is all that it must have; it is built from a GradingConfig."""
+    """Base class for your own judge. It must implement `grade`; it is built from a GradingConfig."""
 
     def grade(self, pairs: Sequence[tuple[str, Gold]]) -> list[Verdict]:
         """The verdict on each (response text, gold or golds) of a batch, in order."""
 
     def judge(self, text: str, gold: Gold) -> Verdict:
-        """The verdict on one answer that is no batch."""
+        """The verdict on a single answer."""
         return self.grade([(text, gold)])[0]
 
     def equivalence_classes(self, texts: Sequence[str]) -> list[int]:
-        """A class number per response, equal for equal answers: by the spelling of the answer block, unless a judge knows better."""
+        """A class number per response, equal for equal answers: by the text of the answer block, unless a judge knows better."""
         numbers: dict[str, int] = {}
         return [numbers.setdefault((answer_block(text) or text).strip(), len(numbers)) for text in texts]
 
     def close(self) -> None:
-        """End whatever the judge runs."""
+        """Stop everything the judge has started."""
 
     def __enter__(self) -> Self:
         return self
@@ -74,8 +74,8 @@ class Judge(Protocol):
 class GradingConfig:
     kind: str = "math_verify"  # the judge, or your own: my_package.my_module:MyJudge
     workers: int = 2  # processes
-    seconds: float = 5.0  # processor time per answer
-    memory_mb: int = 1024  # per answer, above what the process needs for itself
+    seconds: float = 5.0  # CPU seconds per answer
+    memory_mb: int = 1024  # per answer, on top of what the process itself needs
     answer_block_only: bool = False  # look only inside <answer>…</answer>
 
     def check(self) -> None:
@@ -86,14 +86,14 @@ class GradingConfig:
 
 @dataclass
 class BatchReport:
-    """What the last batch looked like; `alarm` is None unless a person should look."""
+    """Summary of the last batch; `alarm` is None unless someone should take a look."""
 
     counts: Counter = field(default_factory=Counter)
     alarm: str | None = None
 
 
 class Grader(Judge):
-    """math-verify in a pool of grading processes. Any thread may call it; batches are served one after another."""
+    """math-verify in a pool of grading processes. Thread-safe; batches are graded one after another."""
 
     def __init__(self, config: GradingConfig | None = None):
         self.config = config or GradingConfig()
@@ -106,13 +106,13 @@ class Grader(Judge):
         self._processes = [_Process(self.config) for _ in range(self.config.workers)]
 
     def grade(self, pairs: Sequence[tuple[str, Gold]]) -> list[Verdict]:
-        """The verdict on each (response text, gold or golds) of a batch; `last` says what the batch looked like."""
+        """The verdict on each (response text, gold or golds) of a batch; `last` summarises the batch."""
         verdicts = self._verdicts(pairs)
         self._report(verdicts)
         return verdicts
 
     def judge(self, text: str, gold: Gold) -> Verdict:
-        """The verdict on one answer that is no batch: nothing is reported."""
+        """The verdict on a single answer: nothing is reported."""
         return self._verdicts([(text, gold)])[0]
 
     def _verdicts(self, pairs: Sequence[tuple[str, Gold]]) -> list[Verdict]:
@@ -126,7 +126,7 @@ class Grader(Judge):
         """A class number per response, by math-verify's equality of their final answers; classes are numbered as they appear.
 
         Each answer joins the first class whose first member it equals, in either order. An answer that cannot be parsed or judged
-        equals nothing, itself included (math-verify says so of two empty answers), and is a class of its own.
+        equals nothing, not even itself (math-verify says so of two empty answers), and is its own class.
         """
         scoped = [self._scope(text) for text in texts]
         distinct = list(dict.fromkeys(scoped))
@@ -155,7 +155,7 @@ class Grader(Judge):
         return (answer_block(text) or "") if self.config.answer_block_only else text
 
     def _ask_all(self, tasks: list[list]) -> list:
-        """The processes' answers in order; whichever process is free takes the next task."""
+        """The processes' answers in order; the next free process takes the next task."""
         with self._lock:
             if not self._tested:
                 self._self_test()
@@ -217,7 +217,7 @@ def open_judge(config: GradingConfig) -> Judge:
 
 
 def boxed(gold: str) -> str:
-    """A gold answer as math-verify should read it: on one line, in a box."""
+    """A gold answer in the form math-verify expects: on one line, in a box."""
     gold = " ".join(gold.split())
     if r"\boxed" in gold:
         return gold
@@ -246,7 +246,7 @@ class _Process:
         return self._process.pid
 
     def _start(self) -> None:
-        # No keys and no CUDA settings go along; a fixed hash seed makes sympy's set order, and so every verdict, repeatable.
+        # Keys and CUDA settings are not passed on; a fixed hash seed makes sympy's set order, and so every verdict, repeatable.
         kept = {name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH") if name in os.environ}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         self._process = subprocess.Popen(
@@ -255,13 +255,13 @@ class _Process:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             env={**kept, "PYTHONHASHSEED": "0"},
-            start_new_session=True,  # Ctrl-C in a terminal goes to the trainer alone
+            start_new_session=True,  # Ctrl-C in a terminal goes to the trainer only
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._tasks, self._answers = self._process.stdin, self._process.stdout
 
     def ask(self, task: list):
-        """The answer to a task. A process that dies takes no verdict with it: a new one is asked once more."""
+        """The answer to a task. If the process dies, a new one retries the task once."""
         line = json.dumps(task).encode() + b"\n"
         for _ in range(2):
             try:
@@ -287,7 +287,7 @@ class _Process:
         return said[-1] if said else f"exit code {self._process.returncode}"
 
     def stop(self) -> None:
-        """Close its stdin, which ends it and its worker; kill it if it does not end."""
+        """Close its stdin, which ends it and its worker; kill it if it does not exit."""
         with contextlib.suppress(BrokenPipeError):
             self._tasks.close()
         try:

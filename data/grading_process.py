@@ -1,11 +1,11 @@
-"""The other side of the grader: a process that imports math-verify once and lets expendable children do the work.
+"""The other side of the grader: a process that imports math-verify once and leaves the work to expendable children.
 
     grader (any process, any thread)  ──pipe──  keeper  ──fork, pipe──  worker
 
-The keeper reads one task per line and answers one line. It never touches a model's text itself: its worker, a fork of the clean
-keeper, does, and is killed and replaced when it uses too much time or memory, when it dies, or when it has grown. A fork costs
-a few milliseconds, importing sympy costs a second, so hostile answers cost little more than their time limit. Time is counted as
-the worker's own processor time, so that a busy machine does not turn right answers into time-outs; wall time is a wide backstop.
+The keeper reads one task per line and answers with one line. It never touches a model's text itself; its worker, a fork of the clean
+keeper, does, and is replaced when it uses too much time or memory, when it dies, or when it has grown. A fork takes
+a few milliseconds and importing sympy a second, so hostile answers cost little more than their time limit. Time is the worker's own
+CPU time, so that a busy machine does not turn right answers into timeouts; wall time is a generous backstop.
 
     python -P -m dccot.data.grading_process SECONDS MEMORY_MB       tasks on stdin, answers on stdout; Linux (/proc)
 """
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 POLL_SECONDS = 0.02
-WALL_FACTOR = 6  # wall-clock backstop, in units of the processor-time limit
+WALL_FACTOR = 6  # wall-clock backstop, as a multiple of the CPU time limit
 TASKS_PER_WORKER = 2000
 PAGE_MB = resource.getpagesize() / 2**20
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -38,7 +38,7 @@ TIMED_OUT, CRASHED = "timed_out", "crashed"
 
 @lru_cache(maxsize=512)
 def parsed(text: str) -> list:
-    """What math-verify finds in a text: [], [expression, string] or [string]. Its own time-outs need SIGALRM and stay off."""
+    """What math-verify finds in a text: [], [expression, string] or [string]. Its own timeouts need SIGALRM and stay off."""
     from math_verify import parse
 
     return parse(text, parsing_timeout=None)
@@ -83,7 +83,7 @@ JOBS: dict[str, Callable[..., bool | str | None]] = {"grade": grade, "form": for
 
 
 def work(tasks, answers) -> None:
-    """What a worker does until it is killed: one line in, one line out."""
+    """A worker's loop until it is killed: one line in, one line out."""
     for line in tasks:
         job, *arguments = json.loads(line)
         answers.write(json.dumps(JOBS[job](*arguments)).encode() + b"\n")
@@ -125,14 +125,14 @@ class Worker:
         return (int(user) + int(system)) / TICKS
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so the number still is this child's
+        os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so the pid still belongs to this child
         os.waitpid(self.pid, 0)
         os.close(self.task_write)
         os.close(self.answer_read)
 
 
 def _become_expendable(memory_mb: int) -> None:
-    """Die with the keeper, be the kernel's first choice when memory runs out, and never allocate far past the limit at once."""
+    """Die with the keeper, be the OOM killer's first choice, and never allocate far past the limit at once."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
@@ -150,7 +150,7 @@ class Keeper:
         self.grader = os.getppid()
 
     def serve(self) -> None:
-        """Answer tasks until the grader closes our stdin or is gone (a stranger may still hold its end of the pipe)."""
+        """Answer tasks until the grader closes our stdin or is gone (another process may still hold its end of the pipe)."""
         while os.getppid() == self.grader:
             if not select.select([sys.stdin], [], [], 2.0)[0]:
                 continue
@@ -171,7 +171,7 @@ class Keeper:
         return json.dumps(fate).encode() + b"\n" if isinstance(fate, str) else fate
 
     def _hand_over(self, task: bytes) -> tuple[Worker, bool]:
-        """Give the task to the worker; to a new one if the kernel has killed it since its last answer. Whether it was taken."""
+        """Give the task to the worker, or to a new one if the kernel has killed it since its last answer. Returns whether it was taken."""
         for fresh in (False, True):
             if fresh:
                 self._dismiss()
@@ -194,7 +194,7 @@ class Keeper:
         return worker.resident_mb() - worker.base_mb
 
     def _watch(self, worker: Worker) -> bytes | str:
-        """Wait for the worker's line, and look at its clock and its memory meanwhile."""
+        """Wait for the worker's line while checking its CPU time and memory."""
         cpu, wall, line = worker.cpu_seconds() + self.seconds, time.monotonic() + WALL_FACTOR * self.seconds, b""
         while not line.endswith(b"\n"):
             if select.select([worker.answer_read], [], [], POLL_SECONDS)[0]:
@@ -211,7 +211,7 @@ class Keeper:
 
 def main(argv: list[str]) -> int:
     logging.disable(logging.CRITICAL)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # a cluster signals every process; the grader decides when to end
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # a cluster signals every process; the grader decides when to stop
         signal.signal(number, signal.SIG_IGN)
     import math_verify  # noqa: F401  (imported before the first fork, so that every worker has it)
 

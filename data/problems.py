@@ -4,7 +4,7 @@
     load_problems("rows.parquet", fields=Fields(question="problem", gold="answer"))
     load_problems("runs/data/aime24.jsonl")                                as `dccot data fetch aime24` wrote it
 
-A row without an id gets its index in the file, counted from 0 over good and bad rows alike, so skipping a row renames no other.
+A row without an id gets its index in the file, counted from 0 over good and bad rows alike, so skipping a row does not rename others.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class Problem:
 
 @dataclass(frozen=True)
 class Fields:
-    """What a file calls the three things we need; a missing id is made up."""
+    """A file's names for the three fields we need; a missing id is generated."""
 
     id: str = "id"
     question: str = "question"
     gold: str = "gold"
-    gold_after: str | None = None  # the gold is what follows this mark in its field, without commas
+    gold_after: str | None = None  # the gold is the text after this mark in its field, without commas
 
 
 @dataclass(frozen=True)
 class HubSet:
-    """A problem set on the Hugging Face hub, read from the parquet that the hub makes of every public set."""
+    """A problem set on the Hugging Face hub, read from the parquet version that the hub generates for every public set."""
 
     repo: str
     split: str
@@ -71,8 +71,8 @@ def load_problems(
 ) -> list[Problem]:
     """Problems of a JSONL or parquet file in file order. Bad rows and repeated ids are reported and skipped; `strict` raises.
 
-    `preset` names the fields of a raw file of that set, and another count than the set's is reported. A file with no usable row at
-    all is always an error.
+    `preset` sets the field names of a raw file of that set; a count that differs from the set's is reported. A file with no usable row
+    is always an error.
     """
     path = Path(path)
     fields = fields or (hub_set(preset).fields if preset else Fields())
@@ -123,7 +123,7 @@ def _rows(path: Path, strict: bool, report: Report) -> Iterator[tuple[str, int, 
 
 
 def _problem(row: dict, fields: Fields, index: int) -> Problem:
-    """The problem in a row; raises what is wrong with the row."""
+    """The problem in a row; raises if the row is bad."""
     for name in (fields.question, fields.gold):
         if row.get(name) is None:
             raise BadData(f"no field {name!r} (the row has {', '.join(map(repr, row)) or 'none'})")
@@ -142,7 +142,7 @@ def _problem(row: dict, fields: Fields, index: int) -> Problem:
 
 
 def _marked(value, field: str, mark: str) -> str:
-    """What follows the mark in a solution that ends with it, e.g. `… #### 1,234`."""
+    """The text after the mark in a solution that ends with it, e.g. `… #### 1,234`."""
     _, found, gold = value.rpartition(mark) if isinstance(value, str) else ("", "", "")
     if not found:
         raise BadData(f"field {field!r} has no {mark!r}, found {_short(value)}")
@@ -150,7 +150,7 @@ def _marked(value, field: str, mark: str) -> str:
 
 
 def _gold(value) -> str | None:
-    """A gold answer as text; None if it is none. Whole floats lose their `.0`: parquet stores integers so when a row is missing."""
+    """A gold answer as text; None if it is none. Whole floats lose their `.0`: parquet stores integers as floats when a row is missing."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
     if isinstance(value, float):
@@ -185,7 +185,7 @@ def _download(wanted: HubSet, target: Path) -> Path:
     from huggingface_hub.utils import get_session
 
     online = not constants.HF_HUB_OFFLINE
-    if online:  # asked once and briefly: the hub's own client retries for half a minute
+    if online:  # tried once with a short timeout: the hub's own client retries for half a minute
         try:
             get_session().head(constants.ENDPOINT, timeout=10)
         except Exception:  # whatever HTTP client the hub library uses

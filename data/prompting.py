@@ -1,14 +1,14 @@
-"""Prompts: the interface that published weights were trained on, to the letter.
+"""Prompts: exactly the interface that published weights were trained on.
 
     parallel         BOS User {question} {parallel instruction} {instruction} Assistant [<think>\\n]
     sequential       BOS User {question} {instruction} Assistant [<think>\\n]
     raw_sequential   {question} {instruction}[<think>\\n]                       sequential rollouts for the SFT set, no chat tokens
 
-`open_think` adds the bracket: on for RL, evaluation and everything sequential, off for SFT, where the model learns to write it.
+`open_think` adds the part in brackets: on for RL, evaluation and everything sequential, off for SFT, where the model learns to write it.
 
-So much for models that know DeepSeek's three chat tokens (`format: deepseek`). Others are asked through the chat template of their
+This is for models that know DeepSeek's three chat tokens (`format: deepseek`). Others use the chat template of their
 own tokenizer (`format: chat`): the same question and instructions as one user message, after the `system` message if there is one;
-a `<think>` that the template opens itself is neither doubled nor, where `open_think` is off, kept. `auto` takes what the tokenizer has.
+a `<think>` that the template itself opens is not doubled, and is removed if `open_think` is off. `auto` uses what the tokenizer has.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ PARALLEL_INSTRUCTION = (
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """What is written around a question, and whether the model that reads it may spawn workers."""
+    """The text around a question, and whether the model may spawn workers."""
 
     before: str
     after: str
     parallel: bool = False
-    raw: bool = False  # begins as the tokenizer begins a plain text, instead of spelling its own BOS
+    raw: bool = False  # starts the way the tokenizer starts plain text, instead of spelling out BOS
 
     def __call__(self, question: str) -> str:
         return self.before + question + self.after
@@ -51,7 +51,7 @@ class PromptFormat:
         return any(token in self("") for token in CHAT_TOKENS)
 
     def message(self, question: str) -> str:
-        """What the user says, without the chat tokens around it."""
+        """The user message, without the chat tokens around it."""
         return self.before.removeprefix(f"{BOS}{USER}") + question + self.after.removesuffix(ASSISTANT)
 
 
@@ -72,7 +72,7 @@ class PromptConfig:
     open_think: bool = True  # end the prompt with "<think>\n"
     max_prompt_tokens: int = 1024
     format: str = "auto"  # deepseek: the paper's chat tokens; chat: the tokenizer's chat template; auto: what the tokenizer has
-    system: str = ""  # chat: the system message; empty: none, or what the template writes by itself
+    system: str = ""  # chat: the system message; empty: none, or the template's own default
 
     def check(self) -> None:
         format_of(self.kind)
@@ -92,11 +92,11 @@ class PromptConfig:
 
     @property
     def parallel(self) -> bool:
-        """Whether the model is asked to spawn workers, and the engine lets it."""
+        """Whether the prompt invites the model to spawn workers, and the engine allows it."""
         return format_of(self.kind).parallel
 
     def chat_format(self, tokenizer) -> str:
-        """deepseek or chat, or plain where this kind of prompt has no chat tokens; ConfigError if the tokenizer has not what it takes."""
+        """deepseek or chat, or plain where this kind of prompt has no chat tokens; ConfigError if the tokenizer does not support it."""
         if not format_of(self.kind).is_chat:
             return "plain"
         missing = missing_chat_tokens(tokenizer)
@@ -115,7 +115,7 @@ class PromptConfig:
         )
 
     def ids(self, tokenizer, question: str) -> list[int]:
-        """Token ids of the prompt. Chat prompts spell their own BOS; the raw one gets whatever the tokenizer begins a plain text with."""
+        """Token ids of the prompt. Chat prompts spell out BOS; the raw one gets whatever the tokenizer starts plain text with."""
         reserved = special_tokens(tokenizer) if self.chat_format(tokenizer) == "chat" else CHAT_TOKENS
         smuggled = [token for token in reserved if token in question]
         if smuggled:
@@ -143,7 +143,7 @@ def missing_chat_tokens(tokenizer) -> list[str]:
 
 @functools.lru_cache(maxsize=8)
 def special_tokens(tokenizer) -> tuple[str, ...]:
-    """Texts that the tokenizer turns into control tokens wherever they stand; longest first, so that the message names the whole."""
+    """Texts that the tokenizer turns into control tokens anywhere; longest first, so that the message names the whole token."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return tuple(sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True))
 

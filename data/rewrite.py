@@ -1,12 +1,12 @@
-"""Sequential solutions rewritten into the parallel format, tried again until they are well-formed and correct.
+"""Rewrites sequential solutions into the parallel format, retrying until they are well-formed and correct.
 
     dccot data rewrite configs/data/rewrite.yaml source=runs/data/sequential.jsonl output=runs/data/sft.jsonl
 
     source     id, question, gold, solution                             as `dccot data sequential` writes it
-    attempts   <output>.attempts.jsonl: every attempt as it comes, one line each; a rerun reads it and continues
+    attempts   <output>.attempts.jsonl: every attempt as it arrives, one line each; a rerun reads it and continues
     output     id, question, gold, completion, source                   accepted ones in source order: what `dccot sft` trains on
 
-An attempt is a rewriting that arrived: accepted, or refused with the reason. Requests that fail on the way are no attempts.
+An attempt is a rewrite that arrived: accepted, or rejected with the reason. Failed requests are not attempts.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ ENDPOINT = "endpoint"
 class RewriteConfig:
     source: str = ""
     output: str = "runs/data/sft.jsonl"
-    first: int | None = 4000  # only the first so many solutions; None: all
+    first: int | None = 4000  # use only the first N solutions; None: all
     attempts: int = 3
     workers: int = 3
-    concurrency: int = 16  # requests under way at once
-    by: str = ENDPOINT  # endpoint: a stronger model; or a function of your own, my_package.my_module:my_rule
-    instruction: str | None = None  # a file with another; with {question} and {assistant_response} it is the whole message; None: ours
+    concurrency: int = 16  # concurrent requests
+    by: str = ENDPOINT  # endpoint: a stronger model; or your own function, my_package.my_module:my_rule
+    instruction: str | None = None  # a file with your own; with {question} and {assistant_response} it is the whole message; None: ours
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     grading: GradingConfig = field(default_factory=lambda: GradingConfig(workers=1))
 
@@ -67,12 +67,12 @@ class Solution:
 
 @dataclass
 class Summary:
-    """What became of the solutions, over all runs that wrote the same attempts."""
+    """The outcome for the solutions, over all runs that wrote the same attempts."""
 
     solutions: int
     accepted: int
     outcomes: dict[str, int]  # of single attempts, by reason
-    failed: int  # solutions whose request failed for good
+    failed: int  # solutions whose request failed permanently
     exhausted: int  # solutions with no attempt left
     input_tokens: int
     output_tokens: int
@@ -122,12 +122,12 @@ def by_endpoint(endpoint: Endpoint, instruction: str) -> Rewriter:
 
 
 def is_template(instruction: str) -> bool:
-    """Whether an instruction has places for the problem and its solution; then it is the whole message."""
+    """Whether an instruction has placeholders for the problem and its solution; then it is the whole message."""
     return "{question}" in instruction and "{assistant_response}" in instruction
 
 
 def fill_template(template: str, solution: Solution) -> str:
-    """The template with both texts in place and doubled braces made single. What is filled in stays as it is."""
+    """The template with both texts filled in and doubled braces made single. The texts themselves are not changed."""
     meant = {"{{": "{", "}}": "}", "{question}": solution.problem.question, "{assistant_response}": solution.text}
     return re.sub(r"\{\{|\}\}|\{question\}|\{assistant_response\}", lambda found: meant[found.group()], template)
 
@@ -162,7 +162,7 @@ async def rewrite_all(
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Summary:
-    """Bring every solution to acceptance or to its last attempt, then write the accepted ones. Safe to kill and to call again."""
+    """Retry every solution until it is accepted or out of attempts, then write the accepted ones. Safe to kill and call again."""
     with JsonlWriter(attempts_path(config.output)) as log:
         rows = list(log.rows())
         tried = Counter(row["id"] for row in rows if row["outcome"] != FAILED)

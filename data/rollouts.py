@@ -1,10 +1,10 @@
 """Problems in, rollouts out: what training, validation, evaluation, `dccot rollout` and `dccot data sequential` have in common.
 
-    have = {(row["problem"], row["sample"]) for row in …}                     what a file or folder holds already
+    have = {(row["problem"], row["sample"]) for row in …}                     what a file or folder already holds
     for rollout in roll_out(engine, asked, missing_pairs(asked, range(7), have), prompt, config, seed=(run_seed,)):
         writer.write(rollout.to_json())                                       each one as soon as it is finished
 
-A response depends on its seed, (seed, problem, sample), and not on what else is generated: whatever was interrupted is completed by
+A response depends on its seed, (seed, problem, sample), not on what else is generated: an interrupted run is completed by
 generating the missing pairs.
 """
 
@@ -29,7 +29,7 @@ GRADED_TOGETHER = 64
 
 
 def missing_pairs(asked: Iterable[Asked], samples: Iterable[int], have: Collection[Pair] = ()) -> list[Pair]:
-    """Every sample of every problem that is not there yet, in the order of the problems."""
+    """Every missing sample of every problem, in the order of the problems."""
     samples = list(samples)
     return [(problem.id, sample) for problem, _ in asked for sample in samples if (problem.id, sample) not in have]
 
@@ -44,7 +44,7 @@ def roll_out(
     seed: tuple[int | str, ...],
     watch: Watch | None = None,
 ) -> Iterator[Rollout]:
-    """These samples of these problems, ungraded, each as soon as it is finished, with its form judged by the rules of its prompt."""
+    """These samples of these problems, ungraded, each as soon as it is finished, with its format checked by the rules of its prompt."""
     known = {problem.id: (problem, ids) for problem, ids in asked}
     requests = [Request(problem, sample, known[problem][1], prompt.parallel) for problem, sample in pairs]
     with closing(generate(engine, requests, config, seed=seed, watch=watch)) as responses:

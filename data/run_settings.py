@@ -1,4 +1,4 @@
-"""How to ask a model: as its own run was configured, or as the paper asks."""
+"""How to prompt a model: as its own run was configured, or as in the paper."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
     dccot data sequential configs/data/sequential.yaml model=MODEL problems=runs/data/deepscaler.jsonl
     torchrun --nproc_per_node 8 -m dccot.data.cli sequential configs/data/sequential.yaml …          # every rank takes its share
 
-    attempts   <output>.attempts.<rank>.jsonl: every graded attempt as it comes; a rerun reads them and continues
+    attempts   <output>.attempts.<rank>.jsonl: every graded attempt as it arrives; a rerun reads them and continues
     output     id, question, gold, solution, attempt, tokens            correct ones in the order of the problems
 
-An attempt's seed is made of (seed, problem, attempt), so attempts differ and a rerun gives what an uninterrupted run would have.
+An attempt's seed is derived from (seed, problem, attempt), so attempts differ and a rerun gives what an uninterrupted run would have.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def _silent(done: int, total: int) -> None: ...
 
 @dataclass
 class SequentialConfig:
-    model: str = ""  # a Hugging Face folder, or a run whose newest checkpoint is meant
+    model: str = ""  # a Hugging Face folder, or a run (its newest checkpoint)
     problems: str = ""
     output: str = "runs/data/sequential.jsonl"
-    first: int | None = 15_000  # only the first so many problems; None: all
+    first: int | None = 15_000  # use only the first N problems; None: all
     attempts: int = 3
     seed: int = 0
     prompt: PromptConfig = field(default_factory=lambda: PromptConfig("raw_sequential"))
@@ -74,7 +74,7 @@ def attempts_path(output: str | Path, replica: int) -> Path:
 
 
 def logged_attempts(output: str | Path) -> list[dict]:
-    """Every attempt that any rank of any earlier run has finished. A last line that a kill left unfinished is none."""
+    """Every attempt that any rank of any earlier run has finished. An unfinished last line, left by a kill, does not count."""
     paths = sorted(Path(output).parent.glob(attempts_path(Path(output).name, 0).name.replace(".0.", ".*.")))
     return [row for path in paths if path.stat().st_size for _, row in read_jsonl(path, report=lambda _: None)]
 
@@ -87,7 +87,7 @@ def sample(
     *,
     progress: Progress = _silent,
 ) -> None:
-    """Append this rank's attempts until each of its problems is solved or has none left."""
+    """Append this rank's attempts until each of its problems is solved or out of attempts."""
     asked = prompts_of(problems, engine.tokenizer, config.prompt)[engine.replica :: engine.replicas]
     earlier = logged_attempts(config.output)
     with JsonlWriter(attempts_path(config.output, engine.replica)) as log:
@@ -131,7 +131,7 @@ def keep(problems: Sequence[Problem], config: SequentialConfig) -> SequentialSum
 
 
 def run(config: SequentialConfig, engine: Engine | None = None, *, progress: Progress = _silent) -> SequentialSummary | None:
-    """The whole command; None on ranks other than the first. An engine that is given is used and left running."""
+    """The whole command; None on ranks other than the first. A given engine is used and left running."""
     problems = load_problems(config.problems)[: config.first]
     with Runtime.of_workers() as runtime:
         model = resolve_model(config.model)

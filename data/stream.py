@@ -1,7 +1,7 @@
-"""An endless shuffled stream of problems that can be stopped and continued anywhere.
+"""An endless shuffled stream of problems that can be stopped and resumed anywhere.
 
 Epoch e is a permutation drawn from (seed, e) alone, so the state is two integers and the order does not depend on how many ranks
-read it: every rank draws the same batch and takes its own part, e.g. `batch[rank::ranks]`. Batches run across epoch borders.
+read it: every rank draws the same batch and takes its own part, e.g. `batch[rank::ranks]`. Batches can cross epoch boundaries.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ProblemStream(Generic[P]):
         return order
 
     def next_batch(self) -> list[P]:
-        """The next `batch` problems. A problem can occur twice in a batch only across an epoch border."""
+        """The next `batch` problems. A problem can occur twice in a batch only across an epoch boundary."""
         return [self._next() for _ in range(self.batch)]
 
     def _next(self) -> P:
@@ -62,7 +62,7 @@ class ProblemStream(Generic[P]):
     def restore(self, state: dict) -> None:
         """Continue right after the last problem drawn when `state` was taken."""
         for name, ours in (("seed", self.seed), ("problems", self._fingerprint), ("content", self._content)):
-            if state.get(name, ours) != ours:  # states of before have no content
+            if state.get(name, ours) != ours:  # states from older versions have no content
                 raise ValueError(
                     f"the saved stream position belongs to {name} {state[name]}, this run has {ours}; "
                     "resume with the same problem file and seed, or start a new run"
