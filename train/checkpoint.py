@@ -1,17 +1,17 @@
-"""Checkpoints of a run: written beside their final name, renamed when whole, verified when read.
+"""Checkpoints of a run: written under a temporary name, renamed when complete, verified when read.
 
     checkpoints/step_000010/dcp/…           sharded model and optimizer (torch.distributed.checkpoint); any number of ranks can resume
     checkpoints/step_000010/hf/…            the same weights for transformers, vLLM and the next stage
     checkpoints/step_000010/state.json      step, position in the data, counters
     checkpoints/step_000010/manifest.json   size and checksum of every file above; written last
-    latest                                  name of the newest whole checkpoint; moves last
+    latest                                  name of the newest complete checkpoint; updated last
 
-Training waits only while its shards are copied to memory. A thread of every rank writes the copy while training continues, over a process
-group of its own, so that its collectives never meet those of training. hf/ is made from what has just been written to dcp/.
+Training waits only while its shards are copied to memory. A thread on every rank writes the copy while training continues, over a separate
+process group, so that its collectives never mix with those of training. hf/ is built from what has just been written to dcp/.
 
-A checkpoint that does not match its manifest is reported and the one before it is used. The newest good one is never deleted. A disk
-that is full costs the checkpoint, not the run: the next one is tried as usual, until `max_failures` have failed in a row; the last one of a
-run must succeed. Ranks that do not share the folder are refused at the start.
+A checkpoint that does not match its manifest is reported and the previous one is used. The newest good one is never deleted. A full
+disk costs the checkpoint, not the run: the next one is tried as usual, until `max_failures` have failed in a row; the final one of a
+run must succeed. Ranks that do not share the folder are rejected at startup.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled, .* assuming th
 @dataclass
 class CheckpointConfig:
     every: int = 10  # steps; the last step is always saved
-    minutes: float | None = None  # save after the next step when the last checkpoint is as old as this; None: by steps alone
-    keep: int = 2  # newest whole checkpoints that stay with their optimizer state
-    max_failures: int = 3  # in a row that are put up with; one more ends the run
-    keep_hf_every: int | None = None  # steps whose hf/ folder stays for good (for choosing among them afterwards)
-    resume: str = "auto"  # auto: continue from the newest whole checkpoint; never: refuse a folder that has one
+    minutes: float | None = None  # save after the next step once the last checkpoint is this old; None: by steps only
+    keep: int = 2  # newest complete checkpoints kept with their optimizer state
+    max_failures: int = 3  # tolerated in a row; one more ends the run
+    keep_hf_every: int | None = None  # keep the hf/ folder of every N-th step permanently (to choose among them later)
+    resume: str = "auto"  # auto: resume from the newest complete checkpoint; never: reject a folder that has one
 
     def check(self) -> None:
         at_least(1, self.every, "checkpoint.every")
@@ -68,7 +68,7 @@ class CheckpointConfig:
 
 
 class Checkpointer:
-    """Saves and restores one run. Every method but `costs` is collective: all ranks call it."""
+    """Saves and restores one run. Every method except `costs` is collective: all ranks call it."""
 
     def __init__(self, run: Path, config: CheckpointConfig, runtime: Runtime, source: str | Path):
         self.folder, self.latest = run / "checkpoints", run / "latest"
@@ -82,14 +82,14 @@ class Checkpointer:
         self._underway: Future[list[str]] | None = None
         if runtime.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self.folder.glob(".*.partial"):
+            for leftover in self.folder.glob(".step_*.partial"):
                 shutil.rmtree(leftover)
         runtime.barrier()
 
     def save(self, step: int, model: Transformer, optimizer: Optimizer, state: dict[str, Any], *, last: bool = False) -> None:
-        """Begin to write the checkpoint of `step`, when the one before is done. A disk that does not take it costs a message.
+        """Start writing the checkpoint of `step` once the previous one is done. If the disk cannot hold it, the failure is only logged.
 
-        Where it is the `last` of a run, there is no later one to make up for it: it is waited for, and a failure is an error.
+        The `last` one of a run is waited for, and its failure is an error, since no later one can make up for it.
         """
         start = time.perf_counter()
         if not self.finish() and self._failures > self.config.max_failures:
@@ -106,7 +106,7 @@ class Checkpointer:
         else:
             place = self.folder / f".step_{step:06d}.partial" / "dcp"
             written = dcp.async_save(everything, checkpoint_id=place, process_group=self._group)  # returns when the copy is made
-            assert isinstance(written, Future)  # anything else comes of a stager of one's own
+            assert isinstance(written, Future)  # only a custom stager returns anything else
             with torch.device("meta"):
                 shape = Transformer(model.config).to(next(model.parameters()).dtype)
             text = json.dumps({"step": step, **state}, indent=1)
@@ -115,19 +115,19 @@ class Checkpointer:
             raise OSError(f"the last checkpoint, step {step}, was not written ({problems[0]}); make room and run this again")
 
     def finish(self) -> bool:
-        """Wait for a checkpoint that is being written; False if the disk would not take it, with everything older intact."""
+        """Wait for a checkpoint that is being written; False if it failed, with everything older intact."""
         return not self._problems()
 
     def _problems(self) -> list[str]:
         return self._underway.result() if self._underway is not None else []
 
     def costs(self) -> dict[str, float]:
-        """Checkpoints that failed in a row; of one that was completed since this was last asked, seconds until it was, and waited for."""
+        """Consecutive failures and, if a checkpoint completed since the last call, its seconds until complete and seconds waited for."""
         costs, self._costs = self._costs, {}
         return {"checkpoint/failures": float(self._failures), **costs}
 
     def close(self) -> None:
-        """Finish a checkpoint that is being written before the process group is destroyed, also when training ends in an error."""
+        """Finish a checkpoint that is being written before the process group is destroyed, even if training ends in an error."""
         if self._underway is not None and (error := self._underway.exception()):
             log.error("the checkpoint being written was lost: %s", _first_line(error))
         self._writer.shutdown()
@@ -135,19 +135,19 @@ class Checkpointer:
             dist.destroy_process_group(self._group)
 
     def _no_room(self, needed: int) -> str | None:
-        """Before anything is written: a checkpoint that fills the disk to the brim would take metrics and rollouts down with it."""
+        """Checked before writing: a checkpoint that fills the disk would also make metrics and rollouts fail."""
         free = self.runtime.broadcast(shutil.disk_usage(self.folder).free if self.runtime.is_main else None)
         return f"it needs {needed / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are free" if needed > free else None
 
     def _failed(self, step: int, problems: list[str], last: bool) -> None:
-        """Known to every rank, so that all of them end when it was one too many."""
+        """Known to every rank, so that all of them stop after one failure too many."""
         self._failures += 1
         if self.runtime.is_main and not last:
             told = "; ".join(problems[:3])
             log.error("checkpoint of step %d was not written (%s); training continues, the one before it stays", step, told)
 
     def _complete(self, step: int, written: Future, shape: Transformer, state: str, start: float, waited: float, last: bool) -> list[str]:
-        """In the background: when every rank has written its shards, rank 0 adds the rest and gives the checkpoint its name."""
+        """In the background: when every rank has written its shards, rank 0 adds the rest and renames the checkpoint."""
         partial, final = self.folder / f".step_{step:06d}.partial", self.folder / f"step_{step:06d}"
         error = written.exception()  # a full disk surfaces as OSError, RuntimeError, SafetensorError or CheckpointException
         reported: list[list[str]] = [[] for _ in range(self.runtime.ranks)]
@@ -156,7 +156,7 @@ class Checkpointer:
         problems = problems or on_rank_zero(lambda: self._finish_alone(partial, final, shape, state), self._group)
         self._costs = {"time/checkpoint_waited": waited}
         if problems:
-            shutil.rmtree(partial, ignore_errors=True)  # on every rank: where they do not share the disk, each has its own
+            shutil.rmtree(partial, ignore_errors=True)  # on every rank: if they do not share the disk, each has its own
             self._failed(step, problems, last)
         else:
             self._failures = 0
@@ -181,11 +181,12 @@ class Checkpointer:
         return []
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that matches its manifest; damaged ones are reported and passed over."""
+        """The newest checkpoint that matches its manifest; damaged ones are reported and skipped."""
         self.finish()
-        whole = [folder for folder in self._steps() if (folder / "dcp").exists()] if self.runtime.is_main else []  # of others hf/ stayed
-        found, damaged, mine = None, [], slice(self.runtime.rank, None, self.runtime.ranks)
-        for folder in reversed(self.runtime.broadcast(whole)):
+        there = self.runtime.broadcast(self._steps() if self.runtime.is_main else [])
+        whole = self.runtime.broadcast([folder for folder in there if (folder / "dcp").exists()])  # of others hf/ stayed
+        found, mine = None, slice(self.runtime.rank, None, self.runtime.ranks)
+        for folder in reversed(whole):
             parts = [verify_manifest(folder, part, mine) for part in ("dcp/", "hf/", "state.json")]  # every rank reads its share
             damage = next((damage for parts in self.runtime.gather(parts) for damage in parts if damage), None)
             if damage is None:
@@ -193,13 +194,13 @@ class Checkpointer:
                 break
             if self.runtime.is_main:
                 log.error("checkpoint %s is damaged (%s); trying the one before", folder, damage)
-            damaged.append(folder.name)
-        if damaged and found is None:
-            raise FileExistsError(f"no checkpoint in {self.folder} is whole ({', '.join(damaged)}); remove that folder to start over")
+        if there and found is None:
+            names = ", ".join(folder.name for folder in there)
+            raise FileExistsError(f"no checkpoint in {self.folder} is whole ({names}); remove that folder to start over, or rename the run")
         return found
 
     def resume(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Restore the newest good checkpoint; returns its state, or None when the run is new."""
+        """Restore the newest good checkpoint; returns its state, or None for a new run."""
         folder = self.newest()
         if folder is None:
             return None
@@ -209,18 +210,18 @@ class Checkpointer:
         load_shards({"model": model_state, "optimizer": optimizer_state}, folder / "dcp")
         set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
         if self.runtime.is_main:
-            write_atomic(self.latest, folder.name + "\n")  # it may name a damaged one, or lag behind if the run was killed before it moved
+            write_atomic(self.latest, folder.name + "\n")  # it may name a damaged one, or be outdated after a kill just before its update
         return json.loads((folder / "state.json").read_text())
 
     def _steps(self) -> list[Path]:
-        """Checkpoints by step. Whatever else lies in the folder (somebody's `step_000010_keep`) is neither read nor deleted."""
+        """Checkpoints by step. Anything else in the folder (such as `step_000010_keep`) is neither read nor deleted."""
         steps = {step: folder for folder in self.folder.iterdir() if (step := step_of(folder)) is not None and folder.is_dir()}
         return [steps[step] for step in sorted(steps)]
 
     def _retire(self, newest_step: int) -> None:
-        """Delete what is older than the newest `keep`; where an hf/ folder is to stay, only the rest of its checkpoint goes.
+        """Delete checkpoints older than the newest `keep`; where hf/ is to stay, only the rest of the checkpoint is deleted.
 
-        Anything past the newest step was damaged, and the run has gone back to before it. What cannot be deleted costs a message: the
+        Anything past the newest step was damaged, and the run has gone back to before it. A failed deletion is only logged: the
         new checkpoint is complete.
         """
         steps = self._steps()
@@ -256,7 +257,7 @@ def _read_back(folder: Path, shape: Transformer) -> Iterator[tuple[str, Tensor]]
 
 
 def _causes(error: BaseException | None, rank: int) -> list[str]:
-    """What went wrong, and where. torch wraps the exceptions of all ranks in one that begins with none of them."""
+    """What went wrong, and where. torch wraps the exceptions of all ranks in one that starts with none of them."""
     if isinstance(error, CheckpointException) and error.failures:
         return [cause for failed, (inner, _) in error.failures.items() for cause in _causes(inner, failed)]
     while error is not None and error.__cause__ is not None:

@@ -1,6 +1,6 @@
-"""Reading dcp/ without running what it says.
+"""Reads dcp/ without executing anything in it.
 
-torch's `.metadata` is a pickle, and so are the optimizer's numbers inside the shards; a pickle can name any function and have it called.
+torch's `.metadata` is a pickle, and so are the optimizer's numbers inside the shards; a pickle can have any function called.
 Here the metadata may name only the classes that torch itself writes into it, and the numbers are read with `weights_only`. A checkpoint
 from elsewhere can hold wrong values, but it cannot run code.
 """
@@ -39,6 +39,7 @@ def load_shards(state: dict[str, Any], folder: Path, *, no_dist: bool = False) -
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        module = module.removesuffix("._local")  # where Python 3.13 has its paths
         a_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if not a_dtype and (module, name) not in ALLOWED:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of ours holds: do not use this folder")

@@ -187,6 +187,14 @@ def test_a_run_without_a_whole_checkpoint_is_not_silently_started_over(checkpoin
         checkpointer().resume(*trained)
 
 
+def test_a_run_of_which_only_weights_were_kept_is_not_silently_started_over(checkpointer, trained):
+    """Somebody has deleted dcp/ to save space. A new beginning would cut the metrics and delete the weights as it passed their steps."""
+    saved(checkpointer(), 5, *trained, {})
+    shutil.rmtree(checkpointer().folder / "step_000005" / "dcp")
+    with pytest.raises(FileExistsError, match=r"no checkpoint in .* is whole \(step_000005\); remove that folder .* or rename the run"):
+        checkpointer().resume(*trained)
+
+
 def test_the_newest_are_kept_and_chosen_hf_folders_stay_for_good(checkpointer, trained):
     keeper = checkpointer(keep=2, keep_hf_every=2)
     for step in range(1, 6):
@@ -372,6 +380,19 @@ def test_a_checkpoint_from_elsewhere_cannot_run_code(checkpointer, trained, tmp_
     checkpoint_module.write_manifest(step)
     with pytest.raises(BadData, match="outside its folder"):
         checkpointer().resume(*trained)
+
+
+def test_a_checkpoint_of_python_3_13_can_be_read_by_any_other(checkpointer, trained):
+    """That Python has its paths in pathlib._local, which others do not know."""
+    saved(checkpointer(), 1, *trained, {})
+    dcp_folder = checkpointer().folder / "step_000001" / "dcp"
+    written = pickle.dumps(pickle.loads((dcp_folder / ".metadata").read_bytes()), protocol=2)
+    assert b"cpathlib\nPosixPath\n" in written
+    (dcp_folder / ".metadata").write_bytes(written.replace(b"cpathlib\n", b"cpathlib._local\n"))
+    name, parameter = next(trained[0].named_parameters())
+    read_back = torch.zeros(parameter.shape)
+    load_shards({"model": {name: read_back}}, dcp_folder, no_dist=True)
+    assert torch.equal(read_back, parameter.full_tensor())
 
 
 def test_the_optimizers_numbers_cannot_run_code_either(tmp_path):
