@@ -1,10 +1,10 @@
 """Advantage of a response within its group.
 
     std    (R − mean) / (std + 1e-6), unbiased std: the paper's
-    none   R − mean: a group counts by how far its rewards lie apart
+    none   R − mean: a group's weight grows with the spread of its rewards
 
-A group whose rewards do not differ teaches nothing: zeros. A response without a reward (the grader could not judge it) gets zero and
-is left out of mean and std.
+A group with equal rewards carries no signal: zeros. A response without a reward (the grader could not judge it) gets zero and
+is excluded from mean and std.
 """
 
 from __future__ import annotations

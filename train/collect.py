@@ -1,9 +1,9 @@
-"""What a step trains on: groups of graded responses that the filter keeps, or a saved batch again.
+"""What a step trains on: groups of graded responses that the filter keeps, or a saved batch.
 
     problems → director and workers answer each `group_size` times → grade → reward → filter, until enough groups are kept → advantages
 
-Every rank rolls out and grades its share; the batch is the same on all of them. A source reads its files when it is made and starts engine
-and judge in `start`, so that bad data is refused before a weight is loaded.
+Every rank rolls out and grades its share; the batch is the same on all of them. A source reads its files on creation and starts engine
+and judge in `start`, so that bad data is rejected before weights are loaded.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Batch:
 
 
 class Heartbeat(Watch):
-    """Tells the watchdog that the engine works."""
+    """Tells the watchdog that the engine is making progress."""
 
     def __init__(self, phases: Phases):
         self.phases = phases
@@ -68,11 +68,11 @@ class Heartbeat(Watch):
 
 
 class CutShort(Exception):
-    """A rollout that is not worth finishing: its step will begin anew."""
+    """A rollout that is not worth finishing: its step will be restarted."""
 
 
 class Impatient(Heartbeat):
-    """Ends the rollout when this rank was asked to stop."""
+    """Ends the rollout if this rank was told to stop."""
 
     def stepped(self, engine: Engine) -> None:
         super().stepped(engine)
@@ -81,7 +81,7 @@ class Impatient(Heartbeat):
 
 
 class Collector:
-    """Rolls out problems with the policy as it is now."""
+    """Rolls out problems with the current policy."""
 
     engine: Engine
     judge: Judge
@@ -115,7 +115,7 @@ class Collector:
         self.engine.load(parameters)
 
     def collect(self, step: int) -> Batch:
-        """Roll out whole batches until the filter has kept enough prompts; then the engine gives its memory to training."""
+        """Roll out whole batches until the filter has kept enough prompts; then the engine releases its memory for training."""
         wanted, keep = self.config.batch.prompts, named(FILTERS, self.config.filter, "filter")
         batch = Batch([], [])
         while len(batch.groups) < wanted:
@@ -162,7 +162,7 @@ class Collector:
             return validation_metrics(self._graded(mine))
 
     def _unless_stopped(self, roll_out: Callable[[Watch], list[Rollout]]) -> list[Rollout]:
-        """Before a step has changed a weight, the run can stop at once. Every rank comes here, and all stop if one was asked to."""
+        """Until a step has changed a weight, the run can stop immediately. Every rank comes here, and all stop if one was told to."""
         alone = self.config.engine.tensor_parallel == 1  # the ranks of one replica must take the same steps
         try:
             found = roll_out(Impatient(self.phases) if alone else Heartbeat(self.phases))
@@ -177,12 +177,12 @@ class Collector:
     ) -> list[Rollout]:
         """This replica's share of the rollouts."""
         problems = problems[self.engine.replica :: self.engine.replicas]
-        self.engine.forget_prefixes()  # what is cached must not depend on what ran before
+        self.engine.forget_prefixes()  # the cache must not depend on earlier work
         pairs = missing_pairs(problems, samples)
         return list(roll_out(self.engine, problems, pairs, self.config.prompt, config, seed=seed, watch=watch))
 
     def _graded(self, mine: list[Rollout]) -> list[Rollout]:
-        """Everybody's rollouts, graded where they were made, in an order that does not depend on which finished first."""
+        """All ranks' rollouts, graded where they were generated, in an order that does not depend on which finished first."""
         if self.runtime.rank % self.config.engine.tensor_parallel:
             mine = []  # the ranks of one replica hold the same responses
         grade(mine, self.judge, thinking_counts=self.config.prompt.parallel)
@@ -203,7 +203,7 @@ class Collector:
 
 
 class Replay:
-    """A batch that an earlier run saved, the same in every step; there is no engine."""
+    """A batch saved by an earlier run, the same in every step; no engine is used."""
 
     epoch = 0
     rows: Sequence[tuple[str, str]] = ()
@@ -240,7 +240,7 @@ class Replay:
 
 
 def save_rollouts(folder: Path, step: int, batch: Batch, keep: int) -> None:
-    """Write what the step trains on, for people and for `replay`; the newest `keep` files stay."""
+    """Write what the step trains on, for inspection and for `replay`; keeps the newest `keep` files."""
     folder.mkdir(exist_ok=True)
     write_jsonl_atomic(folder / f"step_{step:06d}.jsonl", (rollout.to_json() for group in batch.groups for rollout in group))
     for old in sorted(folder.glob("step_*.jsonl"))[:-keep]:

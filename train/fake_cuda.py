@@ -1,9 +1,9 @@
-"""CUDA without a GPU, for rehearsals: torch believes in a device `cuda:0` that holds nothing and computes nothing.
+"""CUDA without a GPU, for rehearsals: torch sees a device `cuda:0` that holds nothing and computes nothing.
 
     load()                  before torch is imported; compiles fake_cuda.cpp once per torch version (seconds)
     stand_in(name, card, gpu)  the functions of torch.cuda, and Triton's launches (kernels/dry_launch.py), that must not look for a driver
 
-Only for a process of its own (rehearsal.py): nothing here can be undone.
+Only for use in a separate process (rehearsal.py): nothing here can be undone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-# A torch without CUDA takes these apart, because it knows no kernel for them; one with CUDA has one, which allocates its result alone.
+# A torch without CUDA decomposes these, because it has no kernel for them; one with CUDA has a kernel, which allocates only its result.
 ONE_KERNEL = ("silu_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
 KERNELS: list[Any] = []  # registrations last as long as these
 
@@ -41,7 +41,7 @@ def load() -> None:
 
 
 def _compiled(torch: Path) -> Path:
-    """The library, from the user's cache if this source was compiled for this torch before."""
+    """The library, from the user's cache if this source was already compiled for this torch."""
     identity = hashlib.sha256(SOURCE.read_bytes() + (torch / "version.py").read_bytes() + str(torch).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dccot"
     library = cache / f"fake_cuda-{identity}.so"
@@ -61,7 +61,7 @@ def _compiled(torch: Path) -> Path:
 
 
 class _Stream:
-    """A stream or an event: everything enqueued on it is done at once."""
+    """A stream or an event: everything enqueued on it completes immediately."""
 
     cuda_stream = 0
 
@@ -86,7 +86,7 @@ class _Stream:
 
 
 def stand_in(name: str, card: Any, gpu: Any) -> None:
-    """Replace what would look for a driver: `card` is a row of kernels/gpus.py, `gpu` counts synchronisations and memory (fake_gpu.py)."""
+    """Replace functions that need a driver: `card` is a row of kernels/gpus.py, `gpu` counts synchronisations and memory (fake_gpu.py)."""
     import torch
 
     from dccot.kernels.dry_launch import check_instead_of_launching

@@ -3,14 +3,14 @@
     with FakeGpu() as gpu:
         with gpu.phase("update"): …          any code that uses device "cuda"
     gpu.peaks                                phase → (most bytes at once, the same by kind)
-    gpu.syncs                                phase → place in our code → how often the host waited for the GPU there
+    gpu.syncs                                phase → location in our code → how often the host waited for the GPU there
 
-The CPU's side is real: tensors on the CPU have values, so that masks, schedules and metrics are computed as always. What crosses the
-border loses them: a tensor moved to the GPU becomes a fake one, one moved back holds zeros. Bodies of our own operators run, too, all but
-their Triton kernels; so what they allocate on the way is counted, which their declared outputs would not show.
+The CPU side is real: tensors on the CPU have values, so that masks, schedules and metrics are computed as usual. Crossing over
+loses them: a tensor moved to the GPU becomes a fake one, one moved back holds zeros. The bodies of our own operators also run, except
+their Triton kernels, so their temporary allocations are counted, which their declared outputs would not show.
 
-A copy that blocks, `.item()`, `float(…)` and the like make the host wait for everything enqueued on the GPU: that is counted. What needs
-the GPU's numbers to know a shape (`nonzero`, a boolean index) cannot be rehearsed, nor should it be in a training step: it is an error.
+A blocking copy, `.item()`, `float(…)` and the like make the host wait for everything enqueued on the GPU: these are counted. An operation
+whose shape depends on GPU values (`nonzero`, a boolean index) cannot be rehearsed and does not belong in a training step: it is an error.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class FakeGpu(TorchDispatchMode):
                 return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
         if not any(isinstance(leaf, FakeTensor) for leaf in leaves) and not _wants_cuda(kwargs):
             return self._on_the_cpu(func, args, kwargs)
-        if _made_of_others(func):  # inside an operator's body nothing has taken it apart yet
+        if _made_of_others(func):  # inside an operator's body it has not been decomposed yet
             with self:
                 return func.decompose(*args, **kwargs)
         special = self._SPECIAL.get(func)
@@ -93,7 +93,7 @@ class FakeGpu(TorchDispatchMode):
 
     def _on_the_cpu(self, func: Any, args: tuple, kwargs: dict) -> Any:
         with no_dispatch():
-            if func in (aten._pin_memory.default, aten.pin_memory.default):  # needs a driver; to know that it was asked for is enough
+            if func in (aten._pin_memory.default, aten.pin_memory.default):  # needs a driver; recording the request is enough
                 copy = args[0].clone()
                 self._pinned.add(copy.untyped_storage())
                 return copy
@@ -163,7 +163,7 @@ class FakeGpu(TorchDispatchMode):
 
     @contextmanager
     def kind(self, name: str | None) -> Iterator[None]:
-        """What is allocated here, unless something inside says otherwise."""
+        """The kind of everything allocated here, unless overridden inside."""
         self._kinds.append(name or self._kinds[-1])
         try:
             yield
@@ -269,7 +269,7 @@ class FakeGpu(TorchDispatchMode):
 
 @functools.cache
 def _made_of_others(func: Any) -> bool:
-    """Neither device has a kernel for it; of CUDA a torch without it knows only what fake_cuda.py told it."""
+    """Neither device has a kernel for it; a torch without CUDA knows only the kernels that fake_cuda.py registered."""
     key = torch._C.DispatchKey
     has = func.has_kernel_for_dispatch_key if func.namespace == "aten" else lambda key: False
     return has(key.CompositeImplicitAutograd) and not has(key.CPU) and not has(key.CUDA)
@@ -285,7 +285,7 @@ def _in_backward() -> bool:
 
 
 def _place() -> str:
-    """file:line of our own code that is at work."""
+    """file:line of our own code that is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)

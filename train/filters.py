@@ -1,10 +1,10 @@
 """Which prompts are trained on. A filter sees all responses to one prompt.
 
 include_easy   at least one response is both correct and well-formed
-remove_easy    neither all correct nor all wrong; form does not matter
+remove_easy    neither all correct nor all wrong; format does not matter
 none           every prompt
 
-Another filter is one entry of FILTERS, or a function of your own: filter=my_package.my_module:my_filter.
+Another filter is one entry of FILTERS, or your own function: filter=my_package.my_module:my_filter.
 """
 
 from __future__ import annotations

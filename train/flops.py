@@ -2,7 +2,7 @@
 
     2 · (parameters of the blocks) per token, 4 · heads · head_dim per query–key pair and layer, 2 · d · V per row of the LM head
 
-A training step with backward counts three times as much; what recomputation adds is not useful work and is not counted.
+A training step with backward counts three times as much; recomputation is not useful work and is not counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def block_parameters(config: ModelConfig) -> int:
 
 
 def pair_cost(config: ModelConfig) -> float:
-    """What one query–key pair costs, in tokens' worth of linear work: the balance of `forest.pack`."""
+    """Cost of one query–key pair, in units of a token's linear work: used for balancing by `forest.pack`."""
     return 4 * config.heads * config.head_dim / (2 * block_parameters(config))
 
 
@@ -39,7 +39,7 @@ def model_flops(config: ModelConfig, forests: Sequence[Forest]) -> float:
 
 @cache
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of large square matrix products here and now: what MFU is measured against."""
+    """Measured FLOP/s of large square matrix products on this machine: the reference for MFU."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = 0.0

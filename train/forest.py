@@ -9,7 +9,7 @@ positions in the same context, so they are one. The as-read copies W2', W3' carr
 
 `Forest.from_rows` lays out any other set of rows that share prefixes: agents' turns, groups of samples, search trees.
 
-`pack` fills forests up to a token budget, balances them over ranks by estimated cost, and gives every rank equally many.
+`pack` fills forests up to a token budget, balances them over ranks by estimated cost, and gives every rank the same number.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Forest:
         return self.sampled.nonzero().squeeze(1)
 
     def to(self, device: torch.device | str) -> Forest:
-        """On another device, with mask and targets computed here: a GPU that is asked for them makes the host wait."""
+        """On another device, with mask and targets computed here: computing them on a GPU would make the host wait."""
         device = torch.device(device)
         if device == self.tokens.device:
             return self
@@ -70,7 +70,7 @@ class Forest:
         """Any rows of tokens as one forest that holds every shared prefix once, and where each row's tokens are in it (int64 per row).
 
         `sampled` says which tokens of each row carry loss (default: all but the first); a token that several rows share carries it if
-        any of them says so. Its log-prob is computed once: `values[where[i]]` gives each row what is its own.
+        any of them says so. Its log-prob is computed once: `values[where[i]]` gives each row its own values.
 
         >>> forest, where = Forest.from_rows([[1, 2, 3], [1, 2, 4, 5]])
         >>> forest.tokens.tolist(), forest.visible_until.tolist(), [at.tolist() for at in where]
@@ -91,7 +91,7 @@ class Forest:
         return cls(*tensors), [torch.from_numpy(at) for at in tree.where]
 
     def without_loss(self) -> Forest:
-        """The same tokens carrying no loss: keeps a rank with nothing to do in step with the others."""
+        """The same tokens without loss: keeps an idle rank in step with the others."""
         return replace(self, sampled=torch.zeros_like(self.sampled))
 
 
@@ -180,7 +180,7 @@ def _size(response: Response) -> tuple[int, int, int]:
         length = len(segment)
         tokens += length
         pairs += length * depth + length * (length + 1) // 2
-        longest = max(longest, depth + length)  # the longest worker may reach further than the trunk, where nobody reads it
+        longest = max(longest, depth + length)  # the longest worker may extend past the trunk if it is never read
         if not branch:
             depth += length
     return tokens, pairs, longest
@@ -192,7 +192,7 @@ def longest_position(response: Response) -> int:
 
 
 def _items(responses: Sequence[Response], token_budget: int, ranks: int, share_prompts: bool, max_positions: int | None) -> list[_Item]:
-    """What is packed as a whole: neighbours with the same prompt, as many as leave enough for the other ranks, or single responses."""
+    """Units of packing: neighbours with the same prompt, as many as leave enough for the other ranks, or single responses."""
     sizes = [_size(response) for response in responses]
     limit = min(token_budget, sum(len(r.prompt) + tokens for r, (tokens, _, _) in zip(responses, sizes)) // ranks)
     items: list[_Item] = []
@@ -223,8 +223,8 @@ def pack(
     """Plan micro-batches: `plan[rank][micro_batch]` is a list of groups of response indices for `build_forest`.
 
     The cost of a forest is tokens + pair_cost · pairs. Items go, largest first, to the cheapest forest that has room for them; a
-    response larger than the budget gets a forest of its own. The forests are then dealt out in order of cost, so that ranks working
-    at the same time work on forests of about the same cost, and every rank has equally many. A rank may get an empty list where there
+    response larger than the budget gets its own forest. The forests are then distributed in order of cost, so that ranks work
+    on forests of similar cost at the same time, and every rank has the same number. A rank may get an empty list if there
     are fewer items than ranks.
     """
     if token_budget < 1:
@@ -237,13 +237,13 @@ def pack(
         forests, load = _fill(items, cost, count, token_budget, ranks)
         if len(forests) == count:
             break
-        count = len(forests)  # what was added for items that did not fit now starts level with the others
+        count = len(forests)  # forests added for items that did not fit now start equal with the others
     by_cost = np.argsort(-load, kind="stable")
     return [[[item.members for item in forests[b]] for b in by_cost[rank::ranks]] for rank in range(ranks)]
 
 
 def _fill(items: Sequence[_Item], cost: np.ndarray, count: int, token_budget: int, ranks: int) -> tuple[list[list[_Item]], np.ndarray]:
-    """Deal items to `count` forests, or to as many more as it takes; their contents and costs."""
+    """Distribute items over `count` forests, or more if needed; returns their contents and costs."""
     room, load = np.full(count, token_budget, np.int64), np.zeros(count)
     content: list[list[_Item]] = [[] for _ in range(count)]
     for number in np.argsort(-cost, kind="stable"):

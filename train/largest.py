@@ -1,6 +1,6 @@
-"""The largest micro-batch that a configuration allows: what memory must be enough for.
+"""The largest micro-batch that a configuration allows: what must fit in memory.
 
-A forest is filled up to the token budget, but a response that is larger than the budget gets a forest of its own. A tree with K workers
+A forest is filled up to the token budget, but a response that is larger than the budget gets its own forest. A tree with K workers
 holds worker 1 once and the others twice, as written and as read, so a longest path of L tokens can be a tree of (2K − 1)·L:
 
     prompt S1 | W2 | W3 | W1 W2' W3' S2          longest path |S1| + |W| + |S2|, tokens |S1| + 5 |W| + |S2|
@@ -18,7 +18,7 @@ from dccot.rollout.response import Response, Round, Segment
 from dccot.train.rl_config import RLConfig
 from dccot.train.sft import SFTConfig
 
-DIRECTOR = 8  # tokens that the director writes before it spawns and after: hardly any, since workers make a tree larger
+DIRECTOR = 8  # director tokens before and after spawning: few, since worker tokens make a larger tree
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Largest:
         return self.copies * (DIRECTOR * bool(self.workers) + self.workers * self.length + self.final)
 
     def response(self, number: int) -> Response:
-        """One of them; prompts of different numbers differ, so that nothing is shared."""
+        """One of them; prompts differ by number, so that nothing is shared."""
         prompt = [number, *[1] * (self.prompt - 1)]
         rounds = [Round(_segment(DIRECTOR), [_segment(self.length) for _ in range(self.workers)])] if self.workers else []
         return Response(prompt, rounds, _segment(self.final))
@@ -53,7 +53,7 @@ def _segment(tokens: int) -> Segment:
 
 
 def load_training(path: str | Path, overrides: Sequence[str]) -> RLConfig | SFTConfig:
-    """A configuration of RL or of SFT, whichever the file is; where its model and its data are does not matter here."""
+    """An RL or SFT configuration, depending on the file; the paths of its model and data do not matter here."""
     kind: type[RLConfig] | type[SFTConfig] = RLConfig if isinstance(read_yaml(find_config(path)).get("batch"), dict) else SFTConfig
     return load_config(kind, path, ["model.path=unused", "data.train=unused", *overrides])
 

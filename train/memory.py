@@ -1,11 +1,11 @@
-"""Bytes of one rank while it trains, by arithmetic on shapes. `dccot rehearse` holds them against the step itself.
+"""Bytes of one rank while it trains, by arithmetic on shapes. `dccot rehearse` checks them against the step itself.
 
 N tokens and M rows with loss in a micro-batch, d hidden, I intermediate, V vocabulary, H and Hk heads of D; b parameters of a block, r of
-embedding, LM head and last norm; w bytes per number in compute precision, S ranks that share a copy of the model. What is there throughout:
+embedding, LM head and last norm; w bytes per number in compute precision, S ranks that share a copy of the model. Steady memory:
 
     master weights, moments   4 and 8 bytes per parameter of the rank's shard;  reference w
-    gradients                 4 per parameter, whole, that wait for the last micro-batch (sharding.reduce_once), else of the shard
-    gathered weights          w (r + 2b): root, the block at work and the next one
+    gradients                 4 per parameter, unsharded until the last micro-batch (sharding.reduce_once), else of the shard
+    gathered weights          w (r + 2b): root, the current block and the next one
     activations               per block w N (d + H D) + 4 N H: its input and its attention, or everything without recomputation
 
 The peak is the highest of three moments: the last block's backward, with everything of it recomputed; the LM head's backward; the
@@ -32,7 +32,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def numbers(shape: tuple[int, ...], shards: int = 1) -> int:
-    """Elements of a tensor, or of the first of so many shards: FSDP divides the first dimension, rounded up."""
+    """Elements of a tensor, or of the first of `shards` shards: FSDP divides the first dimension, rounded up."""
     size = -(-shape[0] // shards)
     for side in shape[1:]:
         size *= side
@@ -54,7 +54,7 @@ class TrainingMemory:
         shard = sum(numbers(shape, self.shards) for shape in shapes)
         return {
             "master weights": DTYPES[self.sharding.master_dtype].itemsize * shard,
-            "AdamW moments": 2 * DTYPES[self.sharding.master_dtype].itemsize * shard + 4 * len(shapes),  # and each one's step
+            "AdamW moments": 2 * DTYPES[self.sharding.master_dtype].itemsize * shard + 4 * len(shapes),  # and the step count of each
             "reference policy": self.width * shard if self.reference else 0,
         }
 
@@ -114,7 +114,7 @@ class TrainingMemory:
 
     @property
     def kept(self) -> int:
-        """What all blocks keep for the backward pass."""
+        """What all blocks keep for the backward."""
         each = 1 if self.sharding.activation_checkpointing else 0
         inside = inside_block(self.model) if not each else self.model.hidden_size + self.model.heads * self.model.head_dim
         statistics = 4 * self.model.heads + (0 if each else 2 * 4)  # log-sum-exp, and the norms'
@@ -127,7 +127,7 @@ def inside_block(model: ModelConfig) -> int:
 
 
 def block_backward(model: ModelConfig, width: int, tokens: int, recomputed: bool) -> int:
-    """The MLP's backward: with recomputation all of the block but its input and attention, which are kept; three gradients of the MLP."""
+    """The MLP's backward: with recomputation the whole block except its input and attention, which are kept; three gradients of the MLP."""
     again = inside_block(model) - model.hidden_size - model.heads * model.head_dim if recomputed else 0
     return width * (tokens * (again + 2 * model.intermediate_size + model.hidden_size) + 2 * model.hidden_size * model.intermediate_size)
 

@@ -1,8 +1,8 @@
-"""What a run says about itself: numbers from rollouts and updates, to TensorBoard, to metrics.jsonl and to the console.
+"""Metrics of a run: numbers from rollouts and updates, written to TensorBoard, metrics.jsonl and the console.
 
-Names are `section/what`. metrics.jsonl holds one row per step under these names and is what reports read; a resumed run cuts it and
-TensorBoard back to the step it continues from, so no step appears twice. TensorBoard sorts by name and is read by people: what matters
-most is shown there under SHOWN's titles, numbered to come first, and explained in a table; LAYOUT arranges the same curves as charts.
+Names are `section/what`. metrics.jsonl holds one row per step under these names and is what reports read; a resumed run truncates it and
+TensorBoard to the step it continues from, so no step appears twice. TensorBoard sorts by name and is read by people: the most important
+metrics are shown there under SHOWN's titles, numbered to come first, and explained in a table; LAYOUT arranges the same curves as charts.
 With `wandb: PROJECT` Weights & Biases gets the rows of metrics.jsonl as well.
 """
 
@@ -84,24 +84,24 @@ SFT_LAYOUT = {
 
 
 def tag_of(name: str) -> str:
-    """How TensorBoard calls a metric."""
+    """A metric's name in TensorBoard."""
     return SHOWN[name][0] if name in SHOWN else name
 
 
 def _charts(layout: dict[str, dict[str, list[str]]]) -> dict:
-    """The layout as TensorBoard takes it; tags are patterns there."""
+    """The layout in TensorBoard's format; tags are patterns there."""
     exactly = lambda names: ["Multiline", [f"^{re.escape(tag_of(name))}$" for name in names]]
     return {section: {chart: exactly(names) for chart, names in charts.items()} for section, charts in layout.items()}
 
 
 def _legend(names: Iterable[str]) -> str:
-    """A table of titles and descriptions: TensorBoard shows no description beside a curve."""
+    """A table of titles and descriptions: TensorBoard shows no descriptions next to curves."""
     rows = sorted(SHOWN[name] for name in names if name in SHOWN)
     return "\n".join(["| curve | meaning |", "|---|---|", *(f"| {title} | {about} |" for title, about in rows)])
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Reward, form, length and parallelism over all responses of a step."""
+    """Reward, format, length and parallelism over all responses of a step."""
     responses = [r.response for r in rollouts]
     spawning = [r for r in responses if r.rounds]
     workers = [length for r in spawning for lengths in r.worker_lengths for length in lengths]
@@ -155,13 +155,13 @@ def open_wandb(run: Path, project: str, settings: Mapping[str, Any]) -> Any:
         write_atomic(file, uuid.uuid4().hex[:8])
     quiet = wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True)
     online = wandb.init(project=project, name=run.name, id=file.read_text(), resume="allow", dir=run, config=dict(settings), settings=quiet)
-    online.define_metric("*", step_metric="step")  # its own counter could not go back to the step of a checkpoint
+    online.define_metric("*", step_metric="step")  # its own counter cannot go back to a checkpoint's step
     return online
 
 
 class EventFile:
-    """What TensorBoard reads of one start of a run, which continues from `first_step`. TensorBoard reads files in the order of their names,
-    so each is numbered higher than those before it, whatever the clock says."""
+    """Event file of one start of a run, which continues from `first_step`. TensorBoard reads files in the order of their names,
+    so each is numbered higher than those before it, regardless of the clock."""
 
     def __init__(self, folder: Path, first_step: int):
         make_folder(folder)
@@ -171,7 +171,7 @@ class EventFile:
         self._file = self.path.open("xb")
         self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
-        self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))  # TensorBoard forgets what it has from there on
+        self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))  # TensorBoard discards everything from there on
 
     def add(self, summary: Summary, step: int = 0) -> None:
         self._write(summary=summary, step=step)
@@ -189,7 +189,7 @@ class EventFile:
 
 
 class Recorder:
-    """Writes metrics on rank 0; a no-op elsewhere. `wandb` is a project of Weights & Biases that gets them, too, with the `settings`."""
+    """Writes metrics on rank 0; a no-op elsewhere. `wandb` is a Weights & Biases project that also gets them, with the `settings`."""
 
     def __init__(self, run: Path, first_step: int, active: bool, wandb: str | None = None, settings: Mapping[str, Any] | None = None):
         self.writer = self.online = None
@@ -235,7 +235,7 @@ class Recorder:
 
 
 def memory_metrics(peaks: dict[str, int]) -> dict[str, float]:
-    """The step's highest use of GPU memory, and each phase's; without a GPU, what the process holds now."""
+    """Peak GPU memory of the step and of each phase; without a GPU, the process's current memory."""
     if peaks:
         by_phase = {f"memory/peak_{name}_gb": peak / 1e9 for name, peak in peaks.items() if name}
         return {"memory/peak_gb": max(peaks.values()) / 1e9, **by_phase}
@@ -244,7 +244,7 @@ def memory_metrics(peaks: dict[str, int]) -> dict[str, float]:
 
 
 def sample_text(rollout: Rollout) -> str:
-    """A rollout as TensorBoard text: the facts, the question, the response to the letter."""
+    """A rollout as TensorBoard text: the facts, the question, the verbatim response."""
     facts = f"verdict **{rollout.verdict}**, form **{rollout.flaw or 'well-formed'}**, reward **{rollout.reward}**, "
     facts += f"longest path **{rollout.response.longest_path}** of {rollout.response.total_tokens} tokens"
     body = f"QUESTION\n{rollout.question}\n\nRESPONSE\n{rollout.text}"
@@ -252,7 +252,7 @@ def sample_text(rollout: Rollout) -> str:
 
 
 def console_line(step: int, steps: int, metrics: dict[str, Any]) -> str:
-    """One line per step that a person can read."""
+    """One human-readable line per step."""
 
     def show(name: str, label: str, form: str) -> str:
         value = metrics.get(name, math.nan)

@@ -8,8 +8,8 @@ over all ranks (token mean). r = π_θ / π_old, A the group-normalised advantag
     CISPO   −sg[min(r, cap)] · A · log π_θ
     KL      π_ref/π_θ − log(π_ref/π_θ) − 1      (k3)
 
-Another objective is one entry of OBJECTIVES, or a function of your own: objective.kind=my_package.my_module:my_loss with the arguments
-(config, logprob, old_logprob, advantage), or an `Objective` that also says which tokens it clips.
+Another objective is one entry of OBJECTIVES, or your own function: objective.kind=my_package.my_module:my_loss with the arguments
+(config, logprob, old_logprob, advantage), or an `Objective` that also reports which tokens it clips.
 
 >>> ratio, advantage = torch.tensor([0.5, 1.0, 2.0]), torch.tensor([1.0, 1.0, 1.0])
 >>> dapo(ratio.log(), torch.zeros(3), advantage, clip_low=0.2, clip_high=0.28)  # a ratio of 2 is clipped at 1.28
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dccot.config import named, require
 
-MAX_LOG_RATIO = 20.0  # exp of more than this says nothing and overflows in products
+MAX_LOG_RATIO = 20.0  # beyond this, exp is meaningless and overflows in products
 
 
 @dataclass
@@ -76,7 +76,7 @@ def grpo(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, clip: float
 
 
 def cispo(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, ratio_cap: float) -> Tensor:
-    """Per-token CISPO loss. The ratio weighs the gradient and carries none itself."""
+    """Per-token CISPO loss. The ratio weights the gradient and carries none itself."""
     ratio = ratio_of(logprob.detach(), old_logprob)
     return -ratio.clamp(max=ratio_cap) * advantage * logprob
 
@@ -90,7 +90,7 @@ def kl_k3(logprob: Tensor, reference_logprob: Tensor) -> Tensor:
 def outside(
     logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Tensor:
-    """bool [M]: where the clip of GRPO and DAPO took the token's gradient away."""
+    """bool [M]: where the clip of GRPO and DAPO zeroed the token's gradient."""
     ratio, too_high = ratio_of(logprob, old_logprob), math.inf if dual_clip is None else dual_clip
     return ((advantage > 0) & (ratio > 1 + clip_high)) | ((advantage < 0) & ((ratio < 1 - clip_low) | (ratio > too_high)))
 
@@ -105,7 +105,7 @@ OfTokens = Callable[[ObjectiveConfig, Tensor, Tensor, Tensor], Tensor]  # (confi
 @dataclass(frozen=True)
 class Objective:
     loss: OfTokens
-    clipped: OfTokens = nowhere  # bool: where a bound took the token's gradient away or limited its weight
+    clipped: OfTokens = nowhere  # bool: where a bound zeroed the token's gradient or limited its weight
 
     def __call__(self, config: ObjectiveConfig, logprob: Tensor, old_logprob: Tensor, advantage: Tensor) -> Tensor:
         return self.loss(config, logprob, old_logprob, advantage)
@@ -140,7 +140,7 @@ def objective_loss(
     rollout_logprob: Tensor,
     reference_logprob: Tensor | None,
 ) -> Tensor:
-    """Per-token loss in full: policy term (corrected for the rollout gap where rollout_ratio_cap is set) plus KL to the reference."""
+    """Per-token loss in full: policy term (corrected for the rollout gap if rollout_ratio_cap is set) plus KL to the reference."""
     loss = objective_of(config).loss(config, logprob, old_logprob, advantage)
     if config.rollout_ratio_cap is not None:
         loss = loss * ratio_of(old_logprob, rollout_logprob).clamp(max=config.rollout_ratio_cap)

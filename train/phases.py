@@ -2,7 +2,7 @@
 
     with phases("rollout"): …
 
-An error leaves a phase with rank, step and phase in its notes, so that a collective that timed out on one rank of many can be placed.
+An error that leaves a phase gets rank, step and phase as notes, so that a timed-out collective on one of many ranks can be located.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ACTIVITIES = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_
 
 @dataclass
 class ProfileConfig:
-    steps: list[int] = field(default_factory=list)  # which steps leave a trace, on every rank
-    phases: list[str] = field(default_factory=lambda: ["update", "sync"])  # of these steps; a rollout makes millions of events
+    steps: list[int] = field(default_factory=list)  # steps to trace, on every rank
+    phases: list[str] = field(default_factory=lambda: ["update", "sync"])  # phases to trace; a rollout produces millions of events
     shapes: bool = False
     memory: bool = False
 
@@ -46,7 +46,7 @@ class Phases:
     def __init__(self, runtime: Runtime):
         self.rank, self.step = runtime.rank, 0
         self.seconds: dict[str, float] = {}
-        self.peaks: dict[str, int] = {}  # bytes of GPU memory; "" for what comes between phases
+        self.peaks: dict[str, int] = {}  # bytes of GPU memory; "" between phases
         self.profile: profile | None = None  # while a step is traced
         self.profiled: list[str] = []
         self.pending: Callable[[], Iterable[str]] = tuple  # ids of the engine's calls
@@ -58,7 +58,7 @@ class Phases:
         self.step, self.seconds, self.peaks = step, {}, {}
 
     def beat(self) -> None:
-        """A sign of life: whoever works for long calls this every now and then."""
+        """Reports progress: long-running work calls this from time to time."""
         self.last_beat = time.monotonic()
 
     def _enter(self, name: str) -> None:
@@ -83,7 +83,7 @@ class Phases:
 
     @contextmanager
     def _observed(self, name: str) -> Iterator[None]:
-        """With a peak of GPU memory of its own, and traced if this phase of this step is to be."""
+        """With its own peak of GPU memory, and traced if this phase of this step was selected."""
         self._note_peak("")
         trace = self.profile if name in self.profiled else None
         if trace:
@@ -103,7 +103,7 @@ class Phases:
 
 @contextmanager
 def profiled(config: ProfileConfig, step: int, folder: Path, runtime: Runtime, phases: Phases) -> Iterator[None]:
-    """If `step` is one of the chosen, a trace of each rank and one of all ranks together (train/timeline.py)."""
+    """If `step` is selected, one trace per rank and one of all ranks together (train/timeline.py)."""
     if step not in config.steps:
         yield
         return

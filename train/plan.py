@@ -11,7 +11,7 @@ Memory is arithmetic on shapes, per rank (P parameters, S ranks that share one c
                      activations of the largest micro-batch;  what one block or the LM head needs besides (memory.py)
     while sampling   2 P/T engine weights (T: tensor parallel);  the rest of engine.gpu_memory is KV cache
 
-`dccot rehearse` holds this against the training step itself: what is always there is exact, the peak of a step is met within 10%.
+`dccot rehearse` checks this against the training step itself: steady memory is exact, the peak of a step within 10%.
 
 Speeds are estimates: sampling is bound by reading weights and KV cache, training by matrix products at the assumed utilisation.
 """
@@ -60,12 +60,12 @@ def parameters(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes per rank, and what they leave room for."""
+    """Bytes per rank, and what fits in the rest."""
 
     parameters: int
     tokens: int  # of the largest micro-batch: the token budget, or a response that is larger than it
-    persistent: dict[str, int]  # there while training and while sampling
-    moment: str  # of a training step that needs most
+    persistent: dict[str, int]  # present while training and while sampling
+    moment: str  # the moment of a training step that needs most
     training: dict[str, float]  # at that moment
     sampling: dict[str, float]
     kv_cache_tokens: int
@@ -109,18 +109,18 @@ def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan
 
 
 def engine_at_work(model: ModelConfig, engine: EngineConfig) -> float:
-    """Bytes of the engine's largest forward pass, in an MLP, or of its fp32 logits and what sampling makes of them, whichever is more."""
+    """Bytes of the engine's largest forward pass, in an MLP, or of its fp32 logits and their sampling, whichever is more."""
     hidden, inside = 2 * model.hidden_size, 3 * model.intermediate_size / engine.tensor_parallel
     return max(2 * engine.batched_tokens * (hidden + inside), 3 * 4 * engine.max_sequences * model.vocab_size)
 
 
 def training_peak(model: ModelConfig, config: RLConfig, ranks: int) -> float:
-    """Bytes per rank while training, whatever the GPU."""
+    """Bytes per rank while training, independent of the GPU."""
     return make_plan(model, config, ranks, GPUS["H100"]).training_peak
 
 
 def checkpoint_bytes(total: int, config: Any) -> float:
-    """What a run's checkpoints take on disk when it ends: weights and moments of the kept ones, and hf/ folders that stay."""
+    """Disk space of a run's checkpoints at the end: weights and moments of the kept ones, and permanent hf/ folders."""
     whole, weights = 16 * total, 4 * total
     stay = config.steps // config.checkpoint.keep_hf_every if config.checkpoint.keep_hf_every else 0
     return config.checkpoint.keep * whole + stay * weights

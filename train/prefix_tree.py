@@ -3,7 +3,7 @@
     rows      5 6 7 8 · 5 6 9 · 5 6 7 4 4            tokens          5 6 7 4 4 8 9
                                                      visible_until   7 7 6 5 5 6 7
 
-In lexicographic order rows with a common prefix are neighbours, so a row adds just the tokens after what it shares with the row before it,
+In lexicographic order rows with a common prefix are neighbours, so a row adds only the tokens after what it shares with the previous row,
 and a token ends where the next row that does not share it begins. Sorting compares rows as bytes; everything else touches each
 token once, in NumPy. Python works row by row, never token by token.
 """
@@ -40,7 +40,7 @@ def prefix_tree(rows: Sequence[Sequence[int] | np.ndarray | Tensor]) -> PrefixTr
     [[0, 1, 2, 5], [0, 1, 6], [0, 1, 2, 3, 4]]
     """
     arrays = [_ids(number, row) for number, row in enumerate(rows)]
-    keys = [array.astype(">u4").tobytes() for array in arrays]  # big-endian: bytes sort as the numbers do
+    keys = [array.astype(">u4").tobytes() for array in arrays]  # big-endian: bytes sort like the numbers
     order = sorted(range(len(keys)), key=keys.__getitem__)
     ordered = [arrays[i] for i in order]
     shared = [0, *(_common(before, row) for before, row in itertools.pairwise(ordered))][: len(ordered)]
@@ -78,8 +78,8 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
 def _ends(lengths: list[int], shared: list[int], starts: list[int], total: int) -> np.ndarray:
     """`visible_until`: a token at depth d of row i ends where the next row that shares at most d tokens begins.
 
-    From the last row to the first, `open` holds the rows after it that share less and less: a row takes from it what shares more than
-    itself, once and for all, so there are at most two pieces of equal ends per row.
+    From the last row to the first, `open` holds the rows after it that share less and less: a row permanently removes those that share more
+    than itself, so there are at most two pieces of equal ends per row.
     """
     values: list[int] = []
     counts: list[int] = []

@@ -1,9 +1,9 @@
-"""One training step on a fake GPU, in a process of its own: what `dccot rehearse` starts for every configuration.
+"""One training step on a fake GPU, in its own process: what `dccot rehearse` starts for every configuration.
 
     echo '{"config": "configs/rl/stage1.yaml", "overrides": [], "shape": {…}, "ranks": 8, "gpu": "H100"}' | python -m dccot.train.rehearsal
 
 Reads one JSON object, prints one. The step is the project's own (RL.train_on, SFT.train_on): forests of the largest micro-batch that
-the configuration allows, two of them per mini-batch, so that one waits for the other; then weights are gathered as the engine takes them,
+the configuration allows, two of them per mini-batch, so that one waits for the other; then weights are gathered as the engine gets them,
 and a checkpoint is planned. There is one rank, the first of a process group that pretends to have them all.
 """
 
@@ -53,7 +53,7 @@ T = TypeVar("T", RL, SFT)
 
 
 class FirstRank(Runtime):
-    """The first of many ranks that do not exist: what they would say is what this one says."""
+    """The first of many ranks that do not exist: they are assumed to report what this one reports."""
 
     def gather(self, mine: list[Any]) -> list[list[Any]]:
         return [mine]
@@ -82,7 +82,7 @@ def build(gpu: FakeGpu, kind: str, shape: ModelConfig, sharding: ShardingConfig,
 
 
 def trainer(kind: type[T], config: Any, gpu: FakeGpu, shape: ModelConfig, runtime: Runtime) -> T:
-    """An RL or SFT trainer without what a GPU has no part in: run folder, tokenizer, engine, grader."""
+    """An RL or SFT trainer without the parts that do not involve a GPU: run folder, tokenizer, engine, grader."""
     made = object.__new__(kind)
     made.config, made.runtime, made.phases = config, runtime, FakePhases(runtime, gpu)
     made.run, made.updates, made.skipped, made.bad_in_a_row = Path("rehearsed"), 0, 0, 0
@@ -92,7 +92,7 @@ def trainer(kind: type[T], config: Any, gpu: FakeGpu, shape: ModelConfig, runtim
 
 
 def rl_step(config: RLConfig, gpu: FakeGpu, shape: ModelConfig, runtime: Runtime) -> RL:
-    """One step of RL with two or more updates: from the second on, moments are there."""
+    """One step of RL with two or more updates: from the second on, moments exist."""
     updates = max(2, config.batch.optimizer_steps)
     config = replace(config, batch=replace(config.batch, optimizer_steps=updates))
     rl = trainer(RL, config, gpu, shape, runtime)
@@ -109,7 +109,7 @@ def rl_step(config: RLConfig, gpu: FakeGpu, shape: ModelConfig, runtime: Runtime
 
 
 def sft_step(config: SFTConfig, gpu: FakeGpu, shape: ModelConfig, runtime: Runtime) -> SFT:
-    """Two steps of SFT: in the second, moments are there."""
+    """Two steps of SFT: in the second, moments exist."""
     sft = trainer(SFT, config, gpu, shape, runtime)
     for _ in range(2):
         sft.train_on([Example("", response) for response in micro_batches(config, shape, runtime.ranks)])
@@ -117,13 +117,13 @@ def sft_step(config: SFTConfig, gpu: FakeGpu, shape: ModelConfig, runtime: Runti
 
 
 def micro_batches(config: RLConfig | SFTConfig, shape: ModelConfig, number: int) -> list[Response]:
-    """Responses that fill so many times MICRO_BATCHES of the largest micro-batches."""
+    """Responses that fill MICRO_BATCHES of the largest micro-batches this many times."""
     largest = largest_micro_batch(config, shape.max_position)
     return [largest.response(n) for n in range(largest.copies * MICRO_BATCHES * number)]
 
 
 def gather(model: Transformer) -> None:
-    """What the engine is given must be whole, and where the engine is."""
+    """The engine must get whole tensors, on its own device."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     for name, tensor in full_parameters(model):
         if isinstance(tensor, DTensor) or tensor.shape != shapes[name] or tensor.device.type != "cuda":

@@ -1,4 +1,4 @@
-"""`dccot rehearse CONFIG… --model 7B --gpus 8`: the training step of a run at its real size, on GPUs that are not here.
+"""`dccot rehearse CONFIG… --model 7B --gpus 8`: the training step of a run at its real size, without the GPUs.
 
     dccot rehearse configs/rl/stage4.yaml --model 1.5B --gpus 8
     dccot rehearse configs/sft.yaml configs/rl/stage*.yaml --model 32B --gpus 64 --gpu H200 --replicate 2 sharding.reduce_once=false
@@ -6,9 +6,9 @@
 The step is the project's own, on fake tensors (rehearsal.py, fake_gpu.py): the model on the meta device, FSDP or HSDP over all ranks,
 forward with recomputation, LM head, objective, backward, clipping, fused AdamW, weights gathered for the engine, a checkpoint planned.
 It catches tensors on the wrong device, wrong shapes and dtypes, memory that does not fit and hosts that wait for their GPU. It cannot
-say what kernels, NCCL or vLLM do, nor what any number is.
+predict what kernels, NCCL or vLLM do, or any computed value.
 
-Configurations that ask the same of a GPU are rehearsed once. Ends with 1 if a step fails or does not fit.
+Configurations with the same GPU requirements are rehearsed once. Exits with 1 if a step fails or does not fit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WORTH_SHOWING = 5e6  # bytes
 
 @dataclass
 class Rehearsal:
-    """What one configuration asks of a GPU, and what came of trying it."""
+    """One configuration's GPU requirements, and the result of trying it."""
 
     configs: list[str]
     overrides: list[str]
@@ -59,19 +59,19 @@ class Rehearsal:
 
     @property
     def steady_differs(self) -> list[str]:
-        """Where what is always there is not what the plan says, to the byte."""
+        """Where steady memory differs from the plan, to the byte."""
         have = self.found["steady"]
         return [f"{kind}: {have.get(kind, 0):,} bytes, planned {size:,}" for kind, size in self.planned.persistent.items()
                 if have.get(kind, 0) != size]  # fmt: skip
 
     @property
     def waits_per_micro_batch(self) -> float:
-        """How often the host waits for the GPU in an update, what happens once per update included."""
+        """How often the host waits for the GPU in an update, including once-per-update waits."""
         return sum(self.found["syncs"].get("update", {}).values()) / self.found["micro_batches"]["update"]
 
 
 def prepare(paths: Sequence[str], overrides: Sequence[str], model: ModelConfig, gpus: int) -> list[Rehearsal]:
-    """One per group of configurations that ask the same of a GPU."""
+    """One per group of configurations with the same GPU requirements."""
     groups: dict[str, Rehearsal] = {}
     for path in paths:
         config = load_training(path, overrides)
@@ -89,7 +89,7 @@ def prepare(paths: Sequence[str], overrides: Sequence[str], model: ModelConfig, 
 
 
 def run(rehearsal: Rehearsal, shape: dict, gpus: int, gpu: str) -> Rehearsal:
-    """In a process of its own: torch must not have been imported before the fake device is there."""
+    """In a separate process: torch must not be imported before the fake device exists."""
     spec = {"config": rehearsal.found["path"], "overrides": rehearsal.overrides, "shape": shape, "ranks": gpus, "gpu": gpu}
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "dccot.train.rehearsal"]
@@ -105,7 +105,7 @@ def run(rehearsal: Rehearsal, shape: dict, gpus: int, gpu: str) -> Rehearsal:
 
 
 def announced(rehearsal: Rehearsal) -> Rehearsal:
-    """Said as soon as it is known: a size takes minutes, and whoever stops it keeps what was found."""
+    """Printed as soon as it is known: a size takes minutes, and results survive an interruption."""
     found = rehearsal.found
     what = (
         "failed"

@@ -1,4 +1,4 @@
-"""What a response is worth.
+"""The reward of a response.
 
     penalty  ℓ = C_L · (LPL − L_cutoff) / (L_max − L_cutoff)   above the cutoff, else 0
 
@@ -9,7 +9,7 @@ DeepScaleR's rule for the sequential baselines is the second with `correct_only`
 an answer after it; there, only what follows `</think>` is graded (collect.py). An answer that the grader could not judge (timed out,
 crashed) has no reward at all: None.
 
-Another reward is one entry of REWARDS, or a function of your own: reward.kind=my_package.my_module:my_reward with the arguments
+Another reward is one entry of REWARDS, or your own function: reward.kind=my_package.my_module:my_reward with the arguments
 (rollout, config, budget), called for rollouts that were judged.
 """
 
@@ -60,7 +60,7 @@ REWARDS: dict[str, Callable[[Rollout, RewardConfig, int], float]] = {
 
 
 def reward_of(rollout: Rollout, config: RewardConfig, budget: int) -> float | None:
-    """The reward of a graded rollout; None where the grader could not judge it. `budget` is L_max."""
+    """The reward of a graded rollout; None if the grader could not judge it. `budget` is L_max."""
     if rollout.verdict is None:
         raise ValueError(f"rollout {rollout.sample} of problem {rollout.problem} has not been graded")
     return named(REWARDS, config.kind, "reward.kind")(rollout, config, budget) if rollout.judged else None

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 8 -m dccot.train.rl configs/rl/stage1.yaml model.path=runs/sft      or   dccot rl configs/rl/stage1.yaml …
 
-One step: draw problems → director and workers answer each `group_size` times → grade → reward → keep the groups that the filter wants,
+One step: draw problems → director and workers answer each `group_size` times → grade → reward → keep the groups that pass the filter,
 rolling out whole batches until there are enough → advantages (collect.py) → old and reference log-probs → `optimizer_steps` updates, one
 mini-batch each → weights into the engine → validate, log, checkpoint.
 
@@ -38,7 +38,7 @@ from dccot.train.update import StepReport, TokenLoss, compute_logprobs
 
 
 def train(config: RLConfig, engine: Engine | None = None) -> None:
-    """Run the stage to its end. An engine given is used (its weights are replaced) and stays; otherwise the stage has its own."""
+    """Run the stage to the end. A given engine is used (its weights are replaced) and left running; otherwise the stage starts its own."""
     with Runtime.start(config.timeout_seconds) as runtime, ExitStack() as stack:
         rl = RL(config, runtime, stack, engine)
         rl.sync()
@@ -77,7 +77,7 @@ class RL(Trainer[RLConfig]):
         return self.rollouts.collect(step)
 
     def train_on(self, batch: Batch) -> tuple[list[StepReport], dict[str, float]]:
-        """All updates of one step and what they say about the policy."""
+        """All updates of one step, and metrics of the policy."""
         rollouts = list(batch.mini_batches(self.config.batch.optimizer_steps))
         forests = [self.forests(mini_batch) for mini_batch in rollouts]
         with self.phases("old_logprob"):

@@ -1,4 +1,4 @@
-"""Configuration of an RL stage, and what is refused before a single weight is loaded."""
+"""Configuration of an RL stage, and the checks made before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BatchConfig:
     prompts: int = 96  # trained on per step, after filtering
     group_size: int = 7  # responses per prompt
     optimizer_steps: int = 2  # mini-batches per step
-    max_rollout_batches: int = 20  # how many batches may be rolled out in search of enough prompts
+    max_rollout_batches: int = 20  # at most this many rollout batches to find enough prompts
     token_budget: int = 32_768  # of one micro-batch on one rank
     share_prompts: bool = True
 
@@ -69,7 +69,7 @@ class ValidationConfig:
     every: int = 20  # steps, and once before the first; 0: never
     samples: int = 50
     top_p: float = 0.95
-    problems: int | None = None  # the first so many of data.validation; None: all
+    problems: int | None = None  # use only the first N of data.validation; None: all
 
     def check(self) -> None:
         at_least(0, self.every, "validation.every")
@@ -87,11 +87,11 @@ class RLConfig:
     steps: int = 200
     filter: str = "include_easy"  # remove_easy, none, or your own module:function
     replay: str | None = None  # train from this saved rollout JSONL, without an engine
-    keep_rollouts: int = 100  # newest steps whose rollouts stay on disk
-    max_bad_steps: int = 5  # steps in a row that may be skipped for bad numbers
+    keep_rollouts: int = 100  # newest steps whose rollouts are kept on disk
+    max_bad_steps: int = 5  # consecutive steps that may be skipped for non-finite numbers
     timeout_seconds: float = 1800.0  # of a collective
-    stall_seconds: float = 3600.0  # a rank without a sign of life for so long is ended; engine.stall_seconds is about single calls
-    wandb: str | None = None  # project of Weights & Biases that gets the metrics beside TensorBoard; None: off
+    stall_seconds: float = 3600.0  # a rank without progress for this long is ended; engine.stall_seconds is for single calls
+    wandb: str | None = None  # Weights & Biases project that also gets the metrics; None: off
     model: ModelPath = field(default_factory=ModelPath)
     data: RLData = field(default_factory=RLData)
     prompt: PromptConfig = field(default_factory=PromptConfig)
@@ -127,7 +127,7 @@ class RLConfig:
 
 
 def check_model(config: RLConfig) -> tuple[Path, PreTrainedTokenizerBase]:
-    """The model's folder and tokenizer; refused, before any weight is loaded, where they cannot do what the configuration asks for."""
+    """The model's folder and tokenizer; rejected, before any weights are loaded, if they do not support the configuration."""
     path, model, tokenizer = open_model(config.model.path, config.prompt, config.rollout.workers)
     check_context(config, model)
     return path, tokenizer

@@ -38,7 +38,7 @@ log = logging.getLogger("dccot")
 
 
 def launch(kind: type, train: Callable[[Any], None], argv: Sequence[str] | None, description: str, example: str) -> int:
-    """Read the configuration named on the command line and train with it. A configuration that cannot run costs one line, not a trace."""
+    """Read the configuration named on the command line and train with it. An invalid one gives a one-line error, not a stack trace."""
     arguments = launch_parser(description, example).parse_args(argv)
     log_to_terminal()
 
@@ -79,7 +79,7 @@ def check_run(config: Any) -> None:
 
 
 def open_model(path: str, prompt: PromptConfig, workers: int) -> tuple[Path, ModelConfig, PreTrainedTokenizerBase]:
-    """Folder, configuration and tokenizer of the model a run starts from; refused, before any weight is loaded, where they do not fit."""
+    """Folder, configuration and tokenizer of the model a run starts from; rejected, before any weights are loaded, if they do not fit."""
     folder = resolve_model(path)
     return folder, *open_folder(folder, prompt, workers)
 
@@ -102,20 +102,20 @@ def open_folder(folder: Path, prompt: PromptConfig, workers: int) -> tuple[Model
 _CLAIMS: dict[Path, TextIO] = {}  # a lock lives as long as its file is open: to the end of the process, however it ends
 
 
-LEASE_SECONDS = 120.0  # after which a file server gives up the locks of a machine that is gone; NFSv4 does after 90
+LEASE_SECONDS = 120.0  # after which a file server releases the locks of a dead machine; NFSv4 does after 90
 
 
 def claim(run: Path, patience: float = LEASE_SECONDS) -> str | None:
-    """Make the folder this process's own; what prevents that, or None. Of two jobs in one folder each would spoil the other's files.
+    """Lock the folder for this process; returns what prevents that, or None. Two jobs in one folder would corrupt each other's files.
 
-    A lock that a living process of this machine holds is respected at once. Another machine may be dead, and its lock is waited for.
+    A lock held by a live process on this machine is final. Another machine may be dead, so its lock is retried for a while.
     """
     make_folder(run)
     if run.resolve() in _CLAIMS:
         return None
     file = open(run / ".lock", "a+")  # noqa: SIM115 (stays open)
     deadline, told = time.monotonic() + patience, -math.inf
-    while not take_lock(file, fcntl.lockf):  # unlike flock's, not inherited by children, who may outlive a killed job
+    while not take_lock(file, fcntl.lockf):  # unlike flock's, not inherited by children, which may outlive a killed job
         file.seek(0)
         holder, age = file.read().strip() or "another process", time.time() - os.stat(file.fileno()).st_mtime
         if holder.endswith(f" on {socket.gethostname()}") or time.monotonic() > deadline:
@@ -133,9 +133,9 @@ def claim(run: Path, patience: float = LEASE_SECONDS) -> str | None:
 
 
 def open_run(config: Any, runtime: Runtime, source: Path, rows: Sequence[tuple[str, str]]) -> Path:
-    """Make the run folder; write the resolved configuration and what the run is made of. One configured otherwise says what changed.
+    """Create the run folder; write the resolved configuration and the provenance. Logs what changed if the configuration differs.
 
-    `rows` are (id, checksum) of what it draws from: a run that has a checkpoint continues with the same ones only.
+    `rows` are (id, checksum) of its data: a run that has a checkpoint resumes only with the same rows.
     """
     run = Path(config.output) / config.name
     if taken := on_rank_zero(lambda: claim(run)):
@@ -156,7 +156,7 @@ def open_run(config: Any, runtime: Runtime, source: Path, rows: Sequence[tuple[s
 
 
 def _keep_rows(run: Path, rows: Sequence[tuple[str, str]]) -> None:
-    """Refuse other data than that of the checkpoints, by its first row that differs; without a checkpoint this is the run's data."""
+    """Reject data that differs from the checkpoints', naming the first differing row; without a checkpoint, record it as the run's data."""
     file = run / "data.jsonl"
     if not (run / "latest").exists():
         write_jsonl_atomic(file, ({"id": id, "sha256": found} for id, found in rows))
@@ -170,7 +170,7 @@ def _keep_rows(run: Path, rows: Sequence[tuple[str, str]]) -> None:
 
 
 def require_shared(folder: Path, runtime: Runtime, patience: float = 10.0) -> None:
-    """Refuse a folder that is not the same one for every rank. A network file system may take a few seconds to show a new file."""
+    """Reject a folder that is not shared by all ranks. A network file system may take a few seconds to show a new file."""
     name = runtime.broadcast(f".seen-by-all-{uuid.uuid4().hex}")
     if runtime.is_main:
         (folder / name).touch()

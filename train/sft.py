@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 8 -m dccot.train.sft configs/sft.yaml model.path=…   or   dccot sft configs/sft.yaml …
 
-A demonstration is cut into segments as inference would have produced them, tokenised segment by segment, and laid out as a forest; the
+A demonstration is split into segments as inference would have produced them, tokenised segment by segment, and laid out as a forest; the
 loss is the mean negative log-prob of the sampled tokens, at temperature 1. Opening worker tags and `</spawn_workers>` carry no loss:
 at inference they are inserted. Data: JSONL with `id`, `question`, `completion`.
 """
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ModelPath:
-    path: str = ""  # a Hugging Face folder, or a run whose newest checkpoint is meant
+    path: str = ""  # a Hugging Face folder, or a run (its newest checkpoint)
 
     def check(self) -> None:
         require(bool(self.path), "model.path is not set; name a Hugging Face folder or an earlier run, e.g. model.path=runs/sft")
@@ -51,7 +51,7 @@ class ModelPath:
 class SFTData:
     train: str = ""
     validation: str | None = None
-    max_tokens: int = 10_000  # prompt and every duplicate included; longer examples are dropped
+    max_tokens: int = 10_000  # including the prompt and every duplicate; longer examples are dropped
 
     def check(self) -> None:
         require(bool(self.train), "data.train is not set; name a JSONL file with id, question and completion")
@@ -68,12 +68,12 @@ class SFTConfig:
     token_budget: int = 16_384  # of one micro-batch on one rank
     workers: int = 3
     validate_every: int = 100
-    threads: int | None = None  # of the CPU, per rank; a tiny model is fastest with one. None: torch's choice
-    replay: str | None = None  # train on this file in every step, all of it at once: one of a run's bad/
-    max_bad_steps: int = 5  # steps in a row that may be skipped for bad numbers
+    threads: int | None = None  # CPU threads per rank; a tiny model is fastest with one. None: torch's choice
+    replay: str | None = None  # train on all of this file in every step: one from a run's bad/
+    max_bad_steps: int = 5  # consecutive steps that may be skipped for non-finite numbers
     timeout_seconds: float = 1800.0  # of a collective
-    stall_seconds: float = 3600.0  # a rank without a sign of life for so long is ended
-    wandb: str | None = None  # project of Weights & Biases that gets the metrics beside TensorBoard; None: off
+    stall_seconds: float = 3600.0  # a rank without progress for this long is ended
+    wandb: str | None = None  # Weights & Biases project that also gets the metrics; None: off
     model: ModelPath = field(default_factory=ModelPath)
     data: SFTData = field(default_factory=SFTData)
     prompt: PromptConfig = field(default_factory=lambda: PromptConfig(open_think=False))
@@ -98,7 +98,7 @@ class Example:
 
 
 def demonstration(completion: str, prompt: list[int], tokenizer, tags: TagIds, *, parallel: bool, open_think: bool) -> Response:
-    """A completion as the response that inference would have given; raises IllFormed where a parallel one is not well-formed."""
+    """A completion as the response that inference would have produced; raises IllFormed if a parallel one is not well-formed."""
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
@@ -121,7 +121,7 @@ def demonstration(completion: str, prompt: list[int], tokenizer, tags: TagIds, *
 def load_examples(
     path: str | Path, config: SFTConfig, tokenizer, max_positions: int | None = None, report: Callable[..., None] = log.warning
 ) -> list[Example]:
-    """Every usable demonstration of a file; what is left out is counted and said."""
+    """Every usable demonstration of a file; skipped rows are counted and reported."""
     tags = TagIds.of(tokenizer, config.workers)
     prompt, examples, left_out = config.prompt, list[Example](), Counter[object]()
     for line, row in read_jsonl(path, report=report):
@@ -166,7 +166,7 @@ def validation_loss(model, forests: Sequence[Forest], runtime: Runtime) -> float
 
 
 class SFT(Trainer[SFTConfig]):
-    """One run: what it is made of, and what a step does with it."""
+    """One run: its parts, and what a step does."""
 
     def __init__(self, config: SFTConfig, runtime: Runtime, stack: ExitStack):
         path, shape, tokenizer = open_model(config.model.path, config.prompt, config.workers)
@@ -187,7 +187,7 @@ class SFT(Trainer[SFTConfig]):
         return forests_of_rank(responses, plan, self.runtime.rank)
 
     def train_on(self, examples: Sequence[Example]) -> dict[str, float]:
-        """One optimizer step and what there is to say about it."""
+        """One optimizer step and its metrics."""
         with self.phases("pack"):
             forests = self.forests(examples)
         report = self.update(forests, negative_logprob, temperature=1.0)

@@ -8,8 +8,8 @@
     rank 0 · GPU 0 streams with every kernel
     rank 1 · CPU   …
 
-Every rank writes a trace of its own (rank0.pt.trace.json, …). Here the ids of processes, threads and arrows are made unique over all
-ranks, and times are counted from the same moment; ranks on several machines are as well aligned as the machines' clocks.
+Every rank writes its own trace (rank0.pt.trace.json, …). Here the ids of processes, threads and arrows are made unique over all
+ranks, and times start at the same moment; ranks on several machines are aligned as well as the machines' clocks.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def _read(path: Path) -> dict:
 
 
 def _events_of(trace: dict, rank: int, base: int) -> Iterator[Event]:
-    """One rank's events under ids that no other rank uses, on the clock of the rank whose base is given."""
+    """One rank's events with ids that no other rank uses, on the clock of the rank whose base is given."""
     events: list[Event] = trace["traceEvents"]
     late = (trace.get("baseTimeNanoseconds", 0) - base) / 1000  # ts is in µs since the base
     labels = {e["pid"]: e["args"]["labels"] for e in events if e["ph"] == "M" and e["name"] == "process_labels"}
     used = {e["pid"] for e in events if e["ph"] != "M" and isinstance(e["pid"], int)}  # the rest is the profiler's own bookkeeping
     pids = {pid: 1000 * (rank + 1) + number for number, pid in enumerate(sorted(used, key=lambda pid: (labels.get(pid) != "CPU", pid)))}
-    tids: dict[tuple, int] = {}  # unique over all ranks as well: Perfetto names threads by their id alone
+    tids: dict[tuple, int] = {}  # unique over all ranks as well: Perfetto identifies threads by id only
     for pid, new in pids.items():
         yield _metadata("process_name", new, name=f"rank {rank} · {labels.get(pid, pid)}")
         yield _metadata("process_sort_index", new, sort_index=new)

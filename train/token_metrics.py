@@ -1,11 +1,11 @@
-"""What the tokens of a step say about the policy, as sums, maxima and a histogram: no token leaves its device.
+"""Per-token metrics of the policy over a step, as sums, maxima and a histogram: no per-token data leaves its device.
 
     tokens = TokenMetrics(config.objective, runtime)
     tokens.add(logprob, entropy, old, advantage, rollout, reference)     every micro-batch; [M] each, no synchronisation with the device
     tokens.reduce()                                                      once per step: one all-reduce, one copy to the host
 
 Percentiles of the entropy come from a histogram whose bins are the 65,536 bfloat16 numbers: a float32 belongs to the bin of its upper 16
-bits. So there is no range to choose, zeros and rounding noise below zero included, and a bin's middle is within 0.4% of all it holds.
+bits. So there is no range to choose, zeros and rounding noise below zero are covered, and a bin's middle is within 0.4% of its values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dccot.runtime import Runtime
 from dccot.statistics import PERCENTILES
 from dccot.train.objectives import ObjectiveConfig, kl_k3, objective_of, ratio_of
 
-MAX_LOG_GAP = 20.0  # exp of more than this says nothing
+MAX_LOG_GAP = 20.0  # beyond this, exp is meaningless
 MEANS = ("policy/clip_fraction", "policy/ratio_mean", "policy/logprob", "policy/entropy", "gap/kl", "gap/fraction_over_2", "policy/kl")
 MAXIMA = ("policy/ratio_max", "gap/max_abs_logprob", "gap/max_ratio", "entropy", "-entropy")
 BINS = 2**16
@@ -52,9 +52,9 @@ class TokenMetrics:
         count_bins(self.histogram, entropy)
 
     def reduce(self) -> dict[str, float]:
-        """The step's metrics, the same on every rank; nothing where no token was trained on."""
+        """The step's metrics, the same on every rank; empty if no token was trained on."""
         by_rank = self.maxima.new_zeros(self.runtime.ranks, len(MAXIMA))
-        by_rank[self.runtime.rank] = self.maxima  # others add zeros: a sum brings maxima together, too
+        by_rank[self.runtime.rank] = self.maxima  # others add zeros, so a sum also merges maxima
         together = self.runtime.sum(torch.cat([self.sums, self.histogram.double(), by_rank.flatten()])).cpu()
         sums, counts, flat = together.split([len(self.sums), BINS, by_rank.numel()])
         tokens, *totals = sums.tolist()

@@ -1,4 +1,4 @@
-"""What SFT and RL share: model and optimizer in a run folder, and the frame around the steps.
+"""What SFT and RL share: model and optimizer in a run folder, and the code around the steps.
 
 trainer = Trainer(config, runtime, model_folder, rows) opens the run folder, loads the model
 state = trainer.resume(stack)                          continues from the newest checkpoint, if there is one
@@ -6,7 +6,7 @@ for step in trainer.steps():
     with trainer.profiled(step): …
     trainer.note_bad(step, reports, save)
     trainer.log(step, metrics)
-    trainer.checkpoint(step, state)                    saves if it is time, or if a signal asks for it; a run that is to stop ends here
+    trainer.checkpoint(step, state)                    saves if due, or on a signal; a run that is told to stop ends here
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class TrainingConfig(Protocol):
-    """What every kind of run has settings for."""
+    """The settings that every kind of run has."""
 
     name: str
     output: str
@@ -81,9 +81,9 @@ class Trainer(Generic[C]):
         stack.callback(self.recorder.close)
         progress = Progress(config.name, config.steps, first=self.first_step, active=runtime.is_main, lines=True, pause=3.0)
         self.progress = stack.enter_context(progress)
-        self._finished: tuple[int, dict[str, Any]] | None = None  # the last whole step since the start, as a checkpoint would keep it
+        self._finished: tuple[int, dict[str, Any]] | None = None  # the last whole step since the start, as a checkpoint would store it
         self._saved, self._saved_at = self.first_step, time.monotonic()
-        inherit_timeout(dist.distributed_c10d._world.pg_map)  # the engine has groups of its own
+        inherit_timeout(dist.distributed_c10d._world.pg_map)  # the engine has its own groups
         stack.enter_context(Watchdog(self.phases, config.stall_seconds))
         stack.enter_context(listening(wait=True))
         stack.push(self._save_before_stopping)
@@ -121,7 +121,7 @@ class Trainer(Generic[C]):
         }
 
     def due(self, step: int, every: int) -> bool:
-        """Whether what happens `every` so many steps, and after the last, happens after this one; 0: never."""
+        """Whether something due `every` N steps, and after the last, is due after this one; 0: never."""
         return every > 0 and (step + 1 == self.config.steps or (step + 1) % every == 0)
 
     def log(self, step: int, metrics: dict[str, float], texts: dict[str, str] | None = None) -> None:
@@ -133,7 +133,7 @@ class Trainer(Generic[C]):
         self.progress.show(step + 1, console_line(step + 1, self.config.steps, metrics))
 
     def _beating(self, token_loss: TokenLoss) -> TokenLoss:
-        """The same, and a sign of life for every micro-batch."""
+        """The same, reporting progress for every micro-batch."""
 
         def loss(number: int, *more: Any) -> Tensor:
             self.phases.beat()
@@ -142,7 +142,7 @@ class Trainer(Generic[C]):
         return loss
 
     def note_bad(self, step: int, reports: Sequence[StepReport], save: Callable[[Path], None]) -> None:
-        """Have the batch of a step with skipped updates saved in bad/, for replay. Stop after too many such steps in a row."""
+        """Save the batch of a step with skipped updates in bad/, for replay. Stop after too many such steps in a row."""
         bad, folder = [report for report in reports if not report.applied], self.run / "bad"
         self.bad_in_a_row = self.bad_in_a_row + 1 if bad else 0
         if bad and self.config.replay is None and self.runtime.is_main:
@@ -158,7 +158,7 @@ class Trainer(Generic[C]):
             )
 
     def checkpoint(self, step: int, state: dict[str, Any]) -> None:
-        """Save what a run needs to continue after `step`, if it is time or was asked for; end the run if that was asked for."""
+        """Save what a run needs to continue after `step`, if due or requested; end the run if requested."""
         counters = {"updates": self.updates, "skipped": self.skipped, "bad_in_a_row": self.bad_in_a_row}
         self._finished = step + 1, counters | state
         stop, save = self._agreed()
@@ -168,18 +168,18 @@ class Trainer(Generic[C]):
             raise Stopped
 
     def _agreed(self) -> tuple[bool, bool]:
-        """Whether any rank was asked to stop, and to save; `checkpoint.minutes` asks as well."""
+        """Whether any rank was told to stop, and to save; `checkpoint.minutes` also triggers a save."""
         minutes = self.config.checkpoint.minutes
         late = minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
         stop, save = asked.stop, asked.save
-        asked.save = asked.save and not save  # one that comes meanwhile is for the next step
+        asked.save = asked.save and not save  # a signal that arrives meanwhile is for the next step
         stops, saves = self.runtime.sum(torch.tensor([stop, save or late], dtype=torch.int32)).tolist()
         return stops > 0, saves > 0
 
     def _save(self, last: bool) -> None:
         assert self._finished is not None
         step, state = self._finished
-        self.recorder.flush()  # what a checkpoint says has been done must be on the disk before it
+        self.recorder.flush()  # everything a checkpoint covers must be on disk before it
         with self.phases("checkpoint"):
             self.checkpointer.save(step, self.model, self.optimizer, state, last=last)
         self._saved, self._saved_at = step, time.monotonic()

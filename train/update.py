@@ -26,9 +26,9 @@ class OptimizerConfig:
     learning_rate: float = 2e-6
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     weight_decay: float = 0.01
-    max_grad_norm: float = 1.0  # of the gradient's norm over all shards
+    max_grad_norm: float = 1.0  # clip the gradient's norm over all shards to this
     warmup_steps: int = 0  # linear, then constant
-    decay_from: int | None = None  # step from which the rate falls linearly, to nothing at decay_to; None: never (the paper)
+    decay_from: int | None = None  # step from which the rate falls linearly, to 0 at decay_to; None: never (the paper)
     decay_to: int | None = None
 
     def check(self) -> None:

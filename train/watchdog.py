@@ -1,10 +1,10 @@
-"""A thread of every rank that notices when the rank hangs: in the engine, in a collective, on a disk.
+"""A thread on every rank that notices when the rank hangs: in the engine, in a collective, on a disk.
 
     with Watchdog(phases, stall_seconds): …
 
-A phase that takes far longer than it ever did, or a rank that shows no sign of life, is reported while it hangs, with the place in the code
-and the pending calls; again after twice the time, and so on. After `stall_seconds` without a sign of life the rank is ended, so that
-`torchrun --max-restarts` or the next job can continue from the newest checkpoint. A call that hangs without ever giving Python back is
+A phase that takes far longer than ever before, or a rank that makes no progress, is reported while it hangs, with the code location
+and the pending calls; again after twice the time, and so on. After `stall_seconds` without progress the rank is ended, so that
+`torchrun --max-restarts` or the next job can resume from the newest checkpoint. A call that never returns to Python is
 ended by faulthandler, which needs no Python.
 """
 
@@ -28,14 +28,14 @@ SHOWN_CALLS = 20
 
 class Watchdog:
     PATIENCE = 5.0  # times the median of a phase's last runs
-    LEAST_SECONDS = 60.0  # that a phase may take in any case
-    SILENCE_SECONDS = 300.0  # without a sign of life until the first report
+    LEAST_SECONDS = 60.0  # that a phase may always take
+    SILENCE_SECONDS = 300.0  # without progress until the first report
 
     def __init__(self, phases: Phases, stall_seconds: float):
         self.phases, self.stall_seconds = phases, stall_seconds
         self.silence = min(self.SILENCE_SECONDS, stall_seconds / 4)
         self.every = min(10.0, self.silence / 4, self.LEAST_SECONDS / 4)
-        self._report: tuple[float, float] = 0.0, 0.0  # when what is running began, after how many seconds to report it next
+        self._report: tuple[float, float] = 0.0, 0.0  # when the current phase began, after how many seconds to report it next
         self._ended = threading.Event()
         self._watched = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
