@@ -114,7 +114,7 @@ class VllmEngine:
         state = torch.get_rng_state()  # vLLM draws from torch's global generator even when every request has its own
         outputs = self._engine.step()
         torch.set_rng_state(state)
-        finished = [(output.request_id, _completion(output)) for output in outputs]
+        finished = [(output.request_id, self._completion(output)) for output in outputs]
         for key, _ in finished:
             del self._pending[key]
         self.sampled_tokens += self.running + len(finished)
@@ -232,6 +232,15 @@ class VllmEngine:
         if self._log:
             end_log(self._log)
 
+    def _completion(self, output) -> Completion:
+        result, tag = output.outputs[0], self._pending[output.request_id].stop
+        if result.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"call {output.request_id!r} ended with {result.finish_reason!r}; expected 'stop' or 'length'")
+        reason = result.stop_reason  # None: the tokenizer's EOS; the model's folder may name other tokens that end its text, too
+        tagged = tag is not None and reason is not None and reason in (tag, self._single_token(tag))
+        stop = Stop.LENGTH if result.finish_reason == "length" else Stop.TAG if tagged else Stop.EOS
+        return Completion(list(result.token_ids), result.logprobs.logprobs, stop, output.num_cached_tokens or 0)
+
     def _single_token(self, tag: str) -> int | None:
         """The token that is this tag; None if the tokenizer spells it with several."""
         if tag not in self._tag_tokens:
@@ -285,14 +294,6 @@ def engine_arguments(model: str, tokenizer: str, config: EngineConfig, distribut
         use_tqdm_on_load=False,
         trust_remote_code=False,
     )
-
-
-def _completion(output) -> Completion:
-    result = output.outputs[0]
-    if result.finish_reason not in ("stop", "length"):
-        raise RuntimeError(f"call {output.request_id!r} ended with {result.finish_reason!r}; expected 'stop' or 'length'")
-    stop = Stop.LENGTH if result.finish_reason == "length" else Stop.EOS if result.stop_reason is None else Stop.TAG
-    return Completion(list(result.token_ids), result.logprobs.logprobs, stop, output.num_cached_tokens or 0)
 
 
 def _some(names: Iterable[str], limit: int = 20) -> str:

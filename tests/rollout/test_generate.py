@@ -1,6 +1,7 @@
 """The real engine under the director: exact ids, exact log-probs, and the same again for the same seed."""
 
 import itertools
+import json
 import random
 from collections import Counter
 
@@ -209,6 +210,22 @@ def test_sequential_mode_runs_past_the_tags(engines):
     spawn = engine.tokenizer.convert_tokens_to_ids("<spawn_workers>")
     assert any(spawn in response.final.sampled[:-1] for response in responses.values())
     assert {response.finish for response in responses.values()} == {Finish.ANSWERED, Finish.BUDGET}
+
+
+def test_another_token_that_ends_the_models_text_is_no_tag(tmp_path, build_engine):
+    folder = tiny.save(tmp_path / "tiny", "spelled", context=512)
+    eos, other = tiny.tokenizer("spelled").encode(f"{tiny.EOS}e")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos, other]}))
+    engine = build_engine(folder)
+    ends = set()
+    for parallel in (False, True):
+        for _, response in generate(engine, requests(engine, 8, parallel=parallel), CONFIG, seed=(1,)):
+            assert parallel or not response.rounds
+            assert all(other not in segment.sampled[:-1] for segment in response.segments())
+            if response.finish is Finish.ANSWERED:
+                ends.add(response.final.sampled[-1])
+    assert other in ends
+    engine.shutdown()
 
 
 def test_the_context_of_the_model_is_never_exceeded(engines):
