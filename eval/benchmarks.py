@@ -1,4 +1,4 @@
-"""The benchmarks of the paper, and any file of problems as a benchmark of its own.
+"""The paper's benchmarks, and any file of problems as a benchmark.
 
 aime24, amc23, hmmt25                  200 responses per problem        runs/data/<name>.jsonl, as `dccot data fetch <name>` writes it
 math500, minerva, olympiadbench         16

@@ -1,10 +1,10 @@
-"""A small document (headings, paragraphs, tables, figures, folds) and its two forms: Markdown, and one HTML page that needs nothing else.
+"""A small document (headings, paragraphs, tables, figures, folds) and its two forms: Markdown, and one self-contained HTML page.
 
     page = Document("Title", [Heading("Results"), Table(…), Figure(…)])
-    page.markdown(folder)                              figures become PNG files beside it
-    page.html()                                        figures become data URIs; the page may not request anything (its policy forbids it)
+    page.markdown(folder)                              figures become PNG files next to it
+    page.html()                                        figures become data URIs; the page's policy forbids any request
 
-Text is text: whatever a name or a note contains is escaped.
+All text is escaped, whatever a name or a note contains.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Cell:
     text: str = ""
     error: str = ""  # shown small, after ±
     kind: str = ""  # better, worse, words (not a number) or nothing
-    pooled: str = ""  # the error as the paper has it, in brackets
+    pooled: str = ""  # the error as the paper computes it, in brackets
 
     def __str__(self) -> str:
         return self.text + (f" ± {self.error}" if self.error else "") + (f" ({self.pooled})" if self.pooled else "")
@@ -52,13 +52,13 @@ class Row:
 class Table:
     caption: str
     corner: str  # heading of the first column
-    groups: Sequence[tuple[str, Sequence[str]]]  # heading over several columns, and theirs; an empty heading spans nothing
+    groups: Sequence[tuple[str, Sequence[str]]]  # heading over several columns, and the columns' own; an empty heading spans nothing
     rows: Sequence[Row]
 
 
 @dataclass(frozen=True)
 class Figure:
-    name: str  # of the PNG file beside the Markdown
+    name: str  # of the PNG file next to the Markdown
     caption: str
     light: bytes  # PNG
     dark: bytes  # the same for dark screens
@@ -82,7 +82,7 @@ class Document:
     blocks: list[Block] = field(default_factory=list)
 
     def markdown(self, figures: Path) -> str:
-        """The document as Markdown; writes its figures into `figures`, which the text names as a folder beside it."""
+        """The document as Markdown; writes its figures to `figures`, which the text refers to as a sibling folder."""
         return f"# {_plain(self.title)}\n\n" + "\n\n".join(_markdown(block, figures) for block in self.blocks) + "\n"
 
     def html(self) -> str:
@@ -96,7 +96,7 @@ class Document:
 
 
 def _plain(text: str) -> str:
-    """Text that Markdown takes literally."""
+    """Text escaped for Markdown."""
     for sign in "\\`*_<>|#[]":
         text = text.replace(sign, "\\" + sign)
     return " ".join(text.split())

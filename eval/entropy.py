@@ -2,7 +2,7 @@
 
     Scorer(folder, temperature=0.6)(responses)  →  per response, per segment in reading order: one number per sampled id
 
-The same packed forests as in training, so that a response with workers costs one pass.
+The same packed forests as in training, so that a response with workers takes one pass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Scorer:
 
     @property
     def difference(self) -> float:
-        """Mean distance of the recomputed from the recorded log-probs: large for another model or another temperature."""
+        """Mean difference between recomputed and recorded log-probs: large for a different model or temperature."""
         return self._differences / max(1, self._tokens)
 
     @torch.no_grad()

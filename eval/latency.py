@@ -1,15 +1,15 @@
-"""Wall-clock of a response, parallel against sequential on the same problems, and how well longest path predicts it.
+"""Wall-clock per response, parallel vs. sequential on the same problems, and how well longest path predicts it.
 
     dccot eval latency runs/hlp --baseline runs/base --problems mine.jsonl --concurrency 1,4,16
 
-At concurrency c the engine always works on c responses: each one that finishes makes room for the next. c others come before the
-measured ones to warm the engine up, and more come after them, so that the last measured one still runs under load. A response's
-seconds run from its first call to its last token.
+At concurrency c the engine always works on c responses: each one that finishes makes room for the next. c extra responses run first
+to warm up the engine, and more run afterwards, so that the last measured one still runs under load. A response's
+time runs from its first call to its last token.
 
     seconds ≈ intercept + seconds per token · longest path      r²: the share of the variance of seconds that this line explains
     ratio   = parallel / sequential, of the means               standard errors over problems, paired
 
-The two models run one after the other, each in a process of its own, so that neither finds the other's memory or caches.
+The two models run one after the other, each in its own process, so that they share no memory or caches.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def by_problem(timings: Sequence[Timing], quantity: str) -> ByProblem:
 
 
 def side(timings: Sequence[Timing]) -> dict:
-    """What one method took at one concurrency."""
+    """Time that one method took at one concurrency."""
     seconds = [t.seconds for t in timings]
     line = fit_line([t.longest_path for t in timings], seconds)
     return {
@@ -145,7 +145,7 @@ def compare(timings: Sequence[Timing]) -> list[dict]:
 
 
 def cells(level: dict) -> dict[str, str]:
-    """A level as a person reads it: column → cell."""
+    """A level in human-readable form: column → cell."""
     sides = [level[method] for method in METHODS]
     return {
         "at a time": str(level["concurrency"]),

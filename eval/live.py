@@ -1,7 +1,7 @@
 """A response on the terminal while it is being written: director above, workers side by side.
 
-What is finished scrolls away above in full; what is being written stays live below, its last lines at least. Anything that is not a
-terminal gets every part as plain text when it is finished.
+Finished parts scroll up in full; the current part stays live below, showing at least its last lines. If the output is not a
+terminal, every part is printed as plain text when it is finished.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from dccot.eval.trace import Lane, Timeline
 
 DIRECTOR_COLOUR, WORKER_COLOURS = "cyan", ("green", "yellow", "magenta", "blue", "red")
 REFRESH_SECONDS = 0.1
-TAIL_TOKENS = 1200  # a screen shows no more, and decoding everything ten times a second would slow the engine down
+TAIL_TOKENS = 1200  # a screen shows no more, and decoding everything ten times per second would slow down the engine
 NARROWEST_COLUMN = 24
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model may write terminal escapes; they are shown, not obeyed
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model may write terminal escapes; they are shown, not interpreted
 
 Decode = Callable[[list[int]], str]
 Lines = Sequence[tuple[str, str]]  # (label, text)
 
 
 def view_for(problem: str, decode: Decode, console: Console | None = None) -> TerminalView | PlainView:
-    """What suits the output: a live view on a terminal, plain text elsewhere."""
+    """The view that suits the output: live on a terminal, plain text elsewhere."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
         return PlainView(decode, lambda text: print(text, flush=True))

@@ -1,4 +1,4 @@
-"""maj@3 in closed form: the paper's average over all C(N, 3) subsets of a problem's N responses, without looking at one.
+"""maj@3 in closed form: the paper's average over all C(N, 3) subsets of a problem's N responses, without enumerating them.
 
 A subset votes with its largest class of equal answers. Its accuracy is the mean over the winning class, or over all three when
 they are all equal or all different; its longest path is the longest of the three. Summing over subsets, response i of a class of

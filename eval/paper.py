@@ -1,7 +1,7 @@
-"""The paper's own results, to be shown beside ours: its tables 1 and 2 with the appendix's ±, and total tokens.
+"""The paper's own results, shown next to ours: its tables 1 and 2 with the appendix's ±, and total tokens.
 
 The paper's ± takes every response (for majority voting every subset of three) as independent. Ours take problems as the
-unit, so ours are larger for the same data; `results.pooled_errors` has the paper's way for our responses.
+unit, so ours are larger for the same data; `results.pooled_errors` computes the paper's version for our responses.
 """
 
 from __future__ import annotations

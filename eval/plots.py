@@ -1,9 +1,9 @@
 """The report's figures as PNG, each for light and for dark screens.
 
-tradeoff     accuracy against longest path on one benchmark, ours and the paper's, with the Pareto front of ours
+tradeoff     accuracy vs. longest path on one benchmark, ours and the paper's, with the Pareto front of ours
 training     accuracy, longest path, parallelism and entropy percentiles over all stages of one training, stages one after another
 penalised    accuracy, longest path and parallelism of several trainings over their own steps, one colour each
-latency      seconds against longest path, one panel per concurrency
+latency      seconds vs. longest path, one panel per concurrency
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Picture = tuple[bytes, bytes]  # light, dark
 
 
 def literal(text: str) -> str:
-    """Text that matplotlib does not take for a formula."""
+    """Text escaped so that matplotlib does not parse it as a formula."""
     return text.replace("$", r"\$")
 
 
@@ -108,7 +108,7 @@ def tradeoff(title: str, points: Sequence[Point]) -> Picture:
 
 
 def _name_where_there_is_room(canvas: Canvas, axes: Axes, named: Sequence[Point], points: Sequence[Point], theme: Theme) -> None:
-    """Labels beside points, on the first of four sides where they cover no mark and no other label; none where all are taken."""
+    """Labels next to points, on the first of four sides where they cover no mark or other label; none if all are taken."""
     FigureCanvasAgg(canvas).draw()
     marks = [axes.transData.transform((p.longest_path.value, p.accuracy.value)) for p in points]
     taken = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in marks]
@@ -126,7 +126,7 @@ def _name_where_there_is_room(canvas: Canvas, axes: Axes, named: Sequence[Point]
 
 
 def _steps(front: Sequence[Point]) -> tuple[list[float], list[float]]:
-    """The front as a staircase: the best accuracy that can be had within each length."""
+    """The front as a staircase: the best accuracy achievable within each length."""
     x = [point.longest_path.value for point in front for _ in range(2)]
     y = [point.accuracy.value for point in front for _ in range(2)]
     return x[1:], y[:-1]
@@ -187,7 +187,7 @@ def training(stages: Sequence[Stage]) -> Picture:
 
 
 def draw_training(stages: Sequence[Stage], theme: Theme) -> Canvas:
-    """All panels that have something to show, over one axis on which every stage begins where the one before ended."""
+    """All panels that have something to show, over one axis on which every stage begins where the previous one ended."""
     starts = [0]
     for stage in stages:
         starts.append(starts[-1] + stage.rows[-1]["step"] + 1)
@@ -234,7 +234,7 @@ def _shows(panel: Panel, stages: Sequence[Stage]) -> bool:
 
 
 def _values(stage: Stage, panel: Panel, line: Line) -> list[tuple[int, float]]:
-    """(step, value) as metrics.jsonl has them."""
+    """(step, value) as in metrics.jsonl."""
     supervised = not any("reward/correct" in row for row in stage.rows)
     if supervised != (panel is SUPERVISED):
         return []

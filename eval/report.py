@@ -1,11 +1,11 @@
-"""The report of runs: the paper's tables with our rows beside the paper's, trade-off plots, training curves, wall-clock.
+"""The report of runs: the paper's tables with our rows next to the paper's, trade-off plots, training curves, wall-clock.
 
     dccot report runs/eval/dc-cot runs/eval/dsr runs/stage1 runs/stage2 --baseline dsr --out report/
 
 A RUN is an evaluation (summary.json), a training run (metrics.jsonl) or a latency measurement (latency.json). Training runs share
-one axis in the order given, as long as each starts from the one before it; one that does not gets a figure of its own.
+one axis in the order given, as long as each starts from the one before it; one that does not gets its own figure.
 
-Writes report.html, one file that opens offline, and report.md with its figures beside it.
+Writes report.html, one file that opens offline, and report.md with its figures next to it.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def write_report(
     """Write report.html and report.md into `out` and return the path of the page. `notes` open it, a paragraph each.
 
     `baseline` names the evaluation that the others are compared with, or says for each row of table 1 which row is its baseline.
-    `kind`: where problem ids say what kind of problem it is, a regular expression whose group finds that in them.
-    `seeds`: folders of finished recipes that differ in their seed only; their spread is shown.
+    `kind`: a regular expression whose group extracts the kind of problem from its id, if ids contain it.
+    `seeds`: folders of finished recipes that differ only in their seed; their spread is shown.
     """
     names = [evaluation.name for evaluation in evaluations]
     repeated = [name for name in names if names.count(name) > 1]
@@ -185,7 +185,7 @@ def _training(stages: Sequence[plots.Stage]) -> Figure:
 
 
 def _penalised(figures: Sequence[Sequence[plots.Stage]]) -> list[Figure]:
-    """The runs under the high length penalty in one figure, where there are several."""
+    """The runs under the high length penalty in one figure, if there are several."""
     runs = [stage for stages in figures for stage in stages if (stage.config.get("reward") or {}).get("kind") == "high_length_penalty"]
     if len(runs) < 2:
         return []

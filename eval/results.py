@@ -1,10 +1,10 @@
-"""What an evaluation found: measures per problem, their means with standard errors, and the file that holds them.
+"""Results of an evaluation: measures per problem, their means with standard errors, and the file that holds them.
 
     runs/eval/NAME/rollouts/aime24.rank0.jsonl      every response, one line each            written by run.py
     runs/eval/NAME/settings.json                    what decides a response: model, prompt, sampling, seed
     runs/eval/NAME/summary.json                     this file's Evaluation                   read by reports
 
-An answer that the grader could not judge (timed out, crashed) counts as wrong in the accuracies, and how many there are is shown apart.
+An answer that the grader could not judge (timed out, crashed) counts as wrong in the accuracies; their number is shown separately.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNJUDGED = (Verdict.TIMED_OUT, Verdict.CRASHED)
 
 @dataclass(frozen=True)
 class Sample:
-    """A response without its tokens: what the table needs, small enough to hold a whole benchmark in memory."""
+    """A response without its tokens: just what the table needs, small enough to hold a whole benchmark in memory."""
 
     problem: str
     sample: int
@@ -80,7 +80,7 @@ LABELS = {
 
 
 def shown(measure: str, estimate: Estimate) -> tuple[str, str]:
-    """Value and standard error as a person reads them; the error is empty where there is none."""
+    """Value and standard error in human-readable form; the error is empty if there is none."""
     scale, decimals = (100, 2) if "%" in LABELS[measure] else (1, 2) if measure == "parallelism" else (1, 0)
     value, error = ("" if math.isnan(number) else f"{scale * number:.{decimals}f}" for number in (estimate.value, estimate.stderr))
     return value, error
@@ -93,7 +93,7 @@ class BenchmarkResult:
     samples: int  # per problem
     verdicts: dict[str, int]
     by_problem: dict[str, dict[str, float]]  # measure → problem → mean over its responses
-    pooled: dict[str, float] = field(default_factory=dict)  # measure → standard error as the paper has it: every response independent
+    pooled: dict[str, float] = field(default_factory=dict)  # measure → standard error as the paper computes it: every response independent
 
     @property
     def problems(self) -> int:
@@ -132,7 +132,7 @@ def summarise(benchmark: Benchmark, samples: Iterable[Sample], classes: Mapping[
 
 
 def pooled_errors(groups: Sequence[Sequence[Sample]], votes: ByProblem) -> dict[str, float]:
-    """Standard errors as the paper has them: all responses, or all subsets of three, as if they were independent.
+    """Standard errors as the paper computes them: all responses, or all subsets of three, as if they were independent.
 
     accuracy  √(p(1−p) / PN)          length  s / √PN          votes: the same over the subsets, P · C(N, 3) of them
     """
@@ -166,7 +166,7 @@ def _length_error(lengths: Sequence[tuple[int, int]]) -> float:
 
 
 def by_problem(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
-    """Samples of each problem in order; what a mean or a vote is does not depend on which response finished first."""
+    """Samples of each problem in order, so that means and votes do not depend on which response finished first."""
     groups: dict[str, list[Sample]] = {}
     for sample in sorted(samples, key=lambda s: (s.problem, s.sample)):
         groups.setdefault(sample.problem, []).append(sample)
@@ -175,7 +175,7 @@ def by_problem(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
 
 @dataclass
 class Evaluation:
-    """One model, one way of asking it, some benchmarks: a row of the paper's table 1."""
+    """One model, one way of prompting it, some benchmarks: a row of the paper's table 1."""
 
     name: str
     model: str
@@ -184,7 +184,7 @@ class Evaluation:
     results: dict[str, BenchmarkResult] = field(default_factory=dict)  # by benchmark name
 
     def measured(self, benchmark: str, measure: str) -> ByProblem | None:
-        """A measure by problem, or None where there is none."""
+        """A measure by problem, or None if there is none."""
         result = self.results.get(benchmark)
         return (result.by_problem.get(measure) or None) if result else None
 

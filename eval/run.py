@@ -2,12 +2,12 @@
 
     dccot eval runs/hlp --bench aime24,math500                             n, temperature and top_p are the paper's unless given
     dccot eval runs/base --problems mine.jsonl --n 16 --method sequential --budget 32768 engine.max_sequences=64
-    torchrun --nproc_per_node 8 -m dccot.eval.run runs/hlp --bench aime24 --samples 50           (torchrun takes --n for its own)
+    torchrun --nproc_per_node 8 -m dccot.eval.run runs/hlp --bench aime24 --samples 50           (torchrun has its own --n)
     dccot eval latency …                                                   wall-clock instead of accuracy: latency.py
 
 generate what is missing → grade what is ungraded → summarise. Every response is appended to its rank's file as it finishes, so
-a run that was stopped anywhere continues with the missing ones when the same command is given again, on any number of ranks that see
-the same folder. A response's seed is a hash of (seed, benchmark, problem, sample): it does not depend on what else runs. On a CPU in
+after an interruption the same command continues with the missing ones, on any number of ranks that share
+the folder. A response's seed is a hash of (seed, benchmark, problem, sample): it does not depend on what else runs. On a CPU in
 float32 a resumed table is therefore the uninterrupted one; on a GPU the rounding of a kernel may depend on the batch.
 """
 
@@ -124,7 +124,7 @@ def _check_context(path: Path, config: EvalConfig, asked: dict[str, list[Asked]]
 
 
 def _settings(path: Path, config: EvalConfig) -> dict:
-    """What decides a response and its verdict. Speed is no part of it."""
+    """The settings that determine a response and its verdict, not its speed."""
     return {
         "model": str(path.resolve()),
         "seed": config.seed,
@@ -137,7 +137,7 @@ def _settings(path: Path, config: EvalConfig) -> dict:
 
 
 def open_folder(out: Path, settings: dict, runtime: Runtime) -> None:
-    """Make the folder or continue in it; one that was made with other settings is refused, because its table would mix the two."""
+    """Create the folder or continue in it; one made with other settings is rejected, because its table would mix the two."""
     fault = runtime.gather([_open_folder(out, settings) if runtime.is_main else None])[0][0]
     if fault:
         raise ConfigError(fault)
@@ -155,14 +155,14 @@ def _open_folder(out: Path, settings: dict) -> str | None:
         write_atomic(file, json.dumps(settings, indent=1, ensure_ascii=False))
     try:
         for unfinished in (out / "rollouts").glob("*.jsonl"):
-            JsonlWriter(unfinished).close()  # cuts a line that a crash left unfinished, and refuses a file that is being written
+            JsonlWriter(unfinished).close()  # truncates an unfinished line left by a crash, and rejects a file that is being written
     except BadData as error:
         return str(error)
     return None
 
 
 def _rows(out: Path, benchmark: Benchmark, asked: Sequence[Asked]) -> Iterator[dict]:
-    """The saved responses that the table wants, each once."""
+    """The saved responses that the table needs, each once."""
     problems = {problem.id: problem for problem, _ in asked}
     seen: set[Pair] = set()
     for file in sorted((out / "rollouts").glob(f"{benchmark.name}.rank*.jsonl")):
@@ -191,9 +191,9 @@ def read_samples(out: Path, benchmark: Benchmark, asked: Sequence[Asked]) -> Ite
 def _generate(
     engine: Engine, benchmark: Benchmark, asked: Sequence[Asked], missing: Sequence[Pair], config: EvalConfig, out: Path, runtime: Runtime
 ) -> None:
-    """This replica's share of the missing responses, each on disk as soon as it is finished."""
+    """This replica's share of the missing responses, each written to disk as soon as it is finished."""
     share = missing[engine.replica :: engine.replicas]
-    engine.forget_prefixes()  # what is cached must not depend on what ran before
+    engine.forget_prefixes()  # the cache must not depend on earlier work
     with ExitStack() as stack:
         progress = stack.enter_context(LengthProgress(benchmark.title, len(share), runtime.is_main))
         writes = runtime.rank % config.engine.tensor_parallel == 0  # the ranks of one replica hold the same responses
@@ -206,14 +206,14 @@ def _generate(
 
 
 def saved(rollout: Rollout) -> dict:
-    """The line of a response. Log-probs are for looking at here, and four decimals are a third of the file."""
+    """The line of a response. Log-probs are only for inspection here; with four decimals they are a third of the file."""
     for segment in rollout.response.segments():
         segment.logprobs = [round(logprob, 4) for logprob in segment.logprobs]
     return rollout.to_json()
 
 
 def grade_file(file: Path, judge: Judge) -> None:
-    """Give every line of a rollout JSONL its verdict. Two passes: the texts fit into memory, the tokens may not."""
+    """Give every line of a rollout JSONL its verdict. Two passes: the texts fit in memory, the tokens may not."""
     ungraded = [(row["text"], row["gold"]) for _, row in (read_jsonl(file) if file.stat().st_size else ()) if row["verdict"] is None]
     if not ungraded:
         return

@@ -2,8 +2,8 @@
 
     python -m dccot.eval.seeds runs/mini runs/mini-seed1
 
-Rows and their names are those of the recipe's report stage. A seed changes the world, the base model and every draw after it, so the
-spread is that of the whole method, not of the test problems alone.
+Rows and their names are those of the recipe's report stage. A seed changes the task, the base model and every later draw, so the
+spread is that of the whole method, not just of the test problems.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MEASURES = ("accuracy", "maj3_accuracy", "longest_path", "total_tokens", "parall
 
 
 def rows_of(run: Path) -> dict[str, Evaluation]:
-    """Name in the tables → evaluation, as the recipe in `run` reports them."""
+    """Name in the tables → evaluation, as reported by the recipe in `run`."""
     recipe = read_yaml(run / "recipe.yaml")
     reports = [stage for stage in recipe["stages"].values() if stage["run"] == "report"]
     require(bool(reports), f"{run}/recipe.yaml has no report stage, which says what the rows are")

@@ -1,4 +1,4 @@
-"""One problem, live in the terminal: the director above, its workers side by side, then the answer and what parallelism bought.
+"""One problem, live in the terminal: the director above, its workers side by side, then the answer and the speedup from parallelism.
 
     dccot solve MODEL "What is 2 + 3?"                 dccot solve MODEL "What is 2 + 3?" --json --trace solve.json
 
@@ -43,12 +43,12 @@ NO_LIMIT = sys.maxsize  # the model's context is the limit here, not a setting
 
 @dataclass(frozen=True)
 class Solution:
-    """What a model made of a problem."""
+    """A model's solution to a problem."""
 
     problem: str
-    answer: str | None  # the last \\boxed{…}, or else the answer block; None: there is neither
+    answer: str | None  # the last \\boxed{…}, or else the answer block; None if there is neither
     text: str  # the whole response as the director read it, `<think>` included
-    flaw: str | None  # the first rule of form that the text breaks; None: well-formed
+    flaw: str | None  # the first format rule that the text breaks; None: well-formed
     response: Response = field(repr=False)  # token ids and log-probs
     timeline: Timeline = field(repr=False)  # who wrote when
 
@@ -59,12 +59,12 @@ class Solution:
 
     @property
     def sequential_seconds(self) -> float | None:
-        """What the same tokens one after another would have taken; None if no sequence was ever decoded alone."""
+        """Time for the same tokens one after another; None if no sequence was ever decoded alone."""
         each = self.timeline.seconds_per_token_alone
         return None if each is None else each * self.response.total_tokens
 
     def to_json(self) -> dict:
-        """Everything but the token ids."""
+        """Everything except the token ids."""
         return {
             "problem": self.problem,
             "answer": self.answer,
@@ -99,9 +99,9 @@ def solve(
     (True, True)
 
     `model` is a Hugging Face folder, or a run, whose own prompt, budget and temperature are then the defaults. `budget` bounds the
-    longest path in tokens. `sequential` asks without workers. The same `seed` gives the same tokens. An `engine` that is given is used
+    longest path in tokens. `sequential` prompts without workers. The same `seed` gives the same tokens. A given `engine` is used
     and left running, so that several problems share one; otherwise one is started for this call. `show` is called with the growing
-    timeline. Raises FileNotFoundError for a missing model and ConfigError for what cannot be run.
+    timeline. Raises FileNotFoundError for a missing model and ConfigError for invalid input.
     """
     asked = _ask(model, problem, budget, temperature, sequential)
     return _answer(asked, seed, engine, Timeline(show))
@@ -109,7 +109,7 @@ def solve(
 
 @dataclass(frozen=True)
 class _Asked:
-    """A problem that can be run: everything that may be refused has been checked, and no engine is needed for that."""
+    """A problem that can be run: all checks have passed, and they need no engine."""
 
     problem: str
     model: Path
@@ -145,7 +145,7 @@ def _ask(model: str | Path, problem: str, budget: int | None, temperature: float
         raise ConfigError(f"{folder} holds no weights (*.safetensors); fetch or save the whole model")
     if len(ids) >= limit:
         raise ConfigError(f"the problem makes a prompt of {len(ids):,} tokens; {folder} takes {limit:,}: shorten it")
-    workers = rollout.workers if prompt.parallel else 1  # a director reads at most so many times its longest path
+    workers = rollout.workers if prompt.parallel else 1  # a director reads at most this many times its longest path
     return _Asked(problem, folder, ids, prompt, rollout, min(limit, len(ids) + workers * rollout.budget), tokenizer)
 
 
@@ -161,7 +161,7 @@ def _answer(asked: _Asked, seed: int, engine: Engine | None, timeline: Timeline)
 
 
 def _warm_up(engine: Engine, asked: _Asked) -> None:
-    """The first steps of an engine cost seconds; let others than the timed ones pay. The prompt is computed again afterwards."""
+    """The first steps of an engine take seconds; keep them out of the timing. The prompt is computed again afterwards."""
     for batch in (1, asked.rollout.workers):
         for number in range(batch):
             call = Call((0, number), asked.ids, [], None, 3, Finish.BUDGET)
@@ -184,7 +184,7 @@ def answer_in(text: str) -> str | None:
 
 
 def summary(solution: Solution) -> list[tuple[str, str]]:
-    """(label, text) lines that say what came out and what parallelism bought."""
+    """(label, text) lines with the result and the speedup from parallelism."""
     response, timeline = solution.response, solution.timeline
     lines = [("answer", solution.answer or "none: the text has neither \\boxed{…} nor an answer block")]
     if solution.flaw or response.finish is not Finish.ANSWERED:
@@ -204,7 +204,7 @@ def summary(solution: Solution) -> list[tuple[str, str]]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong with the command line in one line."""
+    """Reports a command line error in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` explains\n")

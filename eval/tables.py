@@ -1,4 +1,4 @@
-"""The report's tables: the paper's tables 1 and 2 with our rows above the paper's, and what the responses are made of."""
+"""The report's tables: the paper's tables 1 and 2 with our rows above the paper's, and statistics of the responses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Method:
         return self.evaluation.measured(benchmark, ("maj3_" if self.vote else "") + measure)
 
     def pooled(self, benchmark: str, measure: str) -> float:
-        """The paper's standard error of a measure; nan where it is not known."""
+        """The paper's standard error of a measure; nan if unknown."""
         result = self.evaluation.results.get(benchmark)
         return result.pooled.get(("maj3_" if self.vote else "") + measure, math.nan) if result else math.nan
 
@@ -48,7 +48,7 @@ class Method:
         return Estimate(over_problems(self.means(benchmark, measure) or {}).value, self.pooled(benchmark, measure))
 
     def point(self, benchmark: str) -> tuple[ByProblem, ByProblem] | None:
-        """Accuracy and longest path, where both were measured."""
+        """Accuracy and longest path, if both were measured."""
         accuracy, longest = (self.means(benchmark, measure) for measure in PAIR)
         return (accuracy, longest) if accuracy and longest else None
 
@@ -75,7 +75,7 @@ def methods_of(evaluations: Sequence[Evaluation]) -> list[Method]:
 
 
 def compared_pairs(methods: Sequence[Method], baseline: str | Mapping[str, str] | None) -> list[tuple[Method, Method]]:
-    """Each row with the row it is compared with. Not told: with the first sequential evaluation, or the first; votes with votes."""
+    """Each row with its baseline row. By default the first sequential evaluation, or the first; votes with votes."""
     by_label = {method.label: method for method in methods}
     wanted = baseline if isinstance(baseline, Mapping) else {}
     unknown = [name for name in ({baseline} if isinstance(baseline, str) else {*wanted, *wanted.values()}) if name not in by_label]
@@ -119,7 +119,7 @@ def _columns(titles: Titles) -> list[tuple[str, Sequence[str]]]:
 
 
 def papers_rows(titles: Titles) -> list[Row]:
-    """The paper's table 1, for those of its benchmarks that are among `titles`."""
+    """The paper's table 1, for its benchmarks that are in `titles`."""
     if not set(titles) & set(paper.COLUMNS):
         return []
     rows = []
@@ -150,7 +150,7 @@ def table_2(pairs: Sequence[tuple[Method, Method]], titles: Titles) -> Table:
 
 
 def papers_changes(titles: Titles) -> list[Row]:
-    """The paper's table 2, worked out from its table 1."""
+    """The paper's table 2, computed from its table 1."""
     if not set(titles) & set(paper.COLUMNS):
         return []
     rows = []
@@ -169,7 +169,7 @@ def papers_changes(titles: Titles) -> list[Row]:
 
 
 def _pooled_changes(accuracy: tuple[Estimate, Estimate], longest: tuple[Estimate, Estimate]) -> tuple[float, float]:
-    """Errors of a difference and of a ratio − 1 from those of their two sides, as if these were independent."""
+    """Errors of a difference and of a ratio − 1 from those of the two sides, treated as independent."""
     (ours, theirs), (top, bottom) = accuracy, longest
     ratio = math.hypot(top.stderr, top.value / bottom.value * bottom.stderr) / bottom.value if bottom.value else math.nan
     return math.hypot(ours.stderr, theirs.stderr), ratio
@@ -253,7 +253,7 @@ STAGE_MEASURES = {
 
 
 def stages_table(stages: Sequence[tuple[str, Mapping, Sequence[Mapping]]]) -> Table:
-    """How each stage of RL began and ended. A stage: its name, its configuration, the rows of its metrics.jsonl."""
+    """How each RL stage began and ended. A stage: its name, its configuration, the rows of its metrics.jsonl."""
     rows = []
     for name, config, steps in stages:
         quarter = max(1, len(steps) // 4)
@@ -268,7 +268,7 @@ def stages_table(stages: Sequence[tuple[str, Mapping, Sequence[Mapping]]]) -> Ta
 
 
 def checkpoints_table(run: Path) -> Fold | None:
-    """Every checkpoint of a run that was validated or is still there, so that choosing one is informed; None where there is none."""
+    """Every checkpoint of a run that was validated or still exists, for choosing among them; None if there is none."""
     validated, kept = {each.step: each for each in validated_checkpoints(run)}, kept_steps(run)
     if not validated:
         return None

@@ -1,4 +1,4 @@
-"""What the evaluation commands show in a terminal: progress and the table."""
+"""Terminal output of the evaluation commands: progress and the table."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The timeline of one response: who wrote when, and what every engine step had in its batch.
 
-    timeline = Timeline()                                   a Watch: hand it to generate(…, watch=timeline)
+    timeline = Timeline()                                   a Watch: pass it to generate(…, watch=timeline)
     timeline.write("solve.json")                            opens in https://ui.perfetto.dev and in chrome://tracing
 
     response   director  ███████           ██████           one slice per call, arrows where workers are spawned and read
@@ -8,7 +8,7 @@
                worker 2         █████
     engine     steps     ▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏             one slice per step, with its batch; the batch as a counter too
 
-The steps also say what it costs to decode alone: those with a single call in the batch, prefills aside.
+The steps also give the cost of decoding alone: those with a single call in the batch, excluding prefills.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dccot.rollout.generate import Request, Watch
 from dccot.rollout.interface import Engine
 
 RESPONSE, ENGINE = 1, 2  # the trace's "processes"
-DIRECTOR, STEPS = 10, 1000  # thread ids, unique over both: Perfetto names threads by their id alone; worker i is DIRECTOR + i
+DIRECTOR, STEPS = 10, 1000  # thread ids, unique over both: Perfetto identifies threads by id only; worker i is DIRECTOR + i
 
 
 @dataclass
@@ -51,12 +51,12 @@ class Step:
     start: float
     end: float
     batch: int  # calls in it
-    prefills: int  # calls that gave their first token
+    prefills: int  # calls that produced their first token
     tokens: int  # sampled in it
 
 
 class Timeline(Watch):
-    """Records one response. `show` is called whenever something has changed; its time is no engine step's time."""
+    """Records one response. `show` is called on every change; its time is not counted as engine time."""
 
     def __init__(self, show: Callable[[Timeline], None] | None = None, clock: Callable[[], float] = time.perf_counter):
         self.lanes: list[Lane] = []
@@ -100,7 +100,7 @@ class Timeline(Watch):
 
     @property
     def seconds_per_token_alone(self) -> float | None:
-        """What a token costs when nothing else is decoded; None if that never happened."""
+        """Seconds per token when nothing else is decoded; None if that never happened."""
         tokens = sum(step.tokens for step in self.alone)
         return sum(step.end - step.start for step in self.alone) / tokens if tokens else None
 

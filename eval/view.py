@@ -1,15 +1,15 @@
-"""Rollouts as one HTML page to browse: a list with filters and search, and every response as a tree to scale with its texts.
+"""One HTML page to browse rollouts: a list with filters and search, and every response as a tree drawn to scale with its texts.
 
     dccot view runs/rl/rollouts/step_000010.jsonl                        →  runs/rl/rollouts/step_000010.html
     dccot view a.jsonl b.jsonl --out page.html --model runs/rl --entropy
 
-The page needs no server and no network, and forbids itself any request. Its data travels compressed, as base64 in script elements:
+The page needs no server or network, and its policy forbids any request. Its data is compressed, as base64 in script elements:
 
-    index        one column per fact (problem, verdict, reward, lengths, …): all that list, filters and sorting need
-    block 0…     the texts and log-probs of BLOCK responses each; unpacked when one of them is looked at
+    index        one column per fact (problem, verdict, reward, lengths, …): everything the list, filters and sorting need
+    block 0…     the texts and log-probs of BLOCK responses each; unpacked when one of them is opened
 
-Tokens are coloured one by one when their tokenizer is known: from --model, or from the run that the file lies in. Otherwise texts are
-cut at the tags, and only the lanes of the tree can be coloured.
+Tokens are coloured one by one when their tokenizer is known: from --model, or from the run that contains the file. Otherwise texts are
+split at the tags, and only the lanes of the tree can be coloured.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FIELDS: dict[str, Any] = {
 
 
 def read_rollout(row: Any) -> Rollout:
-    """The rollout of a line, with every value of the kind that the page can show; an error says which is not."""
+    """The rollout of a line, with every value of a type that the page can show; an error names the one that is not."""
     rollout = Rollout.from_json(row)
     for name, kind in FIELDS.items():
         if not isinstance(value := getattr(rollout, name), kind):
@@ -65,9 +65,9 @@ def read_rollout(row: Any) -> Rollout:
 
 
 def cut(text: str, response: Response) -> list[str]:
-    """The text of every segment in reading order, told by the tags alone; joined they are the text again.
+    """The text of every segment in reading order, based only on the tags; joined, they give the text again.
 
-    A tag that a worker wrote out of turn may mislead it: token ids would tell better, but need their tokenizer.
+    A tag that a worker wrote out of place may mislead it: token ids would be more reliable, but need their tokenizer.
     """
     found, at = [], 0
 
@@ -92,7 +92,7 @@ def cut(text: str, response: Response) -> list[str]:
 
 
 class Pieces:
-    """Token ids → the piece of text that each stands for. A character spelled by several tokens belongs to the last of them."""
+    """Token ids → the piece of text that each stands for. A character made of several tokens belongs to the last of them."""
 
     LONGEST_CHARACTER = 8  # tokens
 
@@ -126,7 +126,7 @@ def utf16_length(text: str) -> int:
 
 @dataclass
 class Page:
-    """Collects rollouts and writes the page; `pieces` and `scorer` add what only a model knows."""
+    """Collects rollouts and writes the page; `pieces` and `scorer` add what needs a model."""
 
     pieces: Pieces | None = None
     scorer: Scorer | None = None
@@ -142,7 +142,7 @@ class Page:
         gold = rollout.gold if isinstance(rollout.gold, str) else " or ".join(rollout.gold)
         problem = (rollout.problem, rollout.question, gold)
         response = rollout.response
-        details = self._details(rollout)  # what may fail comes before what is kept
+        details = self._details(rollout)  # steps that may fail come before any state changes
         logprobs = [value for segment in response.segments() for value in segment.logprobs]
         row = {
             "problem": len(self.problems),
@@ -224,7 +224,7 @@ def _number(value: float | None) -> float | None:
 
 
 def _centinats(nats: float) -> int:
-    return round(100 * max(nats, -HARDLY / 100)) if nats < HARDLY / 100 else HARDLY  # not a number counts as hardly, too
+    return round(100 * max(nats, -HARDLY / 100)) if nats < HARDLY / 100 else HARDLY  # nan also gives HARDLY
 
 
 def _own_run(path: Path) -> Path | None:
@@ -234,7 +234,7 @@ def _own_run(path: Path) -> Path | None:
 
 
 def _helpers(model: str | Path, entropy: bool) -> tuple[Pieces, Scorer | None]:
-    """What only a model knows. Imported here: a page without a model is made in a moment."""
+    """What needs a model. Imported here, so that a page without a model stays fast."""
     from dccot.eval.entropy import Scorer
     from dccot.model.folder import resolve_model
     from dccot.model.tokenizer import open_tokenizer
@@ -244,7 +244,7 @@ def _helpers(model: str | Path, entropy: bool) -> tuple[Pieces, Scorer | None]:
 
 
 def collect(page: Page, paths: Sequence[Path], report=print) -> None:
-    """Add every rollout of the files to the page; lines that hold none are reported and skipped."""
+    """Add every rollout of the files to the page; other lines are reported and skipped."""
     for path in paths:
         for line, row in read_jsonl(path, report=report):
             try:

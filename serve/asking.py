@@ -1,9 +1,9 @@
-"""A chat completion request, read strictly: what cannot be honoured is refused with the field's name, never ignored.
+"""Strict parsing of a chat completion request: unsupported fields are rejected by name, never ignored.
 
     read_ask(body)                         bytes → Ask, or Refused
     prompt_text(prompt, messages, …)       the messages in the model's own format: its chat template, or DeepSeek's chat tokens
 
-A field may still be sent with the value that asks for nothing (`logprobs: false`, `tools: []`): clients do so by default.
+A field may still be sent with a value that has no effect (`logprobs: false`, `tools: []`): clients do so by default.
 """
 
 from __future__ import annotations
@@ -198,16 +198,16 @@ NEUTRAL: dict[str, tuple] = {
     "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},), "modalities": (["text"],), "store": (False,),
     "service_tier": ("auto", "default"), "ignore_eos": (False,), "include_reasoning": (True,),
 }  # fmt: skip
-WITHOUT_EFFECT = ("user", "safety_identifier", "metadata")  # say who asks; nothing about what is wanted
+WITHOUT_EFFECT = ("user", "safety_identifier", "metadata")  # identify the caller; do not affect the response
 
 
 def prompt_text(prompt: PromptConfig, messages: list[Message], tokenizer: Any, eos: str) -> str:
-    """The last question as the model was trained to be asked it, after the turns before it."""
+    """The last question in the format the model was trained on, after the earlier turns."""
     turns = [asdict(message) for message in messages[:-1]]
     try:
         chat = prompt.chat_format(tokenizer) == "chat"
         last = prompt.text(messages[-1].content, tokenizer, turns if chat else ())
-    except (ConfigError, UnusablePrompt) as error:  # the template refuses these turns, or changes the question
+    except (ConfigError, UnusablePrompt) as error:  # the template rejects these turns, or changes the question
         raise Refused(f"messages: {error}", "messages") from None
     if chat or not turns:
         return last

@@ -2,10 +2,10 @@
 
     chat.admit(ask) → Job          400, 404 and 503 happen here, before anything is sampled; the job is running when it is returned
     await job.whole()              one chat.completion object
-    job.chunks()                   chat.completion.chunk objects, as they come; a list of those that came at the same time
+    job.chunks()                   chat.completion.chunk objects, as they arrive; a list of those that arrived together
 
-In a stream, a delta that someone has just written carries its lane beside the standard fields: `round` (from 1), `worker` (0: the
-director), `text`, `tokens`. `reasoning` and `content` are in reading order: worker 2's text follows there when worker 1 has finished.
+In a stream, a new delta carries its lane in addition to the standard fields: `round` (from 1), `worker` (0: the
+director), `text`, `tokens`. `reasoning` and `content` are in reading order: worker 2's text follows once worker 1 has finished.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dccot.serve.reading import Channels, Piece, ReadingOrder, answer_tokens
 from dccot.serve.settings import ServeConfig
 from dccot.serve.thinking import Thinking, Words
 
-CHARACTERS_PER_TOKEN = 32  # more than that in a row of the model's context is refused before it is tokenised
+CHARACTERS_PER_TOKEN = 32  # messages longer than this many times the model's context are rejected before tokenising
 
 
 class Chat:
@@ -51,7 +51,7 @@ class Chat:
         self.usual_seconds = 1.0  # that a response takes, lately
 
     def about(self) -> dict:
-        """What this server does beyond vLLM's own, for /v1/models."""
+        """What this server adds to vLLM, for /v1/models."""
         rollout = self.config.rollout
         return {
             "method": "divide-and-conquer chain of thought: a director that spawns workers and joins them",
@@ -70,9 +70,9 @@ class Chat:
         self._refuse_if_busy(ask.n)
         loop = asyncio.get_running_loop()
         ids = await loop.run_in_executor(self._tokenising, self._prompt_ids, ask, prompt)
-        self._refuse_if_busy(ask.n)  # others may have come meanwhile
+        self._refuse_if_busy(ask.n)  # others may have arrived meanwhile
         seed = secrets.randbits(63) if ask.seed is None else ask.seed
-        order = next(self._order) if self._by_priority else 0  # a response that has begun comes before one that has not
+        order = next(self._order) if self._by_priority else 0  # started responses go before new ones
         name = f"chatcmpl-{uuid.uuid4().hex}"
         directors = [Director(ids, rollout, self.words.tags, self.context, prompt.parallel) for _ in range(ask.n)]
         piecewise = ask.stream or bool(ask.stop)
@@ -122,13 +122,13 @@ class Chat:
 
 
 class Choice:
-    """One response in the making: what a client has been told of it."""
+    """One response in progress: what has been sent to the client."""
 
     def __init__(self, index: int, stop: tuple[str, ...]):
         self.index, self.order, self.channels = index, ReadingOrder(), Channels(stop)
 
     def hear(self, piece: Piece) -> Iterator[tuple[dict, list[int]]]:
-        """(delta, token ids) for each piece that a client learns of now; the delta of what has just been written names its lane."""
+        """(delta, token ids) for each piece to send now; the delta of newly written text names its lane."""
         lane = {"round": piece.path[0] + 1, "worker": piece.path[1], "text": piece.text, "tokens": len(piece.ids)}
         ready = self.order.take(piece)
         reasoning, content = self.channels.take(piece) if ready else ("", "")
@@ -181,7 +181,7 @@ class Job:
         self._deltas.put_nowait(None)
 
     async def close(self) -> None:
-        """End every call of the request that still runs."""
+        """End every call of the request that is still running."""
         self._task.cancel()
         await asyncio.wait([self._task])
 
@@ -216,7 +216,7 @@ class Job:
         return {"index": index, "message": message, "logprobs": None, "finish_reason": finish, "stop_reason": reason, **ids}
 
     async def chunks(self) -> AsyncIterator[list[dict]]:
-        """What there is to tell, as it comes; the workers of a round write at the same time, and that is sent at once."""
+        """Events as they arrive; the workers of a round write at the same time, and their events are sent together."""
         yield [self._chunk(choice.index, {"role": "assistant", "content": ""}) for choice in self.choices]
         items: list[tuple[int, dict, list[int]] | None] = []
         while not items or items[-1] is not None:

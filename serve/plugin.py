@@ -1,8 +1,8 @@
 """The endpoint plugin of vLLM's server: `VLLM_PLUGINS=dccot vllm serve MODEL`, or `dccot serve MODEL`.
 
     POST /v1/chat/completions      director and workers over the server's engine (replaces vLLM's)
-    GET  /v1/models                vLLM's list, with what this server does
-    GET  /                         a page to ask and to watch
+    GET  /v1/models                vLLM's list, with this server's settings
+    GET  /                         a page to ask questions and watch the workers
 
 Everything else is vLLM's: /v1/completions, /metrics, /health, batching, prefix cache, parallelism, TLS, API keys.
 """
@@ -101,7 +101,7 @@ def _said(error: Exception) -> str:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of a job. When they end, or the client goes away, so does the job."""
+    """Server-sent events of a job. When they end, or the client disconnects, so does the job."""
 
     def __init__(self, job: Job):
         super().__init__(self._events(job), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

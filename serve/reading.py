@@ -1,8 +1,8 @@
-"""From what director and workers write side by side to what a plain client reads.
+"""Turns the parallel output of director and workers into the text that a plain client reads.
 
-    pieces as they come ──ReadingOrder──► pieces in the order in which the director reads them ──Channels──► reasoning, content
+    pieces as they arrive ──ReadingOrder──► pieces in the order in which the director reads them ──Channels──► reasoning, content
 
-A worker's pieces wait until the workers before it have finished, so that the text of a plain client is whole and in order. The answer is
+A worker's pieces wait until the workers before it have finished, so that a plain client's text is complete and in order. The answer is
 what the director writes after its first `</think>`, without the `<answer>` tags; a `</think>` in a worker's text means nothing.
 """
 
@@ -52,14 +52,14 @@ class ReadingOrder:
 
 
 class Channels:
-    """Splits text in reading order into reasoning and content; `stopped` is the stop text that the content was cut before."""
+    """Splits text in reading order into reasoning and content; `stopped` is the stop string that ended the content."""
 
     def __init__(self, stop: Iterable[str] = ()):
         self._stops = frozenset(stop)
         self._markers = [ANSWER_OPEN, ANSWER_CLOSE, *self._stops]
         self._pattern = re.compile("|".join(map(re.escape, self._markers)))
         self._fresh, self._answering, self._begun = True, False, False
-        self._held, self._space = "", ""  # maybe the start of a marker; white space that may turn out to be the end
+        self._held, self._space = "", ""  # possibly the start of a marker; white space that may turn out to be trailing
         self.stopped: str | None = None
 
     def take(self, piece: Piece) -> tuple[str, str]:
@@ -105,7 +105,7 @@ class Channels:
         return trimmed
 
     def _hold(self, text: str, markers: list[str], ended: bool) -> str:
-        """`text` without an end that may be the start of a marker, which is kept for the next piece."""
+        """`text` without a suffix that may be the start of a marker, which is kept for the next piece."""
         if ended:
             return text
         longest = min(len(text), max(map(len, markers)) - 1)

@@ -1,7 +1,7 @@
-"""What the endpoint is set up with: `DCCOT_SERVE="rollout.budget=4000 max_n=4" VLLM_PLUGINS=dccot vllm serve MODEL`.
+"""Settings of the endpoint: `DCCOT_SERVE="rollout.budget=4000 max_n=4" VLLM_PLUGINS=dccot vllm serve MODEL`.
 
-The plugin runs inside vLLM's server, whose command line is not ours to extend, and maybe in several processes of it. So its settings come
-through one environment variable, as `key=value` like everywhere else; `dccot serve` fills it from its options and the model's run.
+The plugin runs inside vLLM's server, whose command line we cannot extend, possibly in several of its processes. So its settings come
+from one environment variable, as `key=value` like everywhere else; `dccot serve` fills it from its options and the model's run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ServeConfig:
     prompt: PromptConfig = field(default_factory=lambda: PromptConfig(max_prompt_tokens=1_000_000))  # the model's context is less
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(budget=12000))  # budget: default and limit of each request
     max_n: int = 16  # choices per request
-    max_requests: int = 256  # choices that run at once; what exceeds them is answered 503
+    max_requests: int = 256  # choices that run at once; further requests get a 503
 
     def check(self) -> None:
         at_least(1, self.max_n, "max_n")

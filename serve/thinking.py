@@ -1,9 +1,9 @@
 """One response on the server's asynchronous engine: every call of director and workers is a task, all of them end together.
 
-    Thinking(engine, director, …).run(hear)          hear(piece) is called as text comes; returning True ends the response there
+    Thinking(engine, director, …).run(hear)          hear(piece) is called as text arrives; returning True ends the response there
 
 The calls of all requests share the engine's batches. Cancelling the run, or an error in any call, cancels the other calls of this response
-at once, and vLLM aborts what it ran for them.
+immediately, and vLLM aborts their requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Hear = Callable[[Piece], bool]
 
 
 class Words:
-    """The tokenizer and what it makes of the protocol's tags."""
+    """The tokenizer and its ids for the protocol's tags."""
 
     def __init__(self, tokenizer: Any, workers: int):
         self.tokenizer = tokenizer
@@ -56,8 +56,8 @@ class Thinking:
     seed: int
     sample: int
     priority: int = 0
-    piecewise: bool = True  # False: hear of a call only when it has ended
-    first_token: float | None = field(init=False, default=None)  # seconds after the engine had the first call
+    piecewise: bool = True  # False: report a call only when it has ended
+    first_token: float | None = field(init=False, default=None)  # seconds since the engine got the first call
 
     async def run(self, hear: Hear) -> None:
         async with asyncio.TaskGroup() as calls:
@@ -94,7 +94,7 @@ class Thinking:
         return SamplingParams(
             temperature=self.config.temperature,
             top_p=self.config.top_p,
-            seed=seed_of(self.seed, "problem", self.sample, *call.path),  # as `dccot solve` has it
+            seed=seed_of(self.seed, "problem", self.sample, *call.path),  # as in `dccot solve`
             max_tokens=call.max_tokens,
             stop=[call.stop] if call.stop and token is None else None,
             stop_token_ids=[token] if token is not None else None,
@@ -109,5 +109,5 @@ class Thinking:
             return Stop.LENGTH
         if result.finish_reason != "stop":
             raise RuntimeError(f"the engine ended call {call.path} with {result.finish_reason!r}; expected 'stop' or 'length'")
-        reason = result.stop_reason  # None: the tokenizer's EOS; a model may have other tokens that end its text, too
+        reason = result.stop_reason  # None: the tokenizer's EOS; a model may have other end tokens
         return Stop.TAG if reason is not None and reason in (call.stop, self.words.single_token(call.stop)) else Stop.EOS
