@@ -1,9 +1,9 @@
-"""`dccot bench all` (= `make bench`): every benchmark in a process of its own, one table, one JSON per benchmark.
+"""`dccot bench all` (= `make bench`): every benchmark in its own process, one table, one JSON per benchmark.
 
     dccot bench all                     dccot bench forest rollout                     dccot bench attention --tree paper --profile
 
 A benchmark is a module with `run(quick) -> list[{name, value, unit, target, better}]`; `better` is "higher" or "lower" and `target` may be
-None. What could not be measured has the value None and a `reason`. runs/bench/<benchmark>.json holds the list, for programs to read.
+None. Anything that could not be measured has the value None and a `reason`. runs/bench/<benchmark>.json holds the list as JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BENCHMARKS = {
     "eval": "dccot.bench.grading",
     "serve": "dccot.bench.serve",
 }
-KERNEL_BENCHMARKS = ("attention", "logprob")  # have options of their own
+KERNEL_BENCHMARKS = ("attention", "logprob")  # have their own options
 FOLDER = Path("runs/bench")
 
 
@@ -65,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Run benchmarks; results also in runs/bench/*.json.", epilog="example: dccot bench forest rollout"
     )
     parser.add_argument("names", nargs="+", help=f"all, or some of {', '.join(BENCHMARKS)}; {' and '.join(KERNEL_BENCHMARKS)} take options")
-    parser.add_argument("--quick", action="store_true", help="smaller sizes, to see that everything runs")
-    parser.add_argument("--here", action="store_true", help="in this process instead of one of its own")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, to check that everything runs")
+    parser.add_argument("--here", action="store_true", help="run in this process instead of a separate one")
     arguments = parser.parse_args(argv)
     names = list(BENCHMARKS) if arguments.names == ["all"] else arguments.names
     unknown = [name for name in names if name not in BENCHMARKS]

@@ -1,13 +1,13 @@
-"""A tiny model that speaks the protocol without having been trained, for tests and benchmarks.
+"""A tiny model that follows the protocol without training, for tests and benchmarks.
 
-Its weights are written down rather than learnt. The embedding is one-hot, so the LM head can hold any table of bigrams:
+Its weights are constructed rather than learnt. The embedding is one-hot, so the LM head can hold any table of bigrams:
 
-    logits(next | last) = T · log P(next | last)  +  what the two random layers make of the whole context
+    logits(next | last) = T · log P(next | last)  +  the contribution of two random layers over the whole context
 
-Letters follow letters until, with the given chances per token, a tag or the end comes. So segments have geometric lengths with
-means that the caller chooses, and every log-prob still depends on everything that attention sees.
+Letters follow letters until a tag or the end, with the given probability per token. So segments have geometric lengths with
+means chosen by the caller, and every log-prob still depends on everything that attention sees.
 
-    save("checkpoints/tiny", tags="spelled")          → a folder that transformers, vLLM and dccot open
+    save("checkpoints/tiny", tags="spelled")          → a folder that transformers, vLLM and dccot can load
 
 `tags="single"`: every tag is one special token. `tags="spelled"`: tags are plain text of several tokens, and a tag's last token
 may run on into the next line (`>` and `>\\n` are both tokens), as in the tokenizers of published models.
@@ -33,8 +33,8 @@ SPACE, NEWLINE = "Ġ", "Ċ"  # as byte-level tokenizers spell them
 LETTERS = string.ascii_lowercase + SPACE
 CHARACTERS = string.printable[:94] + SPACE + NEWLINE
 TAG_PIECES = ["spawn_workers", "worker_", "</worker_", ">\n"]
-NEVER = -14.0  # log of a chance that hardly ever comes true
-LOUDNESS = 10.0  # of the last token against what the layers add
+NEVER = -14.0  # log of a negligible probability
+LOUDNESS = 10.0  # of the last token relative to what the layers add
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def tokenizer(tags: str, workers: int = 3) -> PreTrainedTokenizerFast:
 
 
 def bigrams(tokens: dict[str, int], tags: str, chances: Chances, workers: int) -> Tensor:
-    """P(next | last) as a [V, V] table: plain text that may end after any token, and the spelling of the tags."""
+    """P(next | last) as a [V, V] table: plain text that may end after any token, and how the tags are tokenized."""
     ends = {"<" if tags == "spelled" else SPAWN_OPEN: chances.spawn, EOS: chances.eos}
     closing, spelling = {">": 0.7, ">\n": 0.3}, {}
     if tags == "single":
@@ -98,7 +98,7 @@ def hold_bigrams(weights: Mapping[str, Tensor], logits: Tensor, common: Tensor |
     """
     embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
     vocab, width = embedding.shape
-    scale = (width / (1 if common is None else 2)) ** 0.5  # what the last norm makes of each dimension that is on
+    scale = (width / (1 if common is None else 2)) ** 0.5  # value of each active dimension after the last norm
     embedding.zero_().fill_diagonal_(LOUDNESS)
     if common is not None:
         embedding[:, -1] = LOUDNESS
@@ -118,7 +118,7 @@ def save(
     layers: int = 2,
     seed: int = 0,
 ) -> Path:
-    """Write the checkpoint (config, weights, tokenizer). At `temperature` the model writes with just these chances."""
+    """Write the checkpoint (config, weights, tokenizer). At `temperature` the model samples with exactly these probabilities."""
     if tags not in ("single", "spelled", "mixed"):
         raise ValueError(f"tags is {tags!r}; use 'single', 'spelled' or 'mixed'")
     torch_state = torch.get_rng_state()

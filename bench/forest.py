@@ -3,10 +3,10 @@
     dccot bench forest
 
 Responses are like those of the paper's trained model (dccot.kernels.trees), about 6,000 tokens with the prompt, seven to a prompt.
-The figures are the processor time of one core for everything between responses and the model: packing is a plan over lengths, building
+The figures are CPU time of one core for everything between responses and the model: packing is a plan over lengths, building
 copies every token once, and positions and parents are derived from `visible_until`. Larger batches hold the same responses repeatedly.
-Rows are the turns of agents: seven to a prompt, each leaving the first of them at a random place. How their layout grows is shown
-with the kernel's time and without it: gigabytes are fresh pages every time, megabytes are pages used again.
+Rows are the turns of agents: seven to a prompt, each leaving the first of them at a random place. The growth of layout time is shown
+with and without the kernel's time: gigabytes need new pages every time, megabytes reuse theirs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WARM_UP = 20  # responses
 
 
 def paper_like_response(rng: random.Random, prompt: list[int], tokens: int, vocabulary: int) -> Response:
-    """A response of `tokens` tokens after its prompt, scaled from one as the paper's model writes them."""
+    """A response of `tokens` tokens after its prompt, scaled from one like the paper's model's."""
     shape = paper_shape(np.random.default_rng(rng.getrandbits(32)), prompt=0)
     shape = shape.scaled(tokens / (sum(shape.director) + sum(map(sum, shape.rounds))))
 
@@ -53,7 +53,7 @@ def paper_like_responses(count: int, tokens: int, seed: int = 0, prompt_tokens: 
 
 
 def build_all(responses: list[Response]) -> tuple[float, int]:
-    """Seconds to pack and build `responses`, masks included, and how many tokens came out."""
+    """Seconds to pack and build `responses`, including masks, and the number of tokens."""
     start = time.process_time()
     plan = pack(responses, TOKEN_BUDGET, ranks=8)
     tokens = 0
@@ -77,7 +77,7 @@ def branching_rows(count: int, tokens: int, seed: int = 0, vocabulary: int = 151
 
 
 def lay_out(rows: list[np.ndarray]) -> tuple[float, float]:
-    """Seconds to make one forest of `rows`, its mask included: processor time, and how much of it outside the kernel."""
+    """Seconds to build one forest of `rows`, including its mask: CPU time, and how much of it outside the kernel."""
     before = resource.getrusage(resource.RUSAGE_SELF)
     forest, _ = Forest.from_rows(rows)
     _ = forest.mask.position, forest.mask.parent, forest.targets

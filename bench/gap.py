@@ -2,7 +2,7 @@
 
     python -m dccot.bench.gap MODEL problems.jsonl --n 16 --tokens 128 [--dtype bfloat16]
 
-Same weights, same tokens; only rounding differs. `train/objectives.py` corrects for the rest where rollout_ratio_cap is set.
+Same weights, same tokens; only rounding differs. `train/objectives.py` corrects for the rest if rollout_ratio_cap is set.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""`dccot gpu-check` (= `make gpu-check`): the first minutes on a machine with GPUs, as one page to paste into an issue.
+"""`dccot gpu-check` (= `make gpu-check`): checks a machine with GPUs; one report to paste into an issue.
 
     dccot gpu-check                                         about 15 minutes at most on one GPU; more checks with two
     dccot gpu-check --model MODEL                           the engine's checks on a real model instead of a tiny one
     dccot gpu-check attention lm_head                       some of the checks
-    dccot gpu-check --device cpu                            what of it runs without a GPU
+    dccot gpu-check --device cpu                            the part that runs without a GPU
 
-Each check runs in a process of its own (gpu_worker.py) with a time limit, so that one that fails, crashes or hangs never hides the next.
-On a CPU checks share a process until one fails. What cannot run here is "not run", never passed. Ends with 1 if a check failed.
+Each check runs in its own process (gpu_worker.py) with a time limit, so that a failure, crash or hang never hides the next.
+On a CPU checks share a process until one fails. A check that cannot run here is "not run", never passed. Exits with 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Result:
 
 
 def processes(checks: Sequence[Check], device: str) -> list[list[Check]]:
-    """Which checks share a process: none on a GPU, on a CPU those that start alike."""
+    """Which checks share a process: none on a GPU; on a CPU those with the same startup."""
     if device == "cuda":
         return [[check] for check in checks]
     groups: dict[tuple[int, bool], list[Check]] = {}
@@ -84,7 +84,7 @@ def processes(checks: Sequence[Check], device: str) -> list[list[Check]]:
 
 
 def run_together(checks: Sequence[Check], folder: Path, device: str, model: str) -> list[Result]:
-    """Every check's result; a new process for the rest whenever one ends before its time."""
+    """Every check's result; a new process for the rest whenever one ends early."""
     results: list[Result] = []
     left = list(checks)
     while left:
@@ -94,24 +94,24 @@ def run_together(checks: Sequence[Check], folder: Path, device: str, model: str)
         ended = run_process(left, folder, device, model)
         while left and (files := reports(left[0], folder)):
             said = [json.loads(file.read_text()) for file in files]
-            found = min(said, key=lambda each: ("error" not in each, each["seconds"]))  # the first failure, which brings others
+            found = min(said, key=lambda each: ("error" not in each, each["seconds"]))  # the first failure, which causes the others
             verdict, text = ("failed", f"{found['error']}\n{found['trace']}") if "error" in found else ("passed", found["found"])
             results.append(Result(left.pop(0), verdict, text, found["seconds"]))
             if verdict == "failed":
                 break
         else:
-            if left:  # it left no word: a crash or a hang
+            if left:  # it left no result: a crash or a hang
                 results.append(Result(left.pop(0), "failed", ended))
     return results
 
 
 def reports(check: Check, folder: Path) -> list[Path]:
-    """What a check left: rank 0's word, and those of other ranks that failed."""
+    """A check's results: rank 0's, and those of other ranks that failed."""
     return sorted(folder.glob(f"{check.name}.json")) + sorted(folder.glob(f"{check.name}.rank*.json"))
 
 
 def run_process(checks: Sequence[Check], folder: Path, device: str, model: str) -> str:
-    """Start a worker, wait, end it when its time is over; how it ended, with the last lines it printed."""
+    """Start a worker, wait, kill it at its time limit; returns how it ended, with the last lines it printed."""
     ranks, limit = checks[0].ranks, sum(check.limit for check in checks) * (1 if device == "cuda" else CPU_PATIENCE)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     names = [f"{check.module}:{check.name}" for check in checks]
@@ -134,7 +134,7 @@ def run_process(checks: Sequence[Check], folder: Path, device: str, model: str) 
 
 
 def page(results: Sequence[Result], device: str, model: str, seconds: float) -> str:
-    """Markdown: a table, then what each check found in detail."""
+    """Markdown: a table, then the details of each check."""
     counts = {verdict: sum(result.verdict == verdict for result in results) for verdict in ("passed", "failed", "not run")}
     lines = [
         "# GPU check",
@@ -166,7 +166,7 @@ def _commit() -> str:
 
 
 def count_gpus() -> int:
-    """In a process of its own: this one must not hold a GPU while others are checked."""
+    """In a separate process: this one must not hold a GPU during the checks."""
     count = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
     done = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True)
     return int(done.stdout.split()[-1]) if done.returncode == 0 else 0

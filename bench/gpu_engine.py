@@ -1,4 +1,4 @@
-"""Checks of `dccot gpu-check`: engine, trainer, and both together, on the model given or on a tiny one."""
+"""Checks of `dccot gpu-check`: engine, trainer, and both together, on the given model or a tiny one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GAP = 0.01  # mean |Δ log p| of a bf16 engine and the bf16 trainer
 
 
 def model_folder(context: Context) -> Path:
-    """The model given, or a tiny one that speaks the protocol."""
+    """The given model, or a tiny one that follows the protocol."""
     if context.model:
         return Path(context.model)
     folder = context.folder / "tiny"
@@ -65,7 +65,7 @@ def prompts(tokenizer: Any) -> list[list[int]]:
 
 
 def rollouts(engine: Any, samples: int = 1, **settings: Any) -> list[Any]:
-    """Responses to every prompt; sequential and greedy unless told otherwise."""
+    """Responses to every prompt; sequential and greedy by default."""
     config = RolloutConfig(**{"budget": GREEDY_TOKENS, "temperature": 0.0} | settings)
     parallel = config.temperature > 0
     requests = [Request(f"p{i}", s, ids, parallel=parallel) for i, ids in enumerate(prompts(engine.tokenizer)) for s in range(samples)]
@@ -147,7 +147,7 @@ def trainer(context: Context, compute_dtype: str) -> tuple[Any, Any]:
 
 
 def sleep_and_wake(context: Context) -> str:
-    """With a learning rate of 0: what comes back is what was there."""
+    """With a learning rate of 0: the weights must come back unchanged."""
     engine = engine_of(context, "bfloat16", sleeps=True)
     expected, responses = greedy(engine), rollouts(engine, samples=4, budget=100, temperature=0.6)
     awake = torch.cuda.mem_get_info()[0]
@@ -216,7 +216,7 @@ def made_up_responses(vocab: int) -> list[Any]:
 
 
 def tensor_parallel(context: Context) -> str:
-    """Two ranks, one engine between them: fed by the sharded trainer, the same ids on both as transformers gives."""
+    """Two ranks, one engine between them: weights from the sharded trainer, the same ids as transformers on both."""
     from dccot.rollout.engine import VllmEngine
 
     model, runtime = trainer(context, "float32")
@@ -230,7 +230,7 @@ def tensor_parallel(context: Context) -> str:
 
 
 def mini_rl(context: Context) -> str:
-    """Two steps of RL on a task whose start is known: rollouts, grading, updates, sync, and on a GPU sleep and wake."""
+    """Two steps of RL on a task with a known start: rollouts, grading, updates, sync, and on a GPU sleep and wake."""
     out = context.folder / "rl"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()

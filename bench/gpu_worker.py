@@ -1,9 +1,9 @@
-"""Runs checks of `dccot gpu-check` in a process that gpu_check.py starts, watches and may end.
+"""Runs checks of `dccot gpu-check` in a process that gpu_check.py starts, watches and may kill.
 
     python -m dccot.bench.gpu_worker FOLDER DEVICE MODEL SECONDS MODULE:CHECK…          leaves FOLDER/CHECK.json for each,
                                                                                        and CHECK.rankN.json for another rank that failed
 
-A check is a function that returns what it found, the first line a summary and the others details, or raises.
+A check is a function that returns its findings, a summary line followed by details, or raises.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dccot.files import write_atomic
 class Context:
     folder: Path  # for files of the check
     device: str  # "cuda" or "cpu"
-    model: str = ""  # a folder; without one a tiny model is made
+    model: str = ""  # a folder; without one a tiny model is built
 
     @property
     def cuda(self) -> bool:
@@ -44,7 +44,7 @@ def work(context: Context, names: list[str]) -> int:
             found["trace"] = traceback.format_exc()
         rank = int(os.environ.get("RANK", "0"))
         if rank == 0 or "error" in found:
-            name = f"{check}.rank{rank}.json" if rank else f"{check}.json"  # what one rank passes must not replace another's failure
+            name = f"{check}.rank{rank}.json" if rank else f"{check}.json"  # one rank's success must not overwrite another's failure
             write_atomic(context.folder / name, json.dumps(found | {"seconds": time.perf_counter() - began}))
         if "error" in found:
             print(found["trace"], file=sys.stderr, flush=True)
@@ -60,5 +60,5 @@ if __name__ == "__main__":
     sys.stdout.flush()
     sys.stderr.flush()
     if device == "cuda":
-        os._exit(code)  # whatever state the driver and NCCL are in: what was found is written
-    sys.exit(code)  # on a CPU, ranks of one engine leave shared memory behind unless they end in order
+        os._exit(code)  # whatever state the driver and NCCL are in: the findings are already written
+    sys.exit(code)  # on a CPU, ranks of one engine leak shared memory unless they exit in order

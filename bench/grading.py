@@ -1,4 +1,4 @@
-"""Benchmarks of this room: closed-form maj@3 against enumeration, and how grading scales with its processes.
+"""Benchmarks of evaluation: closed-form maj@3 vs. enumeration, and how grading scales with processes.
 
 dccot bench eval
 """
@@ -34,7 +34,7 @@ def enumerated(classes: list[int], correct: list[bool], longest_paths: list[int]
 
 
 def answers(count: int) -> list[tuple[str, str]]:
-    """Responses as long as a benchmark's (about 3,000 words), each with an answer of its own."""
+    """Responses as long as a benchmark's (about 3,000 words), each with its own answer."""
     rng = random.Random(0)
     filler = "Let me check that $x^2 + 3x = 4$ holds, so \\(x = 1\\) and the sum is 17. " * 300
     pairs = []
@@ -64,7 +64,7 @@ def run(quick: bool = False) -> list[dict]:
 
 def _answers_per_second(workers: int, pairs: list[tuple[str, str]]) -> float:
     with Grader(GradingConfig(workers=workers)) as grader:
-        grader.grade(pairs[: 4 * workers])  # processes are up and sympy's caches are warm
+        grader.grade(pairs[: 4 * workers])  # processes are running and sympy's caches are warm
         return len(pairs) / _seconds(lambda: grader.grade(pairs))
 
 

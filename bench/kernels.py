@@ -1,11 +1,11 @@
-"""Times each kernel against what a user would use instead, and counts the work that the tile schedule saves.
+"""Times each kernel against its alternatives, and counts the work that the tile schedule saves.
 
     dccot bench attention                                  # paper-like trees; CPU backends here, Triton kernels where there is a GPU
     dccot bench attention --tree runs/x/rollouts/step_000010.jsonl --tokens 16384 --profile
     dccot bench logprob --rows 8192 --vocabulary 151936
 
 Results are printed as a table and written below runs/bench (JSON and PNG; with --profile also a trace that opens in Perfetto).
-What is compared runs alternately in one process and the fastest of several runs counts, so that a busy machine disturbs all alike.
+Compared functions alternate in one process and the fastest of several runs counts, so that a busy machine affects all equally.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dccot.kernels.tuning import TABLE
 
 OUTPUT = Path("runs/bench")
 THREADS = min(4, os.cpu_count() or 1)
-WORK_TOKENS = 16_384  # packed tokens for which the share of wanted work is promised
+WORK_TOKENS = 16_384  # packed tokens for which the share of useful work has a target
 GPU = torch.cuda.is_available()
 TOKENS, HEADS, HEAD_DIM, HIDDEN = (WORK_TOKENS, (12, 2), 128, 1536) if GPU else (4096, (4, 2), 64, 256)  # of the paper's model; of a CPU
 
@@ -42,7 +42,7 @@ def row(name: str, value: float, unit: str, target: float | None = None, better:
 
 
 def run(quick: bool = False) -> list[dict]:
-    """Everything that has a target; `quick` uses smaller sizes, to see that it runs."""
+    """Everything that has a target; `quick` uses smaller sizes, to check that it runs."""
     torch.set_num_threads(THREADS)
     tokens = 2048 if quick else WORK_TOKENS
     rows = work_rows("paper", tokens) + schedule_rows(tokens) + balance_rows(trees.MEASURED[:1] if quick else trees.MEASURED)
@@ -67,7 +67,7 @@ def fastest(functions: dict[str, Callable[[], object]], repeats: int = 3) -> dic
 
 
 def work_rows(tree: str, tokens: int) -> list[dict]:
-    """How much of what the Triton kernels compute is wanted, over all shipped tiles: the worst one counts."""
+    """How much of the Triton kernels' work is useful, over all shipped tiles: the worst one counts."""
     visible_until = trees.tree(tree, tokens)
     pairs = int((positions(visible_until) + 1).sum())
     efficiency, edges = [], []
@@ -83,7 +83,7 @@ def work_rows(tree: str, tokens: int) -> list[dict]:
 
 
 def balance_rows(measured: Sequence[tuple[str, int]]) -> list[dict]:
-    """Simulated share of multiprocessors at work, the worst of three GPUs and three models: forward, dQ and dK/dV."""
+    """Simulated share of busy multiprocessors, the worst of three GPUs and three models: forward, dQ and dK/dV."""
     rows = []
     for kind, tokens in measured:
         visible_until = trees.tree(kind, tokens)
@@ -248,7 +248,7 @@ def logprob_rows(rows: int, vocabulary: int, dim: int, temperature: float = 0.6)
 
 
 def reset_peak_memory() -> int:
-    """Makes the kernel forget this process's peak; returns what it holds now, in bytes.  Linux only."""
+    """Resets this process's peak memory; returns its current memory in bytes.  Linux only."""
     Path("/proc/self/clear_refs").write_text("5")
     return peak_memory()
 

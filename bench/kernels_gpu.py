@@ -1,8 +1,8 @@
 """The part of kernels.py that needs a GPU: Triton kernels against dense-mask SDPA, FlexAttention and every FlashAttention installed.
 
 TFLOP/s count unmasked pairs only (4·D flops per pair and head forward, 2.5 times that backward), so that work on masked pairs lowers them.
-A candidate that is not installed, does not fit or fails becomes a row that says so, and the others are measured all the same. Thin on
-purpose: it only prepares inputs and hands functions to triton.testing.do_bench. It has not been run where there is no GPU.
+A candidate that is not installed, does not fit or fails becomes a row that says so, and the others are still measured. Deliberately
+thin: it only prepares inputs and passes functions to triton.testing.do_bench. It has not been run where there is no GPU.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class DoesNotFit(Exception):
 
 
 def dense_that_fits(visible_until: Tensor) -> Attention:
-    """SDPA takes the mask as numbers in the inputs' precision, beside the boolean one that we make."""
+    """SDPA converts the mask to numbers in the inputs' precision, in addition to our boolean one."""
     needed, (free, _) = 3 * len(visible_until) ** 2, torch.cuda.mem_get_info()
     if needed > free:
         raise DoesNotFit(f"the mask alone takes {needed / 1e9:.1f} GB at {len(visible_until):,} tokens, {free / 1e9:.1f} GB are free")
@@ -155,7 +155,7 @@ def logprob_rows(rows: int, vocabulary: int, dim: int) -> list[dict]:
 
 
 def _free() -> None:
-    """What a failed candidate left behind."""
+    """Frees what a failed candidate left behind."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

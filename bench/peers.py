@@ -1,11 +1,11 @@
-"""dccot beside TRL's GRPOTrainer: the same task, model and batch, in pairs of runs, each side as its users would run it.
+"""dccot vs. TRL's GRPOTrainer: the same task, model and batch, in pairs of runs, each side as its users would run it.
 
     make bench-peers              after `make demo`, which trains the model; or: python -m dccot.bench.peers --model FOLDER --problems FILE
 
 A step is 8 prompts of the arithmetic world × 7 sequential answers by the miniature's base model, one optimizer step with the DAPO loss, no
 reference model, fp32. TRL 1.16 generates with Transformers (its colocated vLLM does not run on a CPU unpatched) and trains on one padded
 batch; "TRL on forests" is the same trainer with the one method of examples/trl_grpo.py. dccot generates with vLLM, grades with math-verify
-in processes of its own, and trains on forests. Training is everything in a step but generation. The runs of a pair follow one another;
+in separate processes, and trains on forests. Training is everything in a step except generation. The runs of a pair follow one another;
 the first step of each warms up and is not counted. A run's figures are medians over its steps; the table shows the median over the pairs.
 """
 
@@ -42,7 +42,7 @@ Run = dict[str, float]
 
 
 def timed(command: Sequence[str | Path]) -> tuple[str, float]:
-    """What a program printed, and its seconds; when it fails, the end of what it complained about."""
+    """A program's output and its seconds; if it fails, the end of its error output."""
     start = time.perf_counter()
     done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -74,7 +74,7 @@ def run_trl(loss: str, model: Path, problems: Path, steps: int) -> Run:
 
 
 def run_dccot(model: Path, problems: Path, steps: int, seed: int) -> Run:
-    name = f"{time.time_ns()}"  # a run folder is never continued here
+    name = f"{time.time_ns()}"  # a run folder is never resumed here
     overrides = [f"name={name}", "output=runs/peers", f"seed={seed}", f"steps={steps}", f"model.path={model}", f"data.train={problems}"]
     program = [sys.executable, "-m", "dccot.train.rl", "configs/rl/dsr_hlp_12k.yaml", *SETTINGS, *overrides]
     _, wall = timed(program)
@@ -123,7 +123,7 @@ def bench(model: Path, problems: Path, pairs: int, steps: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="dccot beside TRL's GRPOTrainer.", epilog="example: make bench-peers")
+    parser = argparse.ArgumentParser(description="dccot vs. TRL's GRPOTrainer.", epilog="example: make bench-peers")
     parser.add_argument("--model", default="runs/demo/base", help="a model or run; default: the miniature's base")
     parser.add_argument("--problems", type=Path, default=Path("runs/demo/world/problems/train.jsonl"))
     parser.add_argument("--pairs", type=int, default=5)

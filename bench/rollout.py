@@ -1,12 +1,12 @@
-"""What the barrier-free loop, the prefix cache and the weight sync are worth, measured on a real engine.
+"""The benefit of the barrier-free loop, the prefix cache and the weight sync, measured on a real engine.
 
     dccot bench rollout
 
-- Barrier-free against round by round (all directors, then all workers, then all directors): the same calls with the same seeds give
+- Barrier-free vs. round by round (all directors, then all workers, then all directors): the same calls with the same seeds give
   the same tokens in both, so only the waiting differs. Segments have geometric lengths, as widely spread as their mean is long.
 - Our own Python: the share of the loop's time outside `engine.step()`.
-- Prefix cache: which part of the workers' prompts, in full blocks, was not computed again.
-- Sync: 100M parameters streamed into the live engine, against writing them to disk and building the engine from there.
+- Prefix cache: the share of the workers' prompts, in full blocks, that was not recomputed.
+- Sync: 100M parameters streamed into the live engine, vs. writing them to disk and building the engine from there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SEED = (0, 0)
 
 
 class Meter(Watch):
-    """Time inside the engine, and how much of the workers' prompts the prefix cache spared."""
+    """Time inside the engine, and how much of the workers' prompts came from the prefix cache."""
 
     def __init__(self) -> None:
         self.in_step, self.cached, self.full_blocks = 0.0, 0, 0
@@ -64,7 +64,7 @@ def barrier_free(engine: Engine, requests: list[Request], config: RolloutConfig,
 
 
 def round_by_round(engine: Engine, requests: list[Request], config: RolloutConfig) -> dict[int, Response]:
-    """The same calls, but none of the next kind before all of this kind are finished."""
+    """The same calls, but no call of the next kind starts before all of this kind are finished."""
     tags = TagIds.of(engine.tokenizer, config.workers)
     directors = {request.sample: Director(request.prompt, config, tags, engine.context) for request in requests}
     calls = [(sample, call) for sample, director in directors.items() for call in director.start()]
@@ -93,7 +93,7 @@ def loop_rows(folder: Path, quick: bool) -> list[dict]:
 def compare_loops(engine: Engine, config: RolloutConfig, quick: bool) -> list[dict]:
     prompt = engine.tokenizer.encode(f"{tiny.BOS}{tiny.USER}{'what is it ' * 8}{tiny.ASSISTANT}")
     requests = [Request("p", sample, prompt) for sample in range(32 if quick else 96)]
-    barrier_free(engine, requests[:4], config)  # warms the engine up
+    barrier_free(engine, requests[:4], config)  # warms up the engine
     repeats = 1 if quick else 3
     slow, fast, own, meters = [], [], [], []
     for _ in range(repeats):

@@ -1,6 +1,6 @@
-"""Our training step beside the way the reference does it: same weights, same responses, same loss.
+"""Our training step vs. the reference implementation: same weights, same responses, same loss.
 
-    dccot bench train                                                  all of it, each measurement in a process of its own
+    dccot bench train                                                  everything, each measurement in its own process
     python -m dccot.bench.step ours 2048 MODEL REPEATS           one measurement, as JSON
 
     ours        responses packed as forests; tree attention; LM head, log-prob and entropy fused, on the rows that carry loss
@@ -8,12 +8,12 @@
 
 Both recompute activations in the backward and step AdamW, in fp32 on all cores. The model has 20M parameters and a vocabulary of 32K;
 responses are like the paper's (three workers, prompts shared), 4K tokens of them per step, or one where it is longer. Peak memory is the
-high-water mark of the whole process during its first step. The reference is spared FSDP and entropy, so the comparison flatters it.
+high-water mark of the whole process during its first step. The reference skips FSDP and entropy, so the comparison favours it.
 
-MFU counts what the algorithm needs and no more (flops.py), against the best matrix product in the same process, and without recomputation:
-at this size nobody needs it. Where the rest goes: matrix products of this width run below the peak and the LM head's are done once more in
-the backward (logits are never kept), attention runs at about half of it, and norms, rotation, SwiGLU and softmax are bound by memory.
-The rows named "share of our step" say how much each takes.
+MFU counts only what the algorithm needs (flops.py), relative to the best matrix product in the same process, and without recomputation,
+which is not needed at this size. Where the rest goes: matrix products of this width run below the peak and the LM head's are repeated in
+the backward (logits are never kept), attention runs at about half of it, and norms, rotation, SwiGLU and softmax are memory-bound.
+The rows named "share of our step" show how much each takes.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _dense(spans: list, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
 
 @contextlib.contextmanager
 def high_water_mark() -> Iterator[list[float]]:
-    """The process's largest resident size inside the block, in bytes, as the kernel counts it."""
+    """The process's peak resident size inside the block, in bytes, as counted by the kernel."""
     Path("/proc/self/clear_refs").write_text("5")
     found: list[float] = []
     yield found
@@ -165,7 +165,7 @@ def measure(way: str, tokens: int, folder: Path, repeats: int) -> dict:
     """One way at one size: loss and peak bytes of the first step, best seconds; of "mfu", what it takes to work that out."""
     logging.disable(logging.WARNING)
     trainer: Reference | Ours = Reference(folder) if way == "reference" else Ours(folder, recompute=way == "ours")
-    trainer.step(step_responses(256)[:1])  # what is done once is done here
+    trainer.step(step_responses(256)[:1])  # one-time work happens here
     responses, seconds, losses, peaks = step_responses(tokens), [], [], []
     for _ in range(repeats):
         with high_water_mark() as peak:

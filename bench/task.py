@@ -1,7 +1,7 @@
-"""A task for reinforcement learning whose start is known exactly, for tests, fault injection and the GPU check.
+"""An RL task whose starting point is known exactly, for tests, fault injection and the GPU check.
 
-A model whose next token depends on the last one alone, with chances written into its LM head, answers every question with one of four
-digits, each as likely, and spawns workers half of the time. The right answer is always 3. So the mean reward of the start is
+A model whose next token depends only on the last one, with probabilities written into its LM head, answers every question with one of
+four equally likely digits and spawns workers half of the time. The right answer is always 3. So the mean reward of the start is
 1/4 · (1/2 · 1 + 1/2 · 1/2) = 0.1875, and a step of a few seconds on a CPU moves it.
 """
 
@@ -20,7 +20,7 @@ from dccot.model.transformer import Transformer
 
 TEMPERATURE, HARDLY_EVER = 0.6, 1e-5
 CHANCES = {
-    "Ċ": {"a": 1.0},  # the newline of `<think>\n`, as byte-level tokenizers spell it
+    "Ċ": {"a": 1.0},  # the newline of `<think>\n`, as byte-level tokenizers write it
     "a": {"<spawn_workers>": 0.5, "</think>": 0.5},
     **{f"<worker_{i}>": {letter: 1.0} for i, letter in enumerate("klm", 1)},
     **{letter: {f"</worker_{i}>": 1.0} for i, letter in enumerate("klm", 1)},

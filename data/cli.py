@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     ):
         one = commands.add_parser(name, help=about, epilog=f"example: dccot data {name} configs/data/{name}.yaml first=100")
         one.add_argument("config", help="YAML file")
-        one.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+        one.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
         one.add_argument("--print-config", action="store_true", help="show the resolved configuration and stop")
         one.set_defaults(run=run)
 

@@ -2,7 +2,7 @@
 
     from dccot import Forest, TreeMask, build_forest, objectives, solve, tree_attention
 
-Names are imported when they are first used: `import dccot` itself is instant and loads neither torch nor vLLM.
+Names are imported on first use: `import dccot` itself is instant and loads neither torch nor vLLM.
 """
 
 from __future__ import annotations

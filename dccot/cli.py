@@ -1,6 +1,6 @@
-"""`dccot COMMAND …`: one door to everything, without remembering module names.
+"""`dccot COMMAND …`: one entry point for everything, without remembering module names.
 
-Each command is a module with `main(argv) -> int` and its own --help. Dependencies' warnings go to a log file, not to the terminal.
+Each command is a module with `main(argv) -> int` and its own --help. Warnings from dependencies go to a log file, not to the terminal.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from dccot.command import quiet
 
 COMMANDS = {
     "demo": ("dccot.miniature.demo", "the whole paper in miniature, on a CPU: base → SFT → RL → evaluation → report"),
-    "pipeline": ("dccot.pipeline", "all stages of a training recipe, each from the one before"),
+    "pipeline": ("dccot.pipeline", "all stages of a training recipe, one after another"),
     "sft": ("dccot.train.sft", "supervised fine-tuning"),
     "rl": ("dccot.train.rl", "one stage of reinforcement learning"),
     "rollout": ("dccot.rollouts", "generate responses to a file of problems"),
     "eval": ("dccot.eval.run", "accuracy and longest path on benchmarks; `dccot eval latency` for wall-clock"),
     "report": ("dccot.eval.report", "tables, plots and training curves of runs as one HTML page"),
     "solve": ("dccot.eval.solve", "one problem, live in the terminal, workers side by side"),
-    "serve": ("dccot.serve.launch", "a model behind the OpenAI API, workers included, with a page to watch"),
+    "serve": ("dccot.serve.launch", "serve a model, workers included, through the OpenAI API, with a web page"),
     "view": ("dccot.eval.view", "a page to browse rollouts"),
-    "export": ("dccot.export", "a trained model with a model card, to give away or push to a hub"),
-    "model": ("dccot.models", "check a model folder, or make one from a GGUF file"),
+    "export": ("dccot.export", "a trained model with a model card, to share or push to a hub"),
+    "model": ("dccot.models", "check a model folder, or create one from a GGUF file"),
     "data": ("dccot.data.cli", "problem sets and the SFT set"),
     "plan": ("dccot.train.plan", "memory and time of a run before it is launched"),
-    "rehearse": ("dccot.train.rehearse", "the training step of a run at its real size on fake GPUs"),
-    "inspect": ("dccot.kernels.inspect", "registers, shared memory and instruction mix of the kernels, for GPUs that are not here"),
-    "gpu-check": ("dccot.bench.gpu_check", "the first minutes on a machine with GPUs: every check on its own, one page"),
+    "rehearse": ("dccot.train.rehearse", "run the training step at its real size on fake GPUs"),
+    "inspect": ("dccot.kernels.inspect", "registers, shared memory and instruction mix of the kernels, without a GPU"),
+    "gpu-check": ("dccot.bench.gpu_check", "check a machine with GPUs: independent checks, one report"),
     "bench": ("dccot.bench.__main__", "every benchmark, or one of them"),
 }
 

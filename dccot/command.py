@@ -1,4 +1,4 @@
-"""What every command shares: exit codes instead of traces, quiet dependencies, argument types, tables on a terminal."""
+"""What every command shares: exit codes instead of stack traces, quiet dependencies, argument types, terminal tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXPECTED = (ConfigError, BadData, FileNotFoundError, FileExistsError, IsADirecto
 
 
 def run_cleanly(work: Callable[[], object]) -> int:
-    """Exit code of a command's work: what cannot run costs one line, not a trace; what was interrupted says how to continue."""
+    """Exit code of a command: invalid input gives one line, not a stack trace; an interruption says how to continue."""
     try:
         with listening():
             work()
@@ -36,7 +36,7 @@ def run_cleanly(work: Callable[[], object]) -> int:
 
 
 def quiet() -> None:
-    """Send what dependencies warn about to runs/dccot.log. DCCOT_DEBUG=1 leaves everything on the terminal."""
+    """Send warnings from dependencies to runs/dccot.log. DCCOT_DEBUG=1 keeps everything on the terminal."""
     if os.environ.get("DCCOT_DEBUG"):
         return
     for name, value in {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}.items():
@@ -48,7 +48,7 @@ def quiet() -> None:
     try:
         Path("runs").mkdir(exist_ok=True)
         noise.addHandler(logging.FileHandler("runs/dccot.log", delay=True))
-    except OSError:  # a folder that cannot be written is no reason to refuse `dccot inspect`
+    except OSError:  # an unwritable folder should not stop `dccot inspect`
         noise.addHandler(logging.NullHandler())
 
 

@@ -1,8 +1,8 @@
 """Configuration: typed dataclasses next to the code they configure, YAML files in configs/, `key=value` on the command line.
 
-A YAML file may name `base: other.yaml`, or a list of them (relative to itself); later ones win, its own keys over all. Unknown keys,
-wrong types and impossible combinations are refused with one line that says what to change. A dataclass says what is impossible in its
-method `check()`. Keys given twice, YAML aliases and `${…}` are refused too: what a file says is what it says, here and written to disk.
+A YAML file may name `base: other.yaml`, or a list of them (relative to itself); later ones win, its own keys override all. Unknown keys,
+wrong types and impossible combinations are rejected with one line that says what to change. A dataclass defines what is impossible in its
+method `check()`. Duplicate keys, YAML aliases and `${…}` are rejected too: values are literal, both here and on disk.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class ConfigError(ValueError):
 
 
 def hide_credentials(text: str) -> str:
-    """Without user and password of any address in it."""
+    """With user and password removed from any URL in it."""
     return re.sub(r"(\w+://)[^/\s\"'@]*@", r"\1[…]@", text)
 
 
 def check_address(url: str, key: str) -> None:
-    """A whole http(s) address without a password, which would end up in recipes, in provenance and in lists of processes."""
+    """A full http(s) URL without a password, which would end up in recipes, provenance and process lists."""
     parts = urlsplit(url)
     require("@" not in parts.netloc, f"{key} holds a user or a password; keys come from the environment: leave what is before the @ out")
     example = "write a whole address, http://host:8000"
@@ -55,7 +55,7 @@ def check_address(url: str, key: str) -> None:
 
 
 def warn_of_plain_http(url: str, key: str) -> None:
-    """Keys and texts that leave this machine unencrypted are worth a line."""
+    """Warns if keys and texts leave this machine unencrypted."""
     parts = urlsplit(url)
     if parts.scheme == "http" and not re.fullmatch(r"localhost|127(\.\d+){3}|::1", parts.hostname or ""):
         log.warning(
@@ -64,7 +64,7 @@ def warn_of_plain_http(url: str, key: str) -> None:
 
 
 def find_config(path: str | Path) -> Path:
-    """The YAML file itself, or the one that is installed with the package when called from outside a checkout."""
+    """The YAML file itself, or the one installed with the package when called from outside a checkout."""
     path = Path(path)
     installed = [root / Path(*path.parts[1:] if path.parts[:1] == ("configs",) else path.parts) for root in _config_roots()]
     for candidate in [path, *installed]:
@@ -99,7 +99,7 @@ def load_config(kind: type[C], path: str | Path | None, overrides: typing.Sequen
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without what a configuration has no use for: aliases (which can be endless) and keys given twice."""
+    """YAML without aliases (which can be endless) and duplicate keys."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -119,12 +119,12 @@ def _parse(text: str, where: str) -> Any:
         return yaml.load(text, _Loader)
     except RecursionError:
         raise ConfigError(f"{where}: nested too deeply to be a configuration") from None
-    except Exception as error:  # besides YAMLError, whatever the constructors of dates and numbers let through
+    except Exception as error:  # besides YAMLError, whatever the date and number constructors raise
         raise ConfigError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from None
 
 
 def read_yaml(path: Path, _above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """One YAML file merged over the files it names as `base`."""
+    """One YAML file merged over its `base` files."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -188,7 +188,7 @@ def named(registry: Mapping[str, E], name: str, key: str) -> E:
         one_of(name, registry, key, " or your own, my_package.my_module:my_function")
         return registry[name]
     if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())  # an installed command does not look beside the person who calls it
+        sys.path.append(os.getcwd())  # an installed command does not search the current folder
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
@@ -231,7 +231,7 @@ def _refuse_unknown(kind: type, tree: dict, prefix: str) -> None:
 
 
 def _refuse_misfit(hint: Any, value: Any, key: str) -> None:
-    """Unknown keys below `key`, and a single value where there should be many."""
+    """Unknown keys under `key`, and a single value where a group or list is expected."""
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         require(isinstance(value, dict), f"{key} is {value!r}; it is a group of settings: {', '.join(hint.__annotations__)}")
         _refuse_unknown(hint, value, f"{key}.")
@@ -246,7 +246,7 @@ def _refuse_misfit(hint: Any, value: Any, key: str) -> None:
 
 
 def _refuse_interpolation(value: Any, key: str) -> None:
-    """OmegaConf would put environment variables in place of `${oc.env:…}`; none of them may end up in a configuration on disk."""
+    """OmegaConf would substitute environment variables for `${oc.env:…}`; none may end up in a configuration on disk."""
     if isinstance(value, str) and "${" in value:
         raise ConfigError(f"{key} is {value!r}; ${{…}} is not filled in: write the value itself")
     for name, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():

@@ -1,10 +1,10 @@
-"""A trained model to give away: its Hugging Face folder with a model card that says where it comes from and what it can do.
+"""Exports a trained model: its Hugging Face folder with a model card that describes its origin and results.
 
     dccot export runs/demo/stage4 FOLDER                        dccot export runs/hlp@180 FOLDER --push NAME/MODEL
 
-The card is computed from the run: the stages that led to it (each run's config.yaml names the one before), what they were trained on, and
-every evaluation beside the run that measured it or one of its ancestors. The folder appears when it is whole. `--push` also uploads it to a
-hub (HF_TOKEN and, for another hub, HF_ENDPOINT in the environment); the repository is private unless `--public` is given.
+The card is computed from the run: the stages that led to it (each run's config.yaml names the previous one), their training data, and
+every evaluation next to the run that measured it or an ancestor. The folder appears only when complete. `--push` also uploads it to
+a hub (HF_TOKEN and, for another hub, HF_ENDPOINT in the environment); the repository is private unless `--public` is given.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ USE = """Transformers and vLLM load the folder as an ordinary decoder. Workers a
     from dccot import solve
     print(solve("FOLDER", "a question").answer)
 
-The prompt, to the letter:
+The exact prompt:
 
 ```text
 PROMPT
@@ -52,7 +52,7 @@ UNLICENSED = "None was stated when the model was exported. The licences of the m
 
 @dataclass(frozen=True)
 class Ancestor:
-    """A run on the way to the model, or the model that the first of them started from."""
+    """A run that led to the model, or the model that the first of them started from."""
 
     name: str
     run: Path | None
@@ -83,14 +83,14 @@ def lineage(run: Path) -> list[Ancestor]:
 
 
 def _places(start: str, run: Path) -> Iterator[Path]:
-    """Where the run that another started from may be: where its configuration says, or beside it if both were moved."""
+    """Where the run that another started from may be: as its configuration says, or next to it if both were moved."""
     name = Path(start.rpartition("@")[0] or start)
     yield name
     yield run.parent / name.name
 
 
 def evaluations_of(run: Path, ancestors: Sequence[Ancestor], model: Path) -> list[tuple[str, Evaluation]]:
-    """(model's name, evaluation) of every evaluation beside the run that measured this model or the newest weights of an ancestor."""
+    """(model's name, evaluation) of every evaluation next to the run that measured this model or the newest weights of an ancestor."""
     wanted = {_tail(find_model(each.run)): each.name for each in ancestors if each.run is not None and (each.run / "latest").is_file()}
     wanted = {tail: name for tail, name in wanted.items() if name != run.name} | {_tail(model): run.name}
     found = [Evaluation.load(file.parent) for file in sorted(run.parent.glob(f"*/{SUMMARY}"))]
@@ -146,7 +146,7 @@ def limits(ancestors: Sequence[Ancestor], evaluations: Sequence[tuple[str, Evalu
         "± is the standard error over problems of one training run; another seed may differ by more.",
         f"{unjudged:,} answers could not be judged and are in no accuracy." if unjudged else "",
         f"Trained with {workers} workers and at most {budget:,} tokens on the longest path." if budget else "",
-        "It answers questions of the kind it was trained on, in the prompt format below. It is no general assistant, and its safety "
+        "It answers questions of the kind it was trained on, in the prompt format below. It is not a general assistant, and its safety "
         "was not tested.",
     ]
     return [note for note in notes if note]
@@ -196,7 +196,7 @@ def export(run: Path, folder: Path, license_name: str | None = None) -> Path:
 
 
 def push(folder: Path, repository: str, public: bool) -> str:
-    """Upload the folder; its address. The token comes from the environment (HF_TOKEN) or from `hf auth login`."""
+    """Upload the folder; returns its URL. The token comes from the environment (HF_TOKEN) or from `hf auth login`."""
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
@@ -207,12 +207,12 @@ def push(folder: Path, repository: str, public: bool) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     example = "example: dccot export runs/demo/stage4 FOLDER"
-    parser = argparse.ArgumentParser(prog="dccot export", description="A trained model with a model card, to give away.", epilog=example)
+    parser = argparse.ArgumentParser(prog="dccot export", description="Export a trained model with a model card.", epilog=example)
     parser.add_argument("run", type=Path, help="a run, or one of its checkpoints: runs/hlp, runs/hlp@180, runs/hlp@best")
     parser.add_argument("folder", type=Path, help="where the model goes; must not exist yet")
     parser.add_argument("--license", help="of the weights, as hubs spell it: apache-2.0, mit, …")
     parser.add_argument("--push", metavar="NAME/MODEL", help="also upload it to a hub")
-    parser.add_argument("--public", action="store_true", help="with --push: everybody may see it")
+    parser.add_argument("--public", action="store_true", help="with --push: make it public")
     arguments = parser.parse_args(argv)
 
     def work() -> None:

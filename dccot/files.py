@@ -1,7 +1,7 @@
-"""JSON lines in and out: reading that survives any file, writing that survives any crash.
+"""Reads and writes JSON lines: reading survives any file, writing survives any crash.
 
     for line, row in read_jsonl(path): ...            # bad lines are reported as path:line and skipped; strict=True raises instead
-    with JsonlWriter(path) as out: out.write(row)     # one row = one write; a partial last line of an earlier run is cut first
+    with JsonlWriter(path) as out: out.write(row)     # one row = one write; a partial last line of an earlier run is removed first
     write_jsonl_atomic(path, rows)                    # the whole file or nothing
 
 Bad means: not UTF-8, not JSON, not an object, or longer than `MAX_LINE_BYTES`. An over-long line is never held in memory.
@@ -25,7 +25,7 @@ REPORTED_LINES = 20  # a file that is bad throughout does not flood the terminal
 
 
 class BadData(ValueError):
-    """A file that cannot be used as it is; the message names file, line and remedy."""
+    """An unusable file; the message names file, line and remedy."""
 
 
 class JsonlReader:
@@ -56,7 +56,7 @@ class JsonlReader:
 
 
 def read_jsonl(path: str | Path, *, strict: bool = False, report: Callable[[str], None] = print) -> JsonlReader:
-    """(line number, row) of every good line; blank lines are nothing, bad ones are reported and skipped, or raise when `strict`."""
+    """(line number, row) of every good line; blank lines are ignored, bad ones are reported and skipped, or raise if `strict`."""
     return JsonlReader(path, strict=strict, report=report)
 
 
@@ -70,7 +70,7 @@ def _bounded_lines(file) -> Iterator[bytes]:
 
 
 def _decode(raw: bytes) -> tuple[dict | None, str | None]:
-    """The row, or what is wrong with it; neither for a blank line."""
+    """The row, or its error; neither for a blank line."""
     if len(raw) > MAX_LINE_BYTES:
         return None, f"line is longer than {MAX_LINE_BYTES:,} bytes"
     if not raw.strip():
@@ -91,7 +91,7 @@ def _decode(raw: bytes) -> tuple[dict | None, str | None]:
 
 
 def take_lock(file: int | IO, lock: Callable[[int | IO, int], None] = fcntl.flock) -> bool:
-    """Whether the lock is ours now; False if somebody else holds it. Where the file system knows no locks, everybody gets it."""
+    """Whether we now hold the lock; False if another process does. On a file system without locks it always succeeds."""
     try:
         lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -102,10 +102,10 @@ def take_lock(file: int | IO, lock: Callable[[int | IO, int], None] = fcntl.floc
 
 
 class JsonlWriter:
-    """Appends rows, each as one complete line in a single write. One writer per file: a second one is refused.
+    """Appends rows, each as one complete line in a single write. One writer per file: a second one is rejected.
 
-    Opening cuts a last line that a crash left unfinished. A prefix of an object is never an object itself, so a last line that
-    parses is whole and only misses its newline: it is kept. Safe to call from several threads.
+    Opening removes an unfinished last line left by a crash. A prefix of an object is never an object itself, so a last line that
+    parses is complete and only lacks its newline: it is kept. Safe to call from several threads.
     """
 
     def __init__(self, path: str | Path, *, fsync: bool = False):
@@ -121,7 +121,7 @@ class JsonlWriter:
             raise
 
     def write(self, row: dict) -> None:
-        """Append one row; after a failed write (disk full) the file ends where it ended before."""
+        """Append one row; a failed write (disk full) leaves the file as it was."""
         line = json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
         with self._lock:
             end = os.fstat(self._fd).st_size
@@ -158,7 +158,7 @@ class JsonlWriter:
 
 
 def _cut_partial_line(fd: int) -> int:
-    """Make the file end with a newline; how many bytes of an unfinished line were cut."""
+    """Make the file end with a newline; returns how many bytes of an unfinished line were removed."""
     size = os.fstat(fd).st_size
     start, tail = size, b""
     while start > 0 and b"\n" not in tail:
@@ -176,7 +176,7 @@ def _cut_partial_line(fd: int) -> int:
 
 
 def flush_to_disk(path: Path) -> None:
-    """fsync of a file or a folder; a folder's holds the names in it. Some network file systems have none for folders."""
+    """fsync a file, or a folder (its directory entries). Some network file systems do not support it for folders."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -188,7 +188,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """mkdir with parents, as durable as what will be written into it."""
+    """mkdir with parents, flushed to disk like the files to be written into it."""
     new = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in new:
@@ -202,7 +202,7 @@ def checksum(path: str | Path) -> str:
 
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """A file to write that takes the name `path` when the block ends: `path` is the old file or the whole new one, whatever happens."""
+    """A temporary file that replaces `path` when the block ends: `path` is always the old file or the complete new one."""
     path = Path(path)
     make_folder(path.parent)
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")

@@ -1,10 +1,10 @@
-"""What a finished stage was made from, and whether it still is what the recipe would make.
+"""What a finished stage was made from, and whether the recipe would still make the same.
 
     done.json    {"seconds": 12.3, "made_from": {"configuration": …, "inputs": {key: {file: {"sha256", "seen"}}}, "code": …}}
 
-Settings and the content of inputs count; where an input or the recipe's folder lies does not, and an input that is gone is not compared.
-Other code is said and not refused: nobody could work on one stage of a recipe otherwise, and no checksum tells whether a change of the
-source would change a finished stage's result. An input is hashed again only if its size or time is not what was seen.
+Settings and the content of inputs count; the location of an input or of the recipe's folder does not, and deleted inputs are not compared.
+A code change is reported, not rejected: otherwise nobody could work on one stage of a recipe, and no checksum can tell whether a source
+change would affect a finished stage's result. An input is hashed again only if its size or time has changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def finished(plan: StagePlan) -> dict[str, Any] | None:
 
 
 def write_mark(plan: StagePlan, seconds: float, made_from: dict[str, Any]) -> None:
-    """All that a stage has left is on the disk before the mark that says so."""
+    """Flushes all results of a stage to disk before its mark."""
     for path in plan.folder.rglob("*"):
         if path.is_file() or path.is_dir():
             flush_to_disk(path)
@@ -37,14 +37,14 @@ def write_mark(plan: StagePlan, seconds: float, made_from: dict[str, Any]) -> No
 
 
 def made_from(plan: StagePlan, config: Any, before: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Everything that a stage's result depends on, as it is now; checksums are taken from `before`, a mark's, where files are unchanged."""
+    """Everything that a stage's result depends on, as it is now; checksums are reused from `before`, a mark's, if files are unchanged."""
     known = (before or {}).get("inputs", {})
     inputs = {key: _files(need, known.get(key, {})) for key, need in _inputs(plan, config)}
     return {"configuration": _settings(plan, config), "inputs": inputs, "code": code_version()}
 
 
 def changes(plan: StagePlan, config: Any, mark: dict[str, Any]) -> list[tuple[str, str]]:
-    """(key, what differs) of what a finished stage was made from; nothing for a mark of before marks held this."""
+    """(key, what differs) of what a finished stage was made from; empty for a mark from an older version, which lacks this."""
     before = mark.get("made_from")
     if before is None:
         return []
@@ -62,14 +62,14 @@ def changes(plan: StagePlan, config: Any, mark: dict[str, Any]) -> list[tuple[st
 
 
 def _completed(before: dict[str, Any], now: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """`before` with the defaults of settings that did not exist then: what they stand for was done before, too."""
+    """`before` with the defaults of settings added since, which describe the old behaviour."""
     groups = [name for name in before if isinstance(before[name], dict) and isinstance(now.get(name), dict)]
     inner = {name: _completed(before[name], now[name], defaults.get(name) or {}) for name in groups}
     return {**{name: defaults[name] for name in now if name in defaults and name not in before}, **before, **inner}
 
 
 def move_aside(plan: StagePlan) -> Path | None:
-    """Make room to do a stage again; where its results are now. Nothing is deleted."""
+    """Move a stage's results away so that it can be redone; returns where they are now. Nothing is deleted."""
     if not plan.folder.exists():
         return None
     folder = plan.recipe.folder / "replaced"
@@ -79,7 +79,7 @@ def move_aside(plan: StagePlan) -> Path | None:
 
 
 def _settings(plan: StagePlan, config: Any) -> dict[str, Any]:
-    """The resolved configuration without the places of inputs, which are compared by content."""
+    """The resolved configuration without the paths of inputs, which are compared by content."""
     plain = json.loads(json.dumps(to_plain(config)).replace(str(plan.recipe.folder), "{run}"))
     for need in KINDS[plan.stage.run].needs(plan, config):
         *groups, last = need.key.split(".")
@@ -99,12 +99,12 @@ def _inputs(plan: StagePlan, config: Any) -> Iterator[tuple[str, Need]]:
 
 
 def _files(need: Need, known: dict[str, Any] | None) -> dict[str, Any] | None:
-    """File → checksum, and the size and time that it was seen with; None if there is no such input (any more)."""
+    """File → checksum, and its size and time at that moment; None if the input does not exist (any more)."""
     try:
         if need.what != "model":
             return {"": _seen(Path(need.path), (known or {}).get(""))}
         folder = find_model(need.path)
-        if folder.name == "hf":  # a checkpoint, whose manifest has them
+        if folder.name == "hf":  # a checkpoint: they are in its manifest
             return {name: {"sha256": found} for name, found in model_checksums(folder).items()}
         files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
         return {path.name: _seen(path, (known or {}).get(path.name)) for path in files}

@@ -1,7 +1,7 @@
-"""What a model folder holds and whether everything here computes it alike; and a folder from a GGUF file.
+"""Checks a model folder and whether all implementations agree on it; and creates a folder from a GGUF file.
 
-dccot model check FOLDER                   family, shape, tokenizer, prompt, tags; logits beside transformers' and vLLM's
-dccot model import FILE.gguf FOLDER        a Hugging Face folder from what llama.cpp uses
+dccot model check FOLDER                   family, shape, tokenizer, prompt, tags; logits vs. transformers' and vLLM's
+dccot model import FILE.gguf FOLDER        a Hugging Face folder from a llama.cpp file
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _parameters(config: ModelConfig) -> int:
 
 
 def text_rows(config: ModelConfig, folder: Path, workers: int) -> Iterator[Row]:
-    """The tokenizer, the prompt it makes and how it spells the tags."""
+    """The tokenizer, the prompt it produces and how it tokenizes the tags."""
     tokenizer = open_tokenizer(folder)
     exact = tokenizer.decode(tokenizer.encode(PROBE, add_special_tokens=False), clean_up_tokenization_spaces=False) == PROBE
     yield "tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer):,} of {config.vocab_size:,} tokens, eos {tokenizer.eos_token!r}"
@@ -72,7 +72,7 @@ def text_rows(config: ModelConfig, folder: Path, workers: int) -> Iterator[Row]:
 
 
 def numbers_rows(folder: Path, engine: bool) -> Iterator[Row]:
-    """Our decoder in float32 beside transformers' on the probe, and beside what vLLM sampled with; one of them in memory at a time."""
+    """Our decoder in float32 vs. transformers' on the probe, and vs. vLLM's log-probs; one model in memory at a time."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -136,7 +136,7 @@ def _said(gap: float, beside: str, what: str) -> str:
 
 
 def check(model: str, workers: int, engine: bool, weights: bool) -> None:
-    """Print what is found; the first thing that cannot be used is an error after everything that can."""
+    """Print the findings; the first unusable part is an error, after everything usable was printed."""
     folder = resolve_model(model)
     rows: list[Row] = []
     parts: list[Callable[[ModelConfig], Iterator[Row]]] = [
@@ -169,17 +169,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     top = argparse.ArgumentParser(description="Model folders.", epilog="example: dccot model check MODEL")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     one = commands.add_parser(
-        "check", help="what a folder holds, and whether all compute it alike", epilog="example: dccot model check MODEL"
+        "check", help="describe a model folder; compare with transformers and vLLM", epilog="example: dccot model check MODEL"
     )
-    one.add_argument("model", help="a Hugging Face folder, or a run whose newest checkpoint is meant")
-    one.add_argument("--workers", type=int, default=3, help="whose tags are spelled (default: %(default)s)")
+    one.add_argument("model", help="a Hugging Face folder, or a run (its newest checkpoint)")
+    one.add_argument("--workers", type=int, default=3, help="number of workers whose tags are shown (default: %(default)s)")
     one.add_argument("--no-engine", action="store_true", help="do not compare with vLLM, which takes a while to start")
-    one.add_argument("--no-weights", action="store_true", help="do not compute anything: configuration and tokenizer alone")
+    one.add_argument("--no-weights", action="store_true", help="do not compute anything: configuration and tokenizer only")
     one.set_defaults(run=lambda a: check(a.model, a.workers, not a.no_engine, not a.no_weights))
     one = commands.add_parser("import", help="a folder from a GGUF file", epilog="example: dccot model import MODEL.gguf FOLDER")
     one.add_argument("file", type=Path, help="qwen2, qwen3 or llama, quantised or not")
     one.add_argument("folder", type=Path, help="a new one")
-    one.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights that are written (default: %(default)s)")
+    one.add_argument("--dtype", choices=DTYPES, default="float32", help="of the written weights (default: %(default)s)")
     one.set_defaults(run=lambda a: convert(a.file, a.folder, a.dtype))
     arguments = top.parse_args(argv)
     return run_cleanly(lambda: arguments.run(arguments))

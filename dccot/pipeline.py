@@ -1,11 +1,11 @@
-"""All stages of a recipe (recipe.py), one after another; run again, it continues where it stopped.
+"""All stages of a recipe (recipe.py), one after another; a rerun resumes where it stopped.
 
     dccot pipeline configs/paper.yaml model=MODEL --check                                  what is missing, in seconds
     torchrun --nproc_per_node 8 -m dccot.pipeline configs/paper.yaml model=MODEL           the whole paper
 
-Every start checks all stages first (preflight.py). Stages share one process and, where the model's shape allows, one engine: a new model is
-streamed into it. A stage that is finished leaves a mark that says what it was made from (marks.py) and is passed over; if it would be made
-otherwise now, the start is refused. `--redo STAGE` moves its results to replaced/ and does it again.
+Every start checks all stages first (preflight.py). Stages share one process and, if the model's shape allows, one engine: a new model is
+streamed into it. A finished stage leaves a mark that records what it was made from (marks.py) and is skipped; if that has
+changed since, the start is rejected. `--redo STAGE` moves its results to replaced/ and runs it again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dccot.train.run import claim, launch_parser, log_to_terminal
 
 
 def run_recipe(path: str | Path, overrides: Sequence[str] = (), redo: Sequence[str] = ()) -> Recipe:
-    """Check every stage, then run those that are not finished or are in `redo`; returns the recipe as resolved."""
+    """Check every stage, then run those that are not finished or are in `redo`; returns the resolved recipe."""
     recipe, plans = load_recipe(path, overrides)
     with Runtime.start(PATIENCE) as runtime:
         on_rank_zero(lambda: _open(recipe, plans, runtime.ranks, redo))
@@ -45,7 +45,7 @@ def run_recipe(path: str | Path, overrides: Sequence[str] = (), redo: Sequence[s
 
 
 def _open(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: Sequence[str]) -> None:
-    """Refuse what cannot run, with nothing changed; then take the folder, write the recipe, and make room for what is done again."""
+    """Reject what cannot run, without changing anything; then lock the folder, write the recipe, and move away what is redone."""
     checked = checked_recipe(recipe, plans, ranks, redo)
     if taken := claim(recipe.folder):
         raise FileExistsError(taken)
@@ -74,8 +74,8 @@ def _run_stage(plan: StagePlan, heading: str, context: Context) -> None:
     source = on_rank_zero(lambda: made_from(plan, config))
     began = time.perf_counter()
     KINDS[plan.stage.run].run(context, config)
-    free_memory()  # before the next trainer comes, beside an engine that is awake
-    set_timeout(PATIENCE)  # what one rank does alone may take hours; training has set its own
+    free_memory()  # before the next trainer starts next to an engine that is awake
+    set_timeout(PATIENCE)  # single-rank work may take hours; training has set its own
     context.runtime.barrier()
     seconds = time.perf_counter() - began
     if context.runtime.is_main:
@@ -85,7 +85,7 @@ def _run_stage(plan: StagePlan, heading: str, context: Context) -> None:
 
 
 def _seconds_of_finished(plan: StagePlan, config: Any) -> float | None:
-    """How long a finished stage took; an error if an earlier one, done in this start, has changed what it was made from."""
+    """How long a finished stage took; an error if an earlier stage, run in this start, has changed its inputs."""
     mark = finished(plan)
     if mark is not None and (changed := changes(plan, config, mark)):
         key, what = changed[0]
@@ -95,7 +95,7 @@ def _seconds_of_finished(plan: StagePlan, config: Any) -> float | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = launch_parser("All stages of a recipe.", "dccot pipeline configs/paper.yaml model=MODEL --check")
-    parser.add_argument("--check", action="store_true", help="say what is missing, what it will take, and stop")
+    parser.add_argument("--check", action="store_true", help="report what is missing and the resources needed, and stop")
     parser.add_argument("--redo", action="append", default=[], metavar="STAGE", help="do a finished stage again; may be repeated")
     arguments = parser.parse_intermixed_args(argv)
     log_to_terminal()

@@ -1,8 +1,8 @@
-"""What a recipe needs, found before a weight is read: `dccot pipeline RECIPE --check`, and the first thing that every start does.
+"""Checks what a recipe needs before any weights are read: `dccot pipeline RECIPE --check`, and the first step of every start.
 
-Every stage's configuration is resolved and checked; every file, benchmark, model and key that it will need is there or is made by an
-earlier stage; what the run will write fits the disk, and what training needs fits the memory. All problems are reported at once, each with
-its stage and key. A finished stage needs nothing, but must be what the recipe would make (marks.py).
+Every stage's configuration is resolved and checked; every file, benchmark, model and key that it will need exists or is produced by an
+earlier stage; the run's output fits on disk, and training fits in memory. All problems are reported at once, each with
+its stage and key. A finished stage needs nothing, but must match the recipe (marks.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Fault:
 
 
 class Unmet(ConfigError):
-    """Everything that stands in a recipe's way, a line each."""
+    """Everything that prevents a recipe from running, one line each."""
 
     def __init__(self, message: str):
         ValueError.__init__(self, message)
@@ -53,15 +53,15 @@ class Unmet(ConfigError):
 
 @dataclass
 class Checked:
-    """What was found: every fault, and what the unfinished stages will take."""
+    """The result: every fault, and the resources the unfinished stages need."""
 
     faults: list[Fault]
-    disk: float = 0.0  # bytes that training will leave
+    disk: float = 0.0  # bytes that training will write
     free: float = 0.0  # bytes on the disk of the recipe's output
     memory: dict[str, float] | None = None  # stage → bytes per rank at the peak of training
     stages: int = 0
-    outdated: list[str] = field(default_factory=list)  # finished stages that would be made otherwise now
-    other_code: list[str] = field(default_factory=list)  # finished stages that other code has made
+    outdated: list[str] = field(default_factory=list)  # finished stages that no longer match the recipe
+    other_code: list[str] = field(default_factory=list)  # finished stages made by other code
 
     def require(self) -> None:
         """Raise with every fault; stages that lack the same thing share a line."""
@@ -83,13 +83,13 @@ class Checked:
         return "\n".join([*lines, *self.remarks()])
 
     def remarks(self) -> list[str]:
-        """What a person should know, though the recipe can run."""
+        """Warnings that do not prevent the recipe from running."""
         by = f"made by other code than this ({describe_code(code_version())}): "
         return [by + ", ".join(self.other_code)] if self.other_code else []
 
 
 def check_recipe(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: Collection[str] = ()) -> Checked:
-    """Look at every stage; of one that is finished and not in `redo`, only whether it would still be made the same way.
+    """Check every stage; for one that is finished and not in `redo`, only whether it still matches the recipe.
 
     Nothing is raised and nothing is written.
     """
@@ -97,7 +97,7 @@ def check_recipe(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: C
     found = Checked([], memory={})
     existing = recipe.folder if recipe.folder.exists() else next(parent for parent in recipe.folder.absolute().parents if parent.exists())
     found.free = shutil.disk_usage(existing).free
-    made: dict[str, Any] = {}  # stage → configuration, of those that come before
+    made: dict[str, Any] = {}  # stage → configuration, of earlier stages
     for plan in plans:
         mark = finished(plan) if plan.name not in redo else None
         try:
@@ -124,7 +124,7 @@ def check_recipe(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: C
 
 
 def _compare(found: Checked, plan: StagePlan, config: Any, mark: dict[str, Any]) -> None:
-    """Whether a finished stage is what the recipe would make now: other settings and inputs are faults, other code is only said."""
+    """Whether a finished stage still matches the recipe: different settings and inputs are faults, different code is only reported."""
     if changed := changes(plan, config, mark):
         key, what = changed[0]
         more = f", and {len(changed) - 1} more" if changed[1:] else ""
@@ -136,7 +136,7 @@ def _compare(found: Checked, plan: StagePlan, config: Any, mark: dict[str, Any])
 
 
 def _missing(need: Need, recipe: Recipe, made: dict[str, Any]) -> str | None:
-    """What is wrong with something a stage needs; None if it is there or will be."""
+    """What is wrong with something a stage needs; None if it exists or will."""
     for name in SHARED:
         if f"{{{name}}}" in need.path:
             return f"{name} is not set; give {name}=… on the command line"
@@ -162,7 +162,7 @@ def _fault_of(what: str, path: str) -> str | None:
 
 
 def _step_is_kept(stage: str, step: str, config: Any) -> str | None:
-    """Whether the weights of a named step will be there when the stage is done."""
+    """Whether the weights of a named step will exist when the stage is done."""
     if step == "best" or config is None:
         return None
     if not step.isdecimal():
@@ -196,7 +196,7 @@ def _file(path: str) -> str | None:
 CHECKS: dict[str, Callable[[str], str | None]] = {"model": _model, "problems": _problems, "examples": _examples, "file": _file}
 
 
-# ---- what it will take ---------------------------------------------------------------------------------------------------------
+# ---- resources -----------------------------------------------------------------------------------------------------------------
 
 
 def _shape(plan: StagePlan, plans: Sequence[StagePlan], made: dict[str, Any]) -> tuple[Path, ModelConfig] | None:
@@ -238,7 +238,7 @@ def _estimate(found: Checked, plan: StagePlan, config: Any, model: tuple[Path, M
 
 
 def _memory_per_rank() -> tuple[float, str]:
-    """What a rank may use here. A check on a machine without GPUs, for a run elsewhere, only tells what training will need."""
+    """What a rank may use here. A check on a machine without GPUs, for a run elsewhere, only reports what training will need."""
     if torch.cuda.is_available():
         return float(torch.cuda.get_device_properties(0).total_memory), "the GPU"
     if "RANK" not in os.environ:

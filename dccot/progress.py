@@ -1,9 +1,9 @@
-"""One progress bar for everything that takes long.
+"""One progress bar for everything that takes a while.
 
     with Progress("SFT", total=1800, first=200) as progress:
         progress.show(201, "loss 1.23")
 
-On a terminal a bar with the time left and the text beside it; elsewhere a line with both, at most one per `pause` seconds, so that a log
+On a terminal, a bar with the time left and the text next to it; elsewhere a line with both, at most one per `pause` seconds, so that a log
 stays readable. With `lines` the texts are printed above the bar, too. Only an `active` progress (rank 0's) shows anything.
 """
 
@@ -47,7 +47,7 @@ class Progress:
         self._bar.stop()
 
     def show(self, done: int, text: str = "", *, total: int | None = None) -> None:
-        """`done` so far; the time left is worked out from what was done since the start."""
+        """`done` so far; the time left is estimated from the progress since the start."""
         self.done, self.total = done, total if total is not None else self.total
         if not self.active:
             return

@@ -1,10 +1,10 @@
-"""What a result was made of: `provenance.json` in its folder, `NAME.provenance.json` beside a `NAME.jsonl`.
+"""What a result was made from: `provenance.json` in its folder, `NAME.provenance.json` next to a `NAME.jsonl`.
 
     {"starts": [{"time", "code", "python", "packages", "command", "configuration", "inputs", "ranks", "machines"}, …]}
 
-The newest start is last; one that equals the one before it is not repeated, so that a run that went on with other code, packages, settings
-or data says so. Everything but time and machines must be the same on every rank: a start refuses otherwise. No secret is written: what
-looks like one in the environment, and what stands before the @ of an address, is cut out.
+The newest start is last; one equal to the previous one is not repeated, so the file shows if a run continued with other code, packages,
+settings or data. Everything except time and machines must be the same on every rank, or the start is rejected. No secret is written:
+anything in the environment that looks like one, and anything before the @ of a URL, is removed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def code_version() -> dict[str, Any]:
     walk = ((Path(folder, name), name) for folder, _, names in os.walk(package, followlinks=True) for name in names)
     files = sorted((str(path.relative_to(package)), path) for path, name in walk if name.endswith((".py", ".yaml", ".txt", ".cpp")))
     source = hashlib.sha256("\n".join(f"{name} {checksum(file)}" for name, file in files).encode()).hexdigest()
-    ours = _git(package, "ls-files", "--error-unmatch", Path(__file__).name) is not None  # not the checkout of somebody who installed us
+    ours = _git(package, "ls-files", "--error-unmatch", Path(__file__).name) is not None  # not the checkout of a project that installed us
     commit = _git(package, "rev-parse", "HEAD") if ours else None
     dirty = bool(_git(package, "status", "--porcelain", "--untracked-files=no", ":/")) if commit else None
     return {"version": __version__, "commit": commit, "dirty": dirty, "sha256": source}
@@ -91,7 +91,7 @@ def _machine() -> dict[str, Any]:
 
 
 def without_secrets(text: str) -> str:
-    """Without user and password of any address, and without the value of any environment variable that is named like a secret."""
+    """With user and password of any URL, and the value of any environment variable named like a secret, removed."""
     for name, value in os.environ.items():
         if SECRET.search(name) and len(value) >= 8:
             text = text.replace(value, f"[{name}]")
@@ -99,7 +99,7 @@ def without_secrets(text: str) -> str:
 
 
 def record(result: Path, configuration: Any, inputs: Mapping[str, Checksums], runtime: Runtime) -> None:
-    """Refuse ranks that disagree; then rank 0 adds this start to the file in, or of one file beside, the result. All ranks call this."""
+    """Reject ranks that disagree; then rank 0 adds this start to the file in the result's folder or next to it. All ranks call this."""
     file = result / "provenance.json" if result.is_dir() else result.with_suffix(".provenance.json")
     facts = provenance(configuration, inputs, runtime.ranks)
     require_agreement(facts, runtime)
@@ -120,7 +120,7 @@ def _lasting(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_agreement(facts: dict[str, Any], runtime: Runtime) -> None:
-    """Every rank's facts are rank 0's, but for time and machine; otherwise all ranks raise and name a rank, a key and both values."""
+    """Every rank's facts must equal rank 0's, except time and machine; otherwise all ranks raise, naming a rank, a key and both values."""
     expected = runtime.broadcast(facts)
     mine = next(differences(_lasting(expected), _lasting(facts)), None)
     for rank, [found] in enumerate(runtime.gather([mine])):
@@ -130,7 +130,7 @@ def require_agreement(facts: dict[str, Any], runtime: Runtime) -> None:
 
 
 def differences(before: Any, after: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, before, after) of everything that differs between two trees of plain values; None stands for what is not there."""
+    """(dotted key, before, after) of everything that differs between two trees of plain values; None means missing."""
     if isinstance(before, dict) and isinstance(after, dict):
         for name in [*before, *(name for name in after if name not in before)]:
             yield from differences(before.get(name), after.get(name), f"{key}.{name}" if key else str(name))

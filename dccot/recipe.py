@@ -1,4 +1,4 @@
-"""A recipe: which stages run in which order, what they share, and how each one's configuration comes together.
+"""A recipe: which stages run in which order, what they share, and how each one's configuration is put together.
 
     name: paper
     model: MODEL                                    what everything starts from; set once here, like the problems, it reaches every stage
@@ -9,10 +9,10 @@
 
 A stage's keys, later ones win: its own file, what the pipeline gives every stage of its kind (name, folder, seed, model, problems),
 `common.KIND`, its `set`, `settings.STAGE`, `STAGE.key=value` on the command line. In all values {run} stands for the recipe's folder,
-{model}, {train} and {validation} for the recipe's own. A recipe that extends another (`base:`) changes stages by name, and leaves out
-those that it lists in `without`, rows of the report included.
+{model}, {train} and {validation} for the recipe's own. A recipe that extends another (`base:`) changes stages by name, and drops
+those that it lists in `without`, including their rows in the report.
 
-Each stage has a seed of its own, made of the recipe's and of its name: no two stages draw the same problems or samples.
+Each stage has its own seed, derived from the recipe's seed and its name: no two stages draw the same problems or samples.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHARED = ("model", "train", "validation")  # keys of a recipe that its stages ma
 
 @dataclass
 class Stage:
-    run: str = ""  # what is done: one of stages.KINDS
+    run: str = ""  # kind of stage: one of stages.KINDS
     config: str | None = None  # YAML file, relative to the recipe or to configs/
     start: str | None = None  # stage or folder of the model it starts from; None: the last stage that trained, or the recipe's model
     set: dict[str, Any] = field(default_factory=dict)  # keys of the stage's configuration that the recipe sets
@@ -46,14 +46,14 @@ class Recipe:
     seed: int = 0
     model: str | None = None  # the model that everything starts from
     train: str | None = None  # problems that training and the SFT set draw from
-    validation: str | None = None  # problems of validation during RL
-    benchmarks: list[str] = field(default_factory=list)  # what is evaluated on: names of the paper's benchmarks, or files of problems
+    validation: str | None = None  # problems for validation during RL
+    benchmarks: list[str] = field(default_factory=list)  # benchmarks to evaluate on: names of the paper's, or files of problems
     benchmark_folder: str = "runs/data"  # where the paper's benchmarks are, as `dccot data fetch` writes them
-    prepare: dict[str, Stage] = field(default_factory=dict)  # stages before all others: what makes the model and the problems
+    prepare: dict[str, Stage] = field(default_factory=dict)  # stages before all others, which make the model and the problems
     stages: dict[str, Stage] = field(default_factory=dict)
     common: dict[str, Any] = field(default_factory=dict)  # kind of stage → keys that all stages of this kind share
     settings: dict[str, Any] = field(default_factory=dict)  # stage → its keys: what a smaller version of a recipe changes
-    without: list[str] = field(default_factory=list)  # stages of the recipe it extends that it leaves out
+    without: list[str] = field(default_factory=list)  # stages of the extended recipe to drop
 
     def check(self) -> None:
         from dccot.stages import KINDS
@@ -82,7 +82,7 @@ class Recipe:
         return self.prepare | self.stages
 
     def leave_out(self) -> None:
-        """Without the stages that it leaves out, their settings, and what the report would show of them."""
+        """Without the dropped stages, their settings, and their rows in the report."""
         for section in (self.prepare, self.stages, self.settings):
             for name in set(self.without) & set(section):
                 del section[name]
@@ -93,7 +93,7 @@ class Recipe:
             }
 
     def filled_in(self, text: str) -> str:
-        """A value with its placeholders filled in; {model} may itself hold {run}. What is not set stays as it is: preflight names it."""
+        """A value with its placeholders filled in; {model} may itself hold {run}. Unset ones stay: preflight reports them."""
         for name in SHARED:
             text = text.replace(f"{{{name}}}", getattr(self, name) or f"{{{name}}}")
         return text.replace("{run}", str(self.folder))
@@ -121,7 +121,7 @@ class StagePlan:
 
     @property
     def mark(self) -> Path:
-        """Is there when the stage is finished."""
+        """Exists when the stage is finished."""
         return self.folder / "done.json"
 
     def load(self, kind: type[C]) -> C:

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the configuration dataclasses and the comments beside their fields.
+"""Writes docs/configuration.md from the configuration dataclasses and the comments next to their fields.
 
 python -m dccot.reference > docs/configuration.md
 """
@@ -23,9 +23,9 @@ ROOTS = {
 }
 INTRODUCTION = """# Configuration
 
-Every key with its type, its default and what it means, generated from the dataclasses by `python -m dccot.reference`. A YAML file may
-name `base: other.yaml` or a list of such files; `key=value` on the command line wins over the file; `--print-config` shows the resolved
-whole. Unknown keys are refused with the nearest valid one.
+Every key with its type, default and meaning, generated from the dataclasses by `python -m dccot.reference`. A YAML file may
+name `base: other.yaml` or a list of such files; `key=value` on the command line overrides the file; `--print-config` shows the resolved
+configuration. Unknown keys are rejected, with the nearest valid one suggested.
 """
 
 

@@ -1,9 +1,9 @@
-"""Generate from the command line: n responses to every problem of a file, as the JSONL that the trainer writes, too.
+"""Generation from the command line: n responses to every problem of a file, in the trainer's JSONL format.
 
     dccot rollout MODEL PROBLEMS.jsonl --n 4 --budget 7500 --out rollouts.jsonl [--resume] [--method sequential] [key=value …]
 
-Every response is one line, written whole when it is finished. A run that was stopped continues with --resume: what is there stays,
-and the rest comes with the seeds that it would have had.
+Every response is one line, written whole when it is finished. An interrupted run continues with --resume: existing responses stay,
+and the rest get the seeds they would have had.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Settings:
 
 
 def run(model: str, problems: Path, samples: int, out: Path, resume: bool, settings: Settings) -> int:
-    """Bring `out` to `samples` responses per problem; how many were added."""
+    """Fill `out` up to `samples` responses per problem; returns how many were added."""
     if out.exists() and out.stat().st_size and not resume:
         raise ConfigError(f"{out} exists already; add --resume to finish it, or choose another --out")
     folder = resolve_model(model)
@@ -57,7 +57,7 @@ def run(model: str, problems: Path, samples: int, out: Path, resume: bool, setti
 
 
 def pairs_in(writer: JsonlWriter, asked: Sequence[Asked]) -> set[Pair]:
-    """What has a row already. Rows with another prompt are an error: they would not belong with the rest."""
+    """Pairs that already have a row. Rows with another prompt are an error: they do not belong with the rest."""
     prompts = {problem.id: ids for problem, ids in asked}
     have = set()
     for rollout in map(Rollout.from_json, writer.rows()):
@@ -75,14 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Generate responses to a file of problems.",
         epilog="example: dccot rollout runs/hlp problems.jsonl --n 4 --budget 7500 --out rollouts.jsonl",
     )
-    parser.add_argument("model", help="a Hugging Face folder, or a run whose newest checkpoint is meant")
+    parser.add_argument("model", help="a Hugging Face folder, or a run (its newest checkpoint)")
     parser.add_argument("problems", type=Path, help="JSONL or parquet with id, question, gold")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="e.g. rollout.temperature=1 engine.dtype=float32 seed=1")
     parser.add_argument("--n", type=positive, default=1, help="responses per problem (default: 1)")
     parser.add_argument("--budget", type=positive, default=7500, help="tokens on the longest path (default: 7500)")
-    parser.add_argument("--method", choices=("parallel", "sequential"), default="parallel", help="how the model is asked")
+    parser.add_argument("--method", choices=("parallel", "sequential"), default="parallel", help="how the model is prompted")
     parser.add_argument("--out", type=Path, default=Path("rollouts.jsonl"), help="default: rollouts.jsonl")
-    parser.add_argument("--resume", action="store_true", help="finish a file that an earlier run began")
+    parser.add_argument("--resume", action="store_true", help="finish a file that an earlier run started")
     arguments = parser.parse_intermixed_args(argv)
 
     def work() -> None:

@@ -1,7 +1,7 @@
 """Where this process runs: its rank, its device, and the few collectives that the loops need.
 
-Launched by `torchrun` there are as many ranks as it says; launched plainly there is one, and it still has a process group, so that one
-code path serves both. Objects travel over gloo, tensors over nccl where there are GPUs. No other file starts a process group.
+Under `torchrun` there are as many ranks as it starts; without it there is one, which still has a process group, so that one
+code path serves both. Objects are sent over gloo, tensors over nccl on GPUs. No other file starts a process group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 T = TypeVar("T")
 
-PATIENCE = 7 * 24 * 3600.0  # seconds that ranks wait for the slowest one where each does work of its own; torchrun notices one that died
+PATIENCE = 7 * 24 * 3600.0  # seconds that ranks wait for the slowest one when each works independently; torchrun notices dead ranks
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
@@ -39,7 +39,7 @@ class Runtime:
 
     @classmethod
     def start(cls, timeout_seconds: float = 1800) -> Runtime:
-        """Join the process group that torchrun announces, or make one of size 1. A group that exists takes the time-out from now on."""
+        """Join torchrun's process group, or create one of size 1. An existing group uses the timeout from now on."""
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
         if cuda:
@@ -49,10 +49,10 @@ class Runtime:
         owned = not dist.is_initialized()
         if owned:
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-            timeout, bound = timedelta(seconds=timeout_seconds), device if cuda else None  # vLLM and HSDP split only what is bound
+            timeout, bound = timedelta(seconds=timeout_seconds), device if cuda else None  # vLLM and HSDP can only split a bound group
             rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG: nobody may train on after torchrun is gone
+                ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG: no rank may outlive torchrun
                 store = _fresh_store(rank, ranks, timeout)
                 dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=ranks, device_id=bound)
             elif "RANK" in os.environ:
@@ -65,7 +65,7 @@ class Runtime:
 
     @classmethod
     def of_workers(cls) -> Runtime:
-        """For ranks that work apart and meet at the end, however late. One process needs no group: none is left in a larger program."""
+        """For ranks that work independently and meet at the end, however late. A single process gets no group, so none is left behind."""
         return cls.start(PATIENCE) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else cls.alone()
 
     @classmethod
@@ -104,18 +104,18 @@ class Runtime:
         return box[0]
 
     def barrier(self) -> None:
-        """Over gloo: one over nccl would keep every GPU busy for as long as the slowest rank works."""
+        """Over gloo: an nccl barrier would keep every GPU busy until the slowest rank is done."""
         self.sum(torch.zeros(1))
 
     def stop(self) -> None:
-        if self.owned and dist.is_initialized():  # an engine that shuts down takes the group with it
+        if self.owned and dist.is_initialized():  # an engine that shuts down destroys the group
             dist.destroy_process_group()
 
 
 def keep_freed_memory() -> None:
-    """Large tensors on the heap, which is kept when they are freed: otherwise the kernel clears every page of every activation again.
+    """Keep large tensors on the heap, which keeps freed memory: otherwise the kernel zeroes every page of every activation again.
 
-    A tenth of a CPU training step went into page faults. Where there is no glibc, nothing changes.
+    A tenth of a CPU training step was spent on page faults. Without glibc, nothing changes.
     """
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, 2**30)
@@ -123,30 +123,30 @@ def keep_freed_memory() -> None:
 
 
 def set_timeout(seconds: float) -> None:
-    """How long collectives of the default group that begin from now on may take."""
+    """Timeout of the default group's collectives from now on."""
     _set_pg_timeout(timedelta(seconds=seconds))
 
 
 def inherit_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Give groups the default group's time-out; torch gives new ones its own, over nccl 10 minutes."""
+    """Give groups the default group's timeout; torch gives new ones its own, 10 minutes for nccl."""
     assert dist.group.WORLD is not None
     options = dist.group.WORLD._get_backend(torch.device("cpu")).options
-    if options is not None:  # a rehearsal's ranks have none
+    if options is not None:  # not in a rehearsal
         for group in groups:
             _set_pg_timeout(options._timeout, group)
 
 
 def free_memory() -> None:
-    """Collect what only cycles hold, and give the GPU memory of it back: what comes next may need all of it."""
+    """Collect reference cycles and release their GPU memory: what comes next may need all of it."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def on_rank_zero(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """What `work` returns or raises on rank 0, on every rank: what is read from a shared disk must not differ from rank to rank.
+    """The result or exception of `work` on rank 0, on every rank: what is read from a shared disk must not differ between ranks.
 
-    It may take longer than a collective may: the others look into the store until it is done. All ranks of `group` must call this.
+    It may take longer than a collective: the others poll the store until it is done. All ranks of `group` must call this.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
@@ -170,15 +170,15 @@ def on_rank_zero(work: Callable[[], T], group: dist.ProcessGroup | None = None) 
     return box[0]
 
 
-_turns: dict[str, Iterator[int]] = defaultdict(count)  # of each group: how often it was rank 0's turn
+_turns: dict[str, Iterator[int]] = defaultdict(count)  # per group: number of calls so far
 
 
 def _fresh_store(rank: int, ranks: int, timeout: timedelta) -> dist.Store:
     """torchrun's store; each restart uses its own key prefix.
 
-    torchrun keeps its store over a restart (torch 2.13), and with it the addresses of ranks that are dead: a rank that joins through them
-    waits for ever. Restarts cannot be counted, because nodes count them differently. So rank 0 chooses the prefix, and each of the others
-    continues only when rank 0 has answered a greeting that nobody can have seen before.
+    torchrun keeps its store across a restart (torch 2.13), and with it the addresses of dead ranks: a rank that joins through them
+    waits forever. Restarts cannot be counted, because nodes count them differently. So rank 0 chooses the prefix, and each of the others
+    continues only when rank 0 has answered its unique greeting.
     """
     agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     if rank == 0:

@@ -1,14 +1,14 @@
-"""What a recipe's stages can do. Each leaves its results in its own folder.
+"""The kinds of stages in a recipe. Each writes its results to its own folder.
 
 world        problems, base demonstrations and an untrained model of the miniature world
 sft, rl      training runs
 sequential   sequential solutions by rejection sampling        → solutions.jsonl
 rewrite      solutions in the parallel format                  → sft.jsonl
 eval         accuracy and longest path on the benchmarks       → summary.json
-latency      wall-clock, parallel against sequential           → latency.json
+latency      wall-clock, parallel vs. sequential               → latency.json
 report       everything above as one page
 
-A kind of stage is one entry of KINDS: its configuration, what the pipeline gives it, what it needs, and what it does.
+A kind of stage is one entry of KINDS: its configuration, the settings from the pipeline, what it needs, and what it does.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from dccot.train.sft import SFTConfig
 
 
 class SharedEngine:
-    """One engine for all stages. A model of the same shape is streamed into it; another shape makes a new engine.
+    """One engine for all stages. A model of the same shape is streamed into it; another shape needs a new engine.
 
-    It takes no more GPU memory than any of the stages grants it, and sleeps if one of them trains: neither makes a new one.
+    It uses no more GPU memory than any stage allows, and can sleep if one of them trains, so neither requires a new engine.
     """
 
     def __init__(self, plans: Sequence[StagePlan], logs: Path) -> None:
@@ -94,7 +94,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Need:
-    """Something a stage reads: the key that names it, where it is, and what it must be (preflight.CHECKS)."""
+    """Something a stage reads: the key that names it, its path, and what it must be (preflight.CHECKS)."""
 
     key: str
     path: str
@@ -109,9 +109,9 @@ def _nothing(plan: StagePlan, *_: Any) -> list:
 class Kind:
     config: type
     run: Callable[[Context, Any], None]
-    given: Callable[[StagePlan], list[str]] = _nothing  # settings that the pipeline makes
+    given: Callable[[StagePlan], list[str]] = _nothing  # settings that the pipeline provides
     needs: Callable[[StagePlan, Any], list[Need]] = _nothing
-    trains: bool = False  # it leaves a model, from which the next stage starts
+    trains: bool = False  # it produces a model, from which the next stage starts
 
 
 def _seed(plan: StagePlan) -> str:
@@ -207,7 +207,7 @@ class EvalStage:
     model: str = ""  # stage, stage@step or folder
     method: str = "parallel"
     budget: int = 12_000
-    benchmarks: list[str] = field(default_factory=list)  # the recipe's unless set: names of the paper's, or files
+    benchmarks: list[str] = field(default_factory=list)  # names of the paper's, or files; default: the recipe's
     benchmark_folder: str = "runs/data"
     n: int | None = None  # responses per problem; None: the paper's (200 or 16), 16 for a file
     max_prompt_tokens: int = 4096
@@ -326,7 +326,7 @@ def _report_needs(plan: StagePlan, config: ReportStage) -> list[Need]:
 
 
 def _made_by(recipe: Recipe) -> str:
-    """Which code has made the finished stages: that they were made by several versions of it belongs on the page."""
+    """Which code made the finished stages: the page should say if several versions did."""
     marks = [json.loads(mark.read_text()) for name in recipe.all_stages() if (mark := recipe.folder / name / "done.json").is_file()]
     codes = {describe_code(mark["made_from"]["code"]) for mark in marks if "made_from" in mark}
     return f"Made by {'; '.join(sorted(codes))}." if codes else ""

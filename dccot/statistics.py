@@ -1,6 +1,6 @@
 """Means with standard errors over the right unit, paired comparison, a straight line, the Pareto front.
 
-Responses to one problem are alike, so the problem is the independent unit (a cluster), however many responses it has:
+Responses to one problem are correlated, so the problem is the independent unit (a cluster), however many responses it has:
 
     mean      x̄ = mean of the problems' means            standard error   s(problem means) / √P
     change    d = mean of (ours − theirs), by problem      standard error   s(differences) / √P              same problems on both sides
@@ -30,7 +30,7 @@ class Estimate:
 
     @property
     def clear(self) -> bool:
-        """Whether it is further than two standard errors from nothing."""
+        """Whether it is more than two standard errors from zero."""
         return abs(self.value) > 2 * self.stderr
 
 
@@ -93,7 +93,7 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the (length, accuracy) points that no other beats: nothing is both at most as long and at least as accurate."""
+    """Indices of the (length, accuracy) points that no other beats: none is both at most as long and at least as accurate."""
     front: list[int] = []
     best = -math.inf
     for index in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):

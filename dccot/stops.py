@@ -1,7 +1,7 @@
-"""Being asked to stop: SIGTERM (pre-emption, a time limit), SIGINT (Ctrl-C), and SIGUSR1, which asks to save and continue.
+"""Stop signals: SIGTERM (pre-emption, a time limit), SIGINT (Ctrl-C), and SIGUSR1, which saves and continues.
 
-    with listening(): …                  a command: SIGTERM ends it at once with Stopped, SIGINT with KeyboardInterrupt
-        with listening(wait=True): …     training: both are noted in `asked`, and the loop stops where it can save; a second SIGINT ends it
+    with listening(): …                  a command: SIGTERM ends it immediately with Stopped, SIGINT with KeyboardInterrupt
+        with listening(wait=True): …     training: both are recorded in `asked`; the loop stops where it can save; a second SIGINT ends it
 
 A command that was stopped exits with CONTINUE: nothing is wrong, run it again.
 """
@@ -21,12 +21,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Stopped(BaseException):
-    """The command was asked to stop and has stopped; the same command continues."""
+    """The command was told to stop and has stopped; the same command resumes."""
 
 
 @dataclass
 class Asked:
-    """What signals have asked of this process. All ranks must agree before they act on it."""
+    """Signals received by this process. All ranks must agree before they act on them."""
 
     wait: bool = False
     stop: bool = False
@@ -34,14 +34,14 @@ class Asked:
 
     def hear(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
-            self.save = self.wait  # elsewhere there is nothing to save, and the default would be to die
+            self.save = self.wait  # otherwise there is nothing to save, and the default would kill the process
         elif number == signal.SIGINT and (self.stop or not self.wait):
             raise KeyboardInterrupt
         elif not self.wait:
             raise Stopped
         else:
             self.stop = True
-            if os.environ.get("RANK", "0") == "0":  # not print: the signal may have come in the middle of one
+            if os.environ.get("RANK", "0") == "0":  # not print: the signal may have interrupted one
                 os.write(2, b"\nstopping as soon as everything can be saved; a second Ctrl-C stops at once\n")
 
 
@@ -50,7 +50,7 @@ asked = Asked()  # signals belong to the process
 
 @contextlib.contextmanager
 def listening(wait: bool = False) -> Iterator[Asked]:
-    """Handle SIGNALS; only a process's main thread can, and elsewhere nothing changes."""
+    """Handle SIGNALS; only a process's main thread can, so elsewhere this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
@@ -64,5 +64,5 @@ def listening(wait: bool = False) -> Iterator[Asked]:
         asked.wait, asked.stop, asked.save = outside, False, False
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    if unheeded and not outside:  # it came after the last look
+    if unheeded and not outside:  # it arrived after the last check
         raise Stopped

@@ -2,13 +2,13 @@
 
     import dccot.transformers                                          # registers the name "dccot_tree"
     model = AutoModelForCausalLM.from_pretrained(FOLDER, attn_implementation="dccot_tree")
-    forest, where = Forest.from_rows(rows)                             # rows of token ids; every shared prefix is there once
+    forest, where = Forest.from_rows(rows)                             # rows of token ids; every shared prefix is stored once
     logprob, entropy = compute_logprobs(model, forest)                 # [M] of forest.targets
     rows_logprob = to_rows(logprob, forest, where)                     # each row's log-probs, token by token
 
 A forest is one packed sequence: the mask reaches the attention layers as the keyword `tree_mask`, and as the 4D attention mask that keeps
-Transformers from building an N×N one. Calls without a forest (`generate`, evaluation) are plain SDPA. What tree attention cannot honour
-(sliding windows, soft caps, attention sinks, dropout, caches) is refused, not ignored.
+Transformers from building an N×N one. Calls without a forest (`generate`, evaluation) are plain SDPA. What tree attention does not
+support (sliding windows, soft caps, attention sinks, dropout, caches) is rejected, not ignored.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def attend(
 
 
 def _refuse(module: nn.Module, query: Tensor, key: Tensor, mask: TreeMask, dropout: float, options: dict[str, Any]) -> None:
-    """Raises for what would silently be another model."""
+    """Raises for anything that would silently change the model."""
     layer = f"{type(module).__name__} {getattr(module, 'layer_idx', '')}".strip()
     if len(query) != 1:
         raise ValueError(f"a forest is a batch of one packed sequence, got a batch of {len(query)}")
@@ -72,7 +72,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def forest_inputs(forest: Forest) -> dict[str, Any]:
-    """What a Transformers decoder takes to run on a forest: `model(**forest_inputs(forest))`."""
+    """A Transformers decoder's inputs for running on a forest: `model(**forest_inputs(forest))`."""
     mask = forest.mask
     return {
         "input_ids": forest.tokens[None],
@@ -84,7 +84,7 @@ def forest_inputs(forest: Forest) -> dict[str, Any]:
 
 
 def compute_logprobs(model: nn.Module, forest: Forest, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy [M] of the forest's sampled tokens; the LM head runs on the rows that predict them and on no others."""
+    """Log-prob and entropy [M] of the forest's sampled tokens; the LM head runs only on the rows that predict them."""
     used = getattr(getattr(model, "config", None), "_attn_implementation", NAME)
     if used != NAME:
         raise ValueError(f"the model's attn_implementation is {used!r}: call model.set_attn_implementation({NAME!r}) first")
@@ -96,6 +96,6 @@ def compute_logprobs(model: nn.Module, forest: Forest, temperature: float = 1.0)
 
 
 def to_rows(values: Tensor, forest: Forest, where: Sequence[Tensor]) -> list[Tensor]:
-    """Values [M] of the forest's targets as one tensor per row, 0 where a token is no target; gradients flow back."""
+    """Values [M] of the forest's targets as one tensor per row, 0 where a token is not a target; gradients flow back."""
     everywhere = values.new_zeros(len(forest)).index_copy(0, forest.targets, values)
     return list(everywhere[torch.cat(list(where)).to(values.device)].split([len(at) for at in where]))

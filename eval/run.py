@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Accuracy, longest path and parallelism of a model on benchmarks. `dccot eval latency` measures wall-clock.",
         epilog="example: dccot eval runs/hlp --bench aime24,math500 --n 16; the same command again continues where it was stopped",
     )
-    parser.add_argument("model", help="a Hugging Face folder, or a run whose newest checkpoint is meant")
+    parser.add_argument("model", help="a Hugging Face folder, or a run (its newest checkpoint)")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="e.g. rollout.temperature=1 engine.dtype=float32 seed=1")
     parser.add_argument("--bench", default="", help=f"some of {','.join(BENCHMARKS)}")
     parser.add_argument("--problems", action="append", default=[], metavar="FILE", help="JSONL with id, question, gold; may be repeated")

@@ -33,11 +33,11 @@ QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_L
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        description="Serve a model behind the OpenAI API, director and workers included, on vLLM's own server; a page to watch at /.",
+        description="Serve a model, director and workers included, through the OpenAI API on vLLM's own server; web page at /.",
         epilog="example: dccot serve runs/demo/stage4 --port 8000; any option of `vllm serve` may follow",
         allow_abbrev=False,
     )
-    made.add_argument("model", help="a Hugging Face folder, or a run (its newest checkpoint, asked as it was trained)")
+    made.add_argument("model", help="a Hugging Face folder, or a run (its newest checkpoint, prompted as it was trained)")
     made.add_argument("--port", default="8000", help="default 8000")
     made.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1; 0.0.0.0 listens on every network")
     made.add_argument("--workers", type=positive, metavar="K", help="default: the run's own, or 3")

@@ -59,7 +59,7 @@ def log_to_terminal() -> None:
 def launch_parser(description: str, example: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, epilog=f"example: {example}")
     parser.add_argument("config", help="YAML file, e.g. one of configs/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
     parser.add_argument("--print-config", action="store_true", help="show the resolved configuration and stop")
     return parser
 

@@ -1,14 +1,14 @@
 """The miniature world: arithmetic whose reasoning splits, a tokenizer made for it, and solutions in both formats, all from a seed.
 
-A problem lists labelled digits and asks for the last digit of what becomes of them:
+A problem lists labelled digits and asks for the last digit of a result:
 
     sum          Add a to l and keep the last digit: a: 4, b: 7, c: 5, … .
     products     Add a to l and keep the last digit: a: 6*b: 9, c: 7*d: 8, … .
     expressions  Add a to l and keep the last digit: a: 3*b: 4+c: 6, d: 5*e: 2+f: 7, … .
     chain        Multiply 7 and add in turn a to l and keep the last digit: a: 3, b: 5, … .     ((7*a+b)*c+d)…: nothing splits
 
-A sequential solution takes the list in three parts, carries a running total through each, reports each part's total under its
-number, and adds up the reports. Its first word says in what manner.
+A sequential solution splits the list into three parts, carries a running total through each, reports each part's total under its
+number, and adds up the reports. Its first word names the style.
 
     <think>
     Plainly.
@@ -24,11 +24,11 @@ number, and adds up the reports. Its first word says in what manner.
     3: 7+6=3
     </think><answer>\\boxed{3}</answer>
 
-Carefully, it says everything twice, `c: 6*d: 9=4, so 4+2=6, yes 6*d: 9=4, so 4+2=6`: words that a length penalty can do without. Quickly,
+Carefully, it says everything twice, `c: 6*d: 9=4, so 4+2=6, yes 6*d: 9=4, so 4+2=6`: words that a length penalty can remove. Quickly,
 it works out a product together with what is added to it, `c: 6*d: 9+2=6`, which is shorter and harder to get right. So length and
-accuracy pull against each other as in real reasoning.
+accuracy trade off as in real reasoning.
 
-The parts are independent and come in any order, but nothing is gained by it: they are written one after the other. `rewrite_parallel`
+The parts are independent and come in any order, but that saves nothing: they are written one after the other. `rewrite_parallel`
 gives each to a worker:
 
     <think>
@@ -39,8 +39,8 @@ gives each to a worker:
     3: 7+6=3
     </think><answer>\\boxed{3}</answer>
 
-Nothing in a chain is independent except looking again. Most of the sequential solutions of chains walk to the end, note it, check
-three steps, a part each, and come back to the end; those become the director's walk and a worker per check. The others have no use for
+Nothing in a chain is independent except double-checking. Most sequential solutions of chains walk to the end, note it, check
+three steps, one per part, and return to the end; those become the director's walk and one worker per check. The others have no use for
 workers and are not rewritten.
 """
 
@@ -84,7 +84,7 @@ CAREFULLY, PLAINLY, QUICKLY = "Carefully.\n", "Plainly.\n", "Quickly.\n"
 
 @dataclass(frozen=True)
 class Family:
-    """What is asked, how the digits of a step are combined, and how many steps a problem has: in training, in the larger split."""
+    """The question, how the digits of a step are combined, and how many steps a problem has: in training, in the larger split."""
 
     opening: str
     operators: str
@@ -104,9 +104,9 @@ FAMILIES = {
     "expressions": Family("Add ", "*+", range(5, 9), range(10, 13), 0.26),
     "chain": Family("Multiply {} and add in turn ", "", range(6, 11), range(12, 16), 0.12),
 }
-CHECKED = 0.8  # how many of the solutions of chains check some steps
+CHECKED = 0.8  # share of chain solutions that check some steps
 MANNERS = {CAREFULLY: 0.42, PLAINLY: 0.22, QUICKLY: 0.36}  # how solutions are written, and how often
-SMALLEST = 3  # problems for the base model start here, and small ones are frequent: it learns to walk before it runs
+SMALLEST = 3  # problems for the base model start here, and small ones are frequent, as a curriculum
 
 # A problem's split is a hash of its question, so two splits never share one, whatever their sizes and seeds.
 SPLIT_BUCKETS = {"base": range(8), "train": range(8, 14), "validation": range(14, 15), "test": range(15, 16)}
@@ -116,12 +116,12 @@ LARGER = "larger"
 
 @dataclass(frozen=True)
 class ArithmeticProblem(Problem):
-    """A problem that knows what it is made of. Its id reads `split-family-number`, so results can be told apart by family."""
+    """A problem with its parts. Its id is `split-family-number`, so results can be grouped by family."""
 
     family: str
     labels: str
     digits: tuple[int, ...]
-    start: int = 0  # what a chain starts with
+    start: int = 0  # the start of a chain
 
     def steps(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Labels and digits of each step."""
@@ -187,12 +187,12 @@ class Step:
 
     labels: str  # of its digits, or the number of a report
     adds: int
-    working: str = ""  # how it comes to that; a plain number needs no working
+    working: str = ""  # how it is computed; a plain number needs no working
     in_one_go: bool = False  # together with the total
 
 
 def _line(step: Step, total: int | None) -> tuple[str, int]:
-    """The line of one step and the running total after it; the first step of a run has no total to be added to."""
+    """The line of one step and the running total after it; the first step of a run has no total to add to."""
     if total is None:
         return f"{step.labels[0]}: {step.working or step.adds}\n", step.adds
     now = (total + step.adds) % 10
@@ -245,7 +245,7 @@ def _parts(parts: Sequence[tuple[str, str, int | str]], rng: random.Random) -> s
 
 
 def _cuts(count: int, rng: random.Random) -> tuple[int, int]:
-    """Where parts 2 and 3 begin: near thirds, no part without a step. Which division is best, is left for a policy to learn."""
+    """Where parts 2 and 3 begin: near thirds, no part without a step. The best division is left for a policy to learn."""
     slack = count // 6
     second = max(1, round(count / 3) + rng.randint(-slack, slack))
     third = min(count - 1, max(second + 1, round(count * 2 / 3) + rng.randint(-slack, slack)))
@@ -280,9 +280,9 @@ def _answer(value: int | str) -> str:
 
 
 def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0) -> str:
-    """The same words in the parallel format. A text that the rule cannot read comes back as it is: acceptance refuses it.
+    """The same words in the parallel format. A text that the rule cannot parse is returned unchanged: acceptance rejects it.
 
-    It has one answer, whatever the attempt; a rewriting model would have several.
+    The result is the same for every attempt; a rewriting model would vary.
     """
     parts = sorted(re.finditer(r"(\d)\) \w to \w\n(?:[a-zA-Z]: .+\n)+\1: \d\n", sequential_text), key=lambda part: part[1])
     workers = [part[0] for part in parts]
@@ -299,7 +299,7 @@ def _block(workers: Sequence[str]) -> str:
 
 # ---- the tokenizer -------------------------------------------------------------------------------------------------------
 
-# An instruction of the prompts is one token, so that a prompt costs little more than its question.
+# An instruction of the prompts is one token, so that a prompt is little longer than its question.
 SENTENCES = (f" {PARALLEL_INSTRUCTION}", f" {INSTRUCTION}")
 OPENINGS = dict.fromkeys(part for family in FAMILIES.values() for part in family.opening.split("{}"))
 PHRASES = (*OPENINGS, TO, RULE, *MANNERS, f", {SO}", YES, END, ", ", ".\n", "\\boxed{")
@@ -310,7 +310,7 @@ def make_tokenizer(single_token_tags: bool = True) -> Qwen2Tokenizer:
     """Bytes, with one token for each label, phrase and prompt sentence; any text comes back from decode(encode(text)) (in NFC).
 
     With `single_token_tags` off a tag is a few ordinary tokens, and its `>` may be merged with a newline, as in the tokenizers of
-    real models. It is a Qwen2Tokenizer because that is what transformers opens beside a qwen2 model, whatever was saved.
+    real models. It is a Qwen2Tokenizer because that is what transformers loads for a qwen2 model, whatever was saved.
     """
     from tokenizers import AddedToken, pre_tokenizers
     from transformers import Qwen2Tokenizer

@@ -3,8 +3,8 @@
     world → base model → its own solutions → rewritten in parallel → SFT → RL stages 1–4 → evaluation → report
 
 The same trainer, engine and report as at full size (configs/mini/demo.yaml); configs/mini/mini.yaml adds the high length penalty, and the
-same RL for the sequential base. Interrupted and run again, it continues. At the end: the
-table, what was learnt in sentences computed from it, and where the report and the TensorBoard logs are.
+same RL for the sequential base. After an interruption, a rerun resumes. At the end it
+prints the table, a summary computed from it, and the paths of the report and the TensorBoard logs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def cell(evaluation: Evaluation, measure: str, scale: int) -> str:
 
 
 def rl_history(evaluation: Evaluation, run: Path) -> list[tuple]:
-    """What every RL stage behind an evaluated model had, the last one first: steps and the terms of its reward."""
+    """Settings of every RL stage that led to an evaluated model, last one first: steps and reward terms."""
     model = Path(evaluation.model)
     found: list[tuple] = []
     while True:
@@ -114,13 +114,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _launch(processes: int, arguments: Sequence[str]) -> int:
-    """The demo as ranks of one thread each, as torchrun would start them: the same figures as one process, sooner."""
+    """The demo as ranks of one thread each, as torchrun would start them: the same figures as one process, but faster."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    logging.disable()  # of the launcher alone: the ranks speak for themselves
+    logging.disable()  # of the launcher only: the ranks report their own
     try:
         torchrun(["--standalone", "--nproc_per_node", str(processes), "-m", "dccot.cli", "demo", *arguments])
     except SignalException:  # which the ranks have been given, too

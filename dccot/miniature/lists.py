@@ -4,7 +4,7 @@
     numbers   How many of these numbers are larger than 50: 12, 83, … ?
     chain     Start with 4. Then add 3, double it, triple it, … and keep only the last digit each time. Which digit is it?
 
-A sequential solution takes the list in three parts and adds up what they report; a chain is followed step by step, and does not split.
+A sequential solution splits the list into three parts and adds up their counts; a chain is followed step by step, and does not split.
 
     <think>
     Three parts: tiger to oak, spoon to violin, horse to bread.
@@ -57,7 +57,7 @@ WORDS = {
     "countries": "France Japan Brazil Egypt Canada Norway India Mexico Kenya Italy Spain Peru Greece Poland Chile Sweden Cuba Nepal "
     "Finland Germany Portugal Vietnam Ireland Argentina Morocco",
 }
-HELD_OUT = 5  # every fifth word of a category is for the test split alone
+HELD_OUT = 5  # every fifth word of a category is for the test split only
 FAMILIES = {"things": 0.6, "numbers": 0.25, "chain": 0.15}
 SIZES, CHAIN_SIZES = range(9, 16), range(5, 9)
 SPLITS = ("base", "train", "validation", "test")
@@ -78,7 +78,7 @@ class ListsConfig:
 
 @dataclass(frozen=True)
 class ListProblem(Problem):
-    """A problem with its sequential solution. Its id reads `split-family-number`."""
+    """A problem with its sequential solution. Its id is `split-family-number`."""
 
     solution: str
 
@@ -148,7 +148,7 @@ def _thought(text: str, answer: str) -> str:
 
 
 def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0) -> str:
-    """The same words with every part in a worker. Without exactly three parts in a row it comes back as it is: acceptance refuses it."""
+    """The same words with every part in a worker. Without exactly three parts in a row it is returned unchanged: acceptance rejects it."""
     parts = list(re.finditer(r"Part (\d): .+\n(?:.+: (?:yes|no), \d+\n)+Part \1 has \d+\.\n", sequential_text))
     workers = "".join(f"{worker_open(i)}{part[0]}{worker_close(i)}" for i, part in enumerate(parts, start=1))
     in_a_row = all(part.end() == following.start() for part, following in pairwise(parts))

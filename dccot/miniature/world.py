@@ -86,14 +86,14 @@ def checkpoint_config(model: TinyModel, tokenizer) -> dict:
 
 
 def look_back(model: Transformer) -> None:
-    """A start from which a small model soon learns to look digits up by their labels.
+    """An initialisation from which a small model quickly learns to look up digits by their labels.
 
-    Drawn as wide models are, embeddings are drowned in what the layers add, and attention is flat; so embeddings and what reads the
-    residual stream start larger than what writes to it. And a lookup needs two heads in a row, which take long to find each other, so
-    they start roughly that way. In the first layer one looks at the token before, by its biases: with query and key constant in a few
-    of RoPE's fastest planes, and the query turned by one token, a score is highest one token back. It notes that token in dimensions
-    kept free for notes. In the second layer one looks for its own token among the notes, in RoPE's slowest planes, which distance
-    hardly turns, and repeats what it finds there: the digit after the label.
+    Initialised like a wide model, embeddings are drowned out by the layers, and attention is flat; so embeddings and everything that reads
+    the residual stream start larger than what writes to it. And a lookup needs two heads in sequence, which take long to emerge, so
+    they start close to that. In the first layer one looks at the token before, by its biases: with query and key constant in a few
+    of RoPE's fastest planes, and the query turned by one token, a score is highest one token back. It writes that token to dimensions
+    reserved for notes. In the second layer one looks for its own token among the notes, in RoPE's slowest planes, which distance
+    hardly rotates, and copies what it finds there: the digit after the label.
     """
     import torch
 
