@@ -207,6 +207,7 @@ class EvalStage:
     model: str = ""  # stage, stage@step or folder
     method: str = "parallel"
     budget: int = 12_000
+    top_p: float = 0.95  # the paper's; below 1, sampling sorts the vocabulary, which takes a CPU a while
     benchmarks: list[str] = field(default_factory=list)  # names of the paper's, or files; default: the recipe's
     benchmark_folder: str = "runs/data"
     n: int | None = None  # responses per problem; None: the paper's (200 or 16), 16 for a file
@@ -231,7 +232,8 @@ class EvalStage:
         ]
 
     def evaluation(self) -> EvalConfig:
-        config = eval_config(self.method, self.budget, [f"prompt.max_prompt_tokens={self.max_prompt_tokens}", f"seed={self.seed}"])
+        rest = [f"rollout.top_p={self.top_p}", f"prompt.max_prompt_tokens={self.max_prompt_tokens}", f"seed={self.seed}"]
+        config = eval_config(self.method, self.budget, rest)
         config.engine = self.engine
         return config
 
