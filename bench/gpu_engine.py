@@ -161,8 +161,8 @@ def sleep_and_wake(context: Context) -> str:
     engine.wake()
     engine.load(full_parameters(model))
     engine.verify(full_parameters(model))
-    assert asleep > awake + 5e8, f"asleep the engine gave back {(asleep - awake) / 1e9:.2f} GB; its KV cache alone has 1 GiB"
-    return f"{(asleep - awake) / 1e9:.2f} GB given back; " + same_ids(greedy(engine), expected, "the same as before")
+    assert asleep > awake + 5e8, f"asleep, the engine released {(asleep - awake) / 1e9:.2f} GB; its KV cache alone has 1 GiB"
+    return f"{(asleep - awake) / 1e9:.2f} GB released; " + same_ids(greedy(engine), expected, "the same as before")
 
 
 def logprob_gap(context: Context) -> str:

@@ -105,7 +105,7 @@ def ratios(runs: dict[str, list[Run]], measure: str = "seconds per step") -> lis
 
 def bench(model: Path, problems: Path, pairs: int, steps: int) -> None:
     if not problems.is_file():
-        raise BadData(f"{problems} is not there: run `make demo` first, or give --model and --problems")
+        raise BadData(f"{problems} does not exist: run `make demo` first, or give --model and --problems")
     sides: dict[str, Callable[[int], Run]] = {
         "TRL": lambda pair: run_trl("padded", model, problems, steps),
         "TRL on forests": lambda pair: run_trl("forest", model, problems, steps),

@@ -103,7 +103,7 @@ class Endpoint:
         except self._sdk.APIStatusError as error:
             said = self._clean(f"HTTP {error.status_code}: {error.message}")
             if error.status_code in ALL_REQUESTS_FAIL:
-                raise Unusable(f"{self._where()} turns us away ({said}); check the key, endpoint.model and endpoint.base_url") from None
+                raise Unusable(f"{self._where()} rejects requests ({said}); check the key, endpoint.model and endpoint.base_url") from None
             raise Refused(said) from None
         except self._sdk.APIError as error:
             raise Refused(self._clean(f"{type(error).__name__}: {error}")) from None

@@ -58,9 +58,7 @@ def warn_of_plain_http(url: str, key: str) -> None:
     """Warns if keys and texts leave this machine unencrypted."""
     parts = urlsplit(url)
     if parts.scheme == "http" and not re.fullmatch(r"localhost|127(\.\d+){3}|::1", parts.hostname or ""):
-        log.warning(
-            "%s: http://%s is not encrypted: whoever is in between reads texts and keys; use https where you can", key, parts.netloc
-        )
+        log.warning("%s: http://%s is not encrypted: texts and keys can be read in transit; use https if you can", key, parts.netloc)
 
 
 def find_config(path: str | Path) -> Path:

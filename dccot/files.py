@@ -82,7 +82,7 @@ def _decode(raw: bytes) -> tuple[dict | None, str | None]:
     except UnicodeDecodeError as error:
         return None, f"not UTF-8 at byte {error.start}"
     except UnicodeEncodeError:
-        return None, "holds half a surrogate pair, which is no text"
+        return None, "holds half a surrogate pair, which is not valid text"
     except RecursionError:
         return None, "nested too deeply"
     except ValueError as error:  # JSONDecodeError, and integers beyond Python's digit limit

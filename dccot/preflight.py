@@ -71,7 +71,7 @@ class Checked:
         lines = [f"  {message}   ({', '.join(dict.fromkeys(found))})" for message, found in places.items()]
         if self.outdated:
             again = " ".join(f"--redo {name}" for name in self.outdated)
-            lines.append(f"  put it back, change it for later stages only (STAGE.key=…), give the recipe another name, or: {again}")
+            lines.append(f"  restore it, change it for later stages only (STAGE.key=…), give the recipe another name, or: {again}")
         if lines:
             raise Unmet("\n".join([f"the recipe cannot run, {len(places)} things are missing or wrong (stage.key):", *lines]))
 

@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         evaluations = [Evaluation.load(folder) for folder in kinds[SUMMARY]]
         page = write_report(evaluations, kinds["metrics.jsonl"], arguments.out, arguments.title, baseline=arguments.baseline,
                             latencies=kinds[latency.REPORT])  # fmt: skip
-        print(f"{page} (and report.md beside it)")
+        print(f"{page} (and report.md next to it)")
 
     return run_cleanly(work)
 

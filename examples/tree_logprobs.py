@@ -1,4 +1,4 @@
-"""Rows that share prefixes, through any Transformers decoder, at the price of their distinct tokens.
+"""Rows that share prefixes, through any Transformers decoder, at the cost of their distinct tokens only.
 
     python examples/tree_logprobs.py [FOLDER]              FOLDER: a Transformers model; without it, a small random Llama
 
@@ -29,7 +29,7 @@ def load(folder: str | None):
 
 
 def sample_rows(vocabulary: int) -> list[torch.Tensor]:
-    """Token ids stand in for an agent's turns: what matters here is only what the rows share."""
+    """Token ids stand in for an agent's turns: only what the rows share matters here."""
     draw = lambda length: torch.randint(0, vocabulary, (length,))
     prompt = draw(PROMPT)
     rows = [torch.cat([prompt, draw(SAMPLE)]) for _ in range(7)]

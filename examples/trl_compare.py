@@ -3,7 +3,7 @@
     python examples/trl_env.py examples/trl_compare.py
 
 Two shapes of batch: a group of seven answers to a long prompt, and the calls behind seven parallel responses (three workers, and the
-director who reads them). Model: qwen2, 4M parameters, random. Both sides compute the same numbers: the gradients' difference is shown.
+director that reads them). Model: qwen2, 4M parameters, random. Both sides compute the same numbers: the gradients' difference is shown.
 """
 
 from __future__ import annotations

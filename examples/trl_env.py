@@ -1,4 +1,4 @@
-"""Runs a script where TRL is installed: an environment of its own in runs/trl-env (about 1.5 GB), made at the first start.
+"""Runs a script in a separate environment with TRL, runs/trl-env (about 1.5 GB), created at the first start.
 
     python examples/trl_env.py examples/trl_grpo.py --loss forest
 

@@ -1,9 +1,9 @@
 """GRPO in TRL with the loss computed on forests: every prompt once per group, no padding. The change to TRL is one method.
 
     python examples/trl_env.py examples/trl_grpo.py --model runs/demo/base --problems runs/demo/world/problems/train.jsonl
-    python examples/trl_env.py examples/trl_grpo.py --loss padded                    TRL as it is, to compare
+    python examples/trl_env.py examples/trl_grpo.py --loss padded                    unmodified TRL, to compare
 
-Prints, as JSON, what every step took. trl_env.py makes the environment; trl_compare.py measures both losses on the same rows.
+Prints the time and tokens of every step as JSON. trl_env.py creates the environment; trl_compare.py measures both losses on the same rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INSTRUCTION = r"Let's think step by step and output the final answer within \box
 
 
 class PaddedTrainer(GRPOTrainer):
-    """TRL as it is; it only counts."""
+    """Unmodified TRL; it only counts."""
 
     attention = "sdpa"
     computed_tokens = 0

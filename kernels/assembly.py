@@ -133,7 +133,7 @@ def advisories(compiled: Any) -> list[str]:
         name = f"sm_{capability}{'a' if capability >= 90 else ''}"
         said = subprocess.run([ptxas.path, "-v", f"--gpu-name={name}", file.name, "-o", "/dev/null"], capture_output=True, text=True)
     if said.returncode:
-        raise ValueError(f"ptxas refuses its own kernel: {said.stderr[-300:]}")
+        raise ValueError(f"ptxas rejects its own kernel: {said.stderr[-300:]}")
     codes = sorted(set(re.findall(r"\bC7\d{3}\b", said.stdout + said.stderr)))
     return [f"{code}: {SERIALISED.get(code, 'see the PTX assembler’s manual')}" for code in codes]
 

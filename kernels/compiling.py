@@ -1,6 +1,6 @@
 """Compiles kernels for GPUs that are not present.  Triton needs no GPU for that, and its package includes ptxas, cuobjdump and nvdisasm.
 
-What is read from a compiled kernel (assembly.py) is kept in Triton's cache beside it.
+What is read from a compiled kernel (assembly.py) is cached next to it in Triton's cache.
 """
 
 from __future__ import annotations

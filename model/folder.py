@@ -1,10 +1,10 @@
-"""Which model folder is meant, and whether it is whole.
+"""Resolves a model path to a folder, and verifies it.
 
-A model is a Hugging Face folder, or a checkpoint of a run of ours: `runs/hlp` is its newest, `runs/hlp@180` that of step 180, and
+A model is a Hugging Face folder, or a checkpoint of one of our runs: `runs/hlp` is its newest, `runs/hlp@180` that of step 180, and
 `runs/hlp@best` the one with the best validation accuracy. Each checkpoint has a manifest of sizes and checksums, which is written last.
 
-    find_model(path)           the folder that is meant; nothing is read but names
-    resolve_model(path)        the same, checked against its manifest: what every command uses before it reads weights
+    find_model(path)           the folder that `path` refers to; reads only names
+    resolve_model(path)        the same, checked against its manifest: used by every command before it reads weights
     model_checksums(folder)    what is in it, for provenance
 """
 
@@ -23,11 +23,11 @@ from dccot.runtime import Runtime, on_rank_zero
 
 log = logging.getLogger(__name__)
 _STEP = re.compile(r"step_(\d{6,})")
-_VERIFIED: dict[Path, tuple] = {}  # folders checked by this process, as they were then: stages of a recipe read the same model again
+_VERIFIED: dict[Path, tuple] = {}  # folders already checked by this process, with their state: stages of a recipe reread the same model
 
 
 def resolve_model(path: str | Path) -> Path:
-    """The folder meant by `path`, which matches its manifest. In a process group rank 0 looks, and all ranks get its answer."""
+    """The folder that `path` refers to, verified against its manifest. In a process group rank 0 checks, and all ranks get its result."""
 
     def resolve() -> Path:
         folder = find_model(path)
@@ -38,7 +38,7 @@ def resolve_model(path: str | Path) -> Path:
 
 
 def _verify_weights(folder: Path) -> None:
-    """Refuse a checkpoint's hf/ folder that is not what was written; a folder from elsewhere has no manifest to compare with."""
+    """Reject a checkpoint's hf/ folder that has changed since it was written; a folder from elsewhere has no manifest to check."""
     if step_of(folder.parent) is None:
         folder = folder.resolve()  # a link to such a folder, or `.`
     step = folder.parent
@@ -59,7 +59,7 @@ def _verify_weights(folder: Path) -> None:
 
 
 def find_model(path: str | Path) -> Path:
-    """The Hugging Face folder meant by `path`: itself, or a checkpoint of a run: `runs/hlp`, `runs/hlp@180` or `runs/hlp@best`."""
+    """The Hugging Face folder that `path` refers to: itself, or a checkpoint of a run: `runs/hlp`, `runs/hlp@180` or `runs/hlp@best`."""
     path = Path(path)
     if (path / "config.json").is_file():
         return path
@@ -95,19 +95,19 @@ def model_checksums(folder: Path, runtime: Runtime | None = None) -> dict[str, s
 
 
 def step_of(folder: Path) -> int | None:
-    """The step whose checkpoint this is by its name; None for anything that people put beside them (`step_000010_keep`)."""
+    """The step whose checkpoint this is by its name; None for unrelated folders (`step_000010_keep`)."""
     match = _STEP.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def run_and_checkpoint(path: str | Path) -> tuple[Path, str | None]:
-    """`runs/hlp@180` → runs/hlp and 180; a path without @, or one that exists as it is, is the run itself."""
+    """`runs/hlp@180` → runs/hlp and 180; a path without @, or one that exists literally, is the run itself."""
     name, at, chosen = str(path).rpartition("@")
     return (Path(name), chosen) if at and not Path(path).exists() else (Path(path), None)
 
 
 def explain_best(path: str | Path) -> str | None:
-    """Which step `RUN@best` is and why, for the person who named it so; None for any other path."""
+    """Which step `RUN@best` is and why, as a message; None for any other path."""
     run, chosen = run_and_checkpoint(path)
     if chosen != "best":
         return None
@@ -116,7 +116,7 @@ def explain_best(path: str | Path) -> str | None:
 
 
 def kept_steps(run: Path) -> list[int]:
-    """Steps whose weights are still there, in order."""
+    """Steps whose weights still exist, in order."""
     steps = (step_of(folder.parent) for folder in run.glob("checkpoints/step_*/hf") if (folder / "config.json").is_file())
     return sorted(step for step in steps if step is not None)
 
@@ -133,7 +133,7 @@ def _checkpoint(run: Path, step: int | str) -> Path:
 
 @dataclass(frozen=True)
 class Validated:
-    """What validation found when the checkpoint of `step` was current."""
+    """Validation results of the checkpoint of `step`."""
 
     step: int
     accuracy: float
@@ -141,7 +141,7 @@ class Validated:
 
 
 def validated_checkpoints(run: Path) -> list[Validated]:
-    """Validation of every step that has one, in order. A row of metrics.jsonl tells of the weights after its step."""
+    """Validation of every step that has one, in order. A row of metrics.jsonl describes the weights after its step."""
     if not (run / "metrics.jsonl").is_file():
         return []
     rows = [row for _, row in read_jsonl(run / "metrics.jsonl") if row.get("step", 0) and "validation/accuracy" in row]
@@ -149,7 +149,7 @@ def validated_checkpoints(run: Path) -> list[Validated]:
 
 
 def best_checkpoint(run: Path) -> Validated:
-    """Of the checkpoints that are still there, the one with the best validation accuracy; of equal ones the shortest, then the first."""
+    """The remaining checkpoint with the best validation accuracy; ties go to the shortest, then the first."""
     kept = set(kept_steps(run))
     found = [each for each in validated_checkpoints(run) if each.step in kept]
     if not found:
@@ -190,13 +190,13 @@ def write_manifest(folder: Path) -> None:
 
 
 def keep_in_manifest(folder: Path, part: str) -> None:
-    """Strike from the manifest what is not in `part`, before it is deleted."""
+    """Remove from the manifest everything not in `part`, before it is deleted."""
     kept = {name: expected for name, expected in _read_manifest(folder).items() if name.startswith(part)}
     write_atomic(folder / "manifest.json", json.dumps(kept, indent=1))
 
 
 def _read_manifest(folder: Path) -> dict[str, dict]:
-    """Name → size and sha256; ValueError where it is not that."""
+    """Name → size and sha256; ValueError if malformed."""
     manifest = json.loads((folder / "manifest.json").read_text())
     good = isinstance(manifest, dict) and all(isinstance(each, dict) and each.keys() >= {"size", "sha256"} for each in manifest.values())
     if not good:

@@ -83,7 +83,7 @@ def empty_model(config: ModelConfig, sharding: ShardingConfig, device: torch.dev
         _shard(model, _mesh(device, sharding.replicate), sharding.reshard_after_forward, compute)
     elif master != compute:
         raise ValueError(
-            f"compute_dtype {sharding.compute_dtype} over master_dtype {sharding.master_dtype} is the work of FSDP, which needs a process "
+            f"compute_dtype {sharding.compute_dtype} over master_dtype {sharding.master_dtype} needs FSDP, which needs a process "
             "group: launch with torchrun (one process will do), or set both to the same"
         )
     model.to_empty(device=device)

@@ -127,7 +127,7 @@ def _text(name: str, value: Any) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise Refused(f"{name} holds half of a surrogate pair, which is no text", name) from None
+        raise Refused(f"{name} holds half of a surrogate pair, which is not valid text", name) from None
     return value
 
 

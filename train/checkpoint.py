@@ -95,7 +95,7 @@ class Checkpointer:
         if not self.finish() and self._failures > self.config.max_failures:
             raise OSError(
                 f"{self._failures} checkpoints in a row were not written (checkpoint.max_failures is {self.config.max_failures}); the last "
-                f"because of {'; '.join(self._problems())}. What is older is intact: mend it and run this again"
+                f"because of {'; '.join(self._problems())}. Older checkpoints are intact: fix the cause and run this again"
             )
         model_state, optimizer_state = get_state_dict(model, optimizer)
         everything = {"model": model_state, "optimizer": optimizer_state}

@@ -5,7 +5,7 @@
 A branch (workers 2..K as written) is visible to itself only; the trunk is visible to the end of its response; a prompt shared by
 several responses is visible to the end of the last of them. Worker 1 as written and as read are the same tokens at the same
 positions in the same context, so they are one. The as-read copies W2', W3' carry no loss; where the director never continues
-(the budget ran out among the workers) nobody reads them, and they are left out.
+(the budget ran out among the workers) they are never read, and are left out.
 
 `Forest.from_rows` lays out any other set of rows that share prefixes: agents' turns, groups of samples, search trees.
 
