@@ -1,24 +1,21 @@
-"""Problems in plain English for a pretrained model: judge a list of things one by one and count.
+"""Problems in plain English for a pretrained model: judge the things in three boxes one by one and count.
 
-    things    How many of these are animals: tiger, spoon, oak, … ?
-    numbers   How many of these numbers are larger than 50: 12, 83, … ?
-    chain     Start with 4. Then add 3, double it, triple it, … and keep only the last digit each time. Which digit is it?
+    things    Box A: tiger, spoon, oak, … Box B: … Box C: … How many animals are there?
+    numbers   Box A: 12, 83, … Box B: … Box C: … How many even numbers are there?
+    walk      Start at 4. Go up 3, down 2, … Where are you?
 
-A sequential solution splits the list into three parts and adds up their counts; a chain is followed step by step, and does not split.
+A sequential solution judges box after box and adds up the counts; a walk is followed step by step and does not split.
 
     <think>
-    Three parts: tiger to oak, spoon to violin, horse to bread.
-    Part 1: tiger to oak
-    tiger: yes, 1
-    rose: no, 1
-    …
-    Part 1 has 1.
-    Part 2: …
-    Together 1 + 0 + 2 = 3.
+    Three boxes.
+    Box A: tiger: animals, 1; spoon: furniture, no; oak: plants, no. So 1.
+    Box B: …
+    Box C: …
+    1 + 0 = 1, 1 + 2 = 3.
     </think><answer>\\boxed{3}</answer>
 
-`rewrite_parallel` gives every part to a worker and leaves the other words as they are. A fifth of the words and all problems of the test
-split are in no other split.
+`rewrite_parallel` gives each box to a worker and leaves the other words as they are. A fifth of the words and all problems of the test
+split appear in no other split.
 
     <folder>/problems/{train,validation,test}.jsonl      id, question, gold
     <folder>/base.jsonl                                  the same, and a sequential solution: once to learn from, once to rewrite
@@ -28,7 +25,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
@@ -38,7 +35,6 @@ from dccot.data.problems import Problem
 from dccot.files import write_jsonl_atomic
 from dccot.rollout.protocol import ANSWER_CLOSE, ANSWER_OPEN, SPAWN_CLOSE, SPAWN_OPEN, THINK_CLOSE, THINK_OPEN, worker_close, worker_open
 
-WORKERS = 3
 WORDS = {
     "animals": "tiger horse wolf rabbit eagle shark frog camel monkey snake dolphin sheep goat bear zebra giraffe elephant mouse owl "
     "beaver donkey penguin lizard whale fox",
@@ -58,8 +54,8 @@ WORDS = {
     "Finland Germany Portugal Vietnam Ireland Argentina Morocco",
 }
 HELD_OUT = 5  # every fifth word of a category is for the test split only
-FAMILIES = {"things": 0.6, "numbers": 0.25, "chain": 0.15}
-SIZES, CHAIN_SIZES = range(9, 16), range(5, 9)
+FAMILIES = {"things": 0.6, "numbers": 0.25, "walk": 0.15}
+BOXES, SIZES, MOST, WALKS = "ABC", range(4, 7), 3, range(5, 9)  # things per box, of which so many count at most; steps of a walk
 SPLITS = ("base", "train", "validation", "test")
 
 
@@ -92,55 +88,56 @@ def problem_stream(seed: int, split: str, taken: set[str]) -> Iterator[ListProbl
     rng = random.Random(f"{seed}/{split}")
     while True:
         family = rng.choices(list(FAMILIES), list(FAMILIES.values()))[0]
-        question, gold, solution = {"things": _things, "numbers": _numbers, "chain": _chain}[family](rng, split)
+        question, gold, solution = {"things": _things, "numbers": _numbers, "walk": _walk}[family](rng, split)
         if question not in taken:
             taken.add(question)
             yield ListProblem(f"{split}-{family}-{len(taken):06d}", question, gold, solution)
 
 
 def _things(rng: random.Random, split: str) -> tuple[str, str, str]:
-    category, size = rng.choice(list(WORDS)), rng.choice(SIZES)
-    inside = words_of(category, split)
-    outside = [word for other in WORDS if other != category for word in words_of(other, split)]
-    count = rng.randint(1, min(len(inside), size - 3))
-    items = rng.sample(inside, count) + rng.sample(outside, size - count)
-    rng.shuffle(items)
-    question = f"How many of these are {category}: {', '.join(items)}?"
-    return question, str(count), _judged([(item, item in inside) for item in items])
+    category = rng.choice(list(WORDS))
+    kinds = {word: other for other in WORDS for word in words_of(other, split)}
+    inside, outside = words_of(category, split), [word for word, kind in kinds.items() if kind != category]
+    return _boxes(rng, f"How many {category} are there?", inside, outside, category, kinds)
 
 
 def _numbers(rng: random.Random, split: str) -> tuple[str, str, str]:
-    limit, items = 10 * rng.randint(3, 7), rng.sample(range(10, 100), rng.choice(SIZES))
-    question = f"How many of these numbers are larger than {limit}: {', '.join(map(str, items))}?"
-    return question, str(sum(item > limit for item in items)), _judged([(str(item), item > limit) for item in items])
+    kinds = {str(number): ("even", "odd")[number % 2] for number in range(10, 100)}
+    kind = rng.choice(["even", "odd"])
+    inside, outside = ([item for item, found in kinds.items() if (found == kind) == wanted] for wanted in (True, False))
+    return _boxes(rng, f"How many {kind} numbers are there?", inside, outside, kind, kinds)
 
 
-def _chain(rng: random.Random, split: str) -> tuple[str, str, str]:
-    at, steps, lines = rng.randint(1, 9), [], []
-    start = at
-    for _ in range(rng.choice(CHAIN_SIZES)):
-        by = rng.randint(2, 9)
-        name, result = rng.choice([(f"add {by}", at + by), ("double it", 2 * at), ("triple it", 3 * at)])
-        lines.append(f"{at}, {name}: {result % 10}\n")
+def _boxes(
+    rng: random.Random, ask: str, inside: Sequence[str], outside: Sequence[str], kind: str, kinds: Mapping[str, str]
+) -> tuple[str, str, str]:
+    """Three boxes with things that count (`inside`) and others; `kinds` says what each thing is."""
+    question, lines, counts = "", "", []
+    for box in BOXES:
+        size, count = rng.choice(SIZES), rng.randint(0, MOST)
+        items = rng.sample(inside, count) + rng.sample(outside, size - count)
+        rng.shuffle(items)
+        number = iter(range(1, count + 1))
+        judged = [f"{item}: {kinds[item]}, {next(number) if kinds[item] == kind else 'no'}" for item in items]
+        question += f"Box {box}: {', '.join(items)}. "
+        lines += f"Box {box}: {'; '.join(judged)}. So {count}.\n"
+        counts.append(count)
+    first, total = counts[0] + counts[1], sum(counts)
+    text = f"Three boxes.\n{lines}{counts[0]} + {counts[1]} = {first}, {first} + {counts[2]} = {total}.\n"
+    return question + ask, str(total), _thought(text, str(total))
+
+
+def _walk(rng: random.Random, split: str) -> tuple[str, str, str]:
+    start = at = rng.randint(0, 9)
+    steps, lines = [], []
+    for _ in range(rng.choice(WALKS)):
+        to = rng.choice([number for number in range(10) if number != at])
+        name = f"{'up' if to > at else 'down'} {abs(to - at)}"
         steps.append(name)
-        at = result % 10
-    question = f"Start with {start}. Then {', '.join(steps)}, and keep only the last digit each time. Which digit is it?"
-    return question, str(at), _thought(f"Step by step.\n{''.join(lines)}", str(at))
-
-
-def _judged(items: Sequence[tuple[str, bool]]) -> str:
-    cuts = [round(len(items) * part / WORKERS) for part in range(WORKERS + 1)]
-    parts = [items[begin:end] for begin, end in pairwise(cuts)]
-    names = [f"{part[0][0]} to {part[-1][0]}" for part in parts]
-    counts = [sum(is_one for _, is_one in part) for part in parts]
-    text = f"Three parts: {', '.join(names)}.\n"
-    for number, (name, part, count) in enumerate(zip(names, parts, counts), start=1):
-        text += f"Part {number}: {name}\n"
-        for place, (item, is_one) in enumerate(part, start=1):
-            text += f"{item}: {'yes' if is_one else 'no'}, {sum(each for _, each in part[:place])}\n"
-        text += f"Part {number} has {count}.\n"
-    total = sum(counts)
-    return _thought(f"{text}Together {' + '.join(map(str, counts))} = {total}.\n", str(total))
+        lines.append(f"{at} {name}: {to}")
+        at = to
+    question = f"Start at {start}. Go {', '.join(steps)}. Where are you?"
+    return question, str(at), _thought(f"{'; '.join(lines)}.\n", str(at))
 
 
 def _thought(text: str, answer: str) -> str:
@@ -148,13 +145,13 @@ def _thought(text: str, answer: str) -> str:
 
 
 def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0) -> str:
-    """The same words with every part in a worker. Without exactly three parts in a row it is returned unchanged: acceptance rejects it."""
-    parts = list(re.finditer(r"Part (\d): .+\n(?:.+: (?:yes|no), \d+\n)+Part \1 has \d+\.\n", sequential_text))
-    workers = "".join(f"{worker_open(i)}{part[0]}{worker_close(i)}" for i, part in enumerate(parts, start=1))
-    in_a_row = all(part.end() == following.start() for part, following in pairwise(parts))
-    if [part[1] for part in parts] != [str(i) for i in range(1, WORKERS + 1)] or not in_a_row:
+    """The same words with each box in a worker. Without exactly three boxes in a row it is returned unchanged: acceptance refuses it."""
+    boxes = list(re.finditer(r"^Box ([A-Z]): .+\. So \d+\.\n", sequential_text, re.MULTILINE))
+    workers = "".join(f"{worker_open(i)}{box[0]}{worker_close(i)}" for i, box in enumerate(boxes, start=1))
+    in_a_row = all(box.end() == following.start() for box, following in pairwise(boxes))
+    if [box[1] for box in boxes] != list(BOXES) or not in_a_row:
         return sequential_text
-    return f"{sequential_text[: parts[0].start()]}{SPAWN_OPEN}{workers}{SPAWN_CLOSE}\n{sequential_text[parts[-1].end() :]}"
+    return f"{sequential_text[: boxes[0].start()]}{SPAWN_OPEN}{workers}{SPAWN_CLOSE}\n{sequential_text[boxes[-1].end() :]}"
 
 
 def make_lists(config: ListsConfig, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The lists: solutions are right and well-formed, workers take the parts, and the test split shares neither words nor questions."""
+"""The boxes: solutions are right and well-formed, each goes to a worker, and the test split shares neither words nor questions."""
 
 import re
 from dataclasses import asdict
@@ -17,21 +17,28 @@ def problems():
     return list(islice(problem_stream(0, "train", set()), 400))
 
 
-def test_counts_and_chains_are_right(problems):
+def test_counts_and_walks_are_right(problems):
     """Worked out again from the question alone."""
     for problem in problems:
-        if found := re.fullmatch(r"How many of these are (\w+): (.+)\?", problem.question):
-            expected = sum(item in WORDS[found[1]].split() for item in found[2].split(", "))
-        elif found := re.fullmatch(r"How many of these numbers are larger than (\d+): (.+)\?", problem.question):
-            expected = sum(int(item) > int(found[1]) for item in found[2].split(", "))
+        if found := re.fullmatch(r"Box A: (.+)\. Box B: (.+)\. Box C: (.+)\. How many (\w+)(?: numbers)? are there\?", problem.question):
+            items, kind = ", ".join(found.groups()[:3]).split(", "), found[4]
+            wanted = {"even": set("02468"), "odd": set("13579")}
+            expected = sum(item[-1] in wanted[kind] if kind in wanted else item in WORDS[kind].split() for item in items)
         else:
-            start, steps = re.fullmatch(r"Start with (\d)\. Then (.+), and keep only .+", problem.question).groups()
-            expected = int(start)
-            for step in steps.split(", "):
-                times = {"double": 2, "triple": 3}.get(step.split()[0])
-                expected = (expected * times if times else expected + int(step.removeprefix("add "))) % 10
+            start, steps = re.fullmatch(r"Start at (\d)\. Go (.+)\. Where are you\?", problem.question).groups()
+            expected = int(start) + sum(int(step.split()[1]) * (1 if step.startswith("up") else -1) for step in steps.split(", "))
         assert problem.gold == str(expected), problem.question
         assert sequential_flaw_of(problem.solution) is None and f"\\boxed{{{expected}}}" in problem.solution
+
+
+def test_every_thing_is_judged_in_its_box_and_counted(problems):
+    for problem in problems:
+        asked = re.findall(r"(Box [ABC]): (.+?)\.", problem.question)
+        judged = re.findall(r"(Box [ABC]): (.+)\. So (\d)\.\n", problem.solution)
+        for (box, items), (name, verdicts, count) in zip(asked, judged, strict=True):
+            words, numbers = zip(*((each.split(":")[0], each.split(", ")[1]) for each in verdicts.split("; ")))
+            assert (box, items) == (name, ", ".join(words))
+            assert [number for number in numbers if number != "no"] == [str(i) for i in range(1, int(count) + 1)]
 
 
 def test_no_word_is_in_two_categories():
@@ -39,22 +46,22 @@ def test_no_word_is_in_two_categories():
     assert len(words) == len(set(words))
 
 
-def test_every_part_goes_to_a_worker_and_no_word_is_lost(problems):
-    split = [problem for problem in problems if "-chain-" not in problem.id]
+def test_every_box_goes_to_a_worker_and_no_word_is_lost(problems):
+    split = [problem for problem in problems if "-walk-" not in problem.id]
     for problem in split:
         text = rewrite_parallel(problem, problem.solution)
         parsed = parse(text)
-        assert [worker.split(":")[0] for worker in parsed.rounds[0].workers] == ["Part 1", "Part 2", "Part 3"]
+        assert [worker.split(":")[0] for worker in parsed.rounds[0].workers] == ["Box A", "Box B", "Box C"]
         assert re.sub(r"</?(?:spawn_workers|worker_\d)>", "", text).replace("\n\n", "\n") == problem.solution
 
 
 def test_what_does_not_split_comes_back_as_it_is(problems):
-    chain = next(problem for problem in problems if "-chain-" in problem.id)
+    walk = next(problem for problem in problems if "-walk-" in problem.id)
     whole = next(problem for problem in problems if "-things-" in problem.id)
     for text in (
-        chain.solution,
-        whole.solution.replace("Part 2 has", "Part 2 had"),
-        whole.solution.replace("Part 3:", "And then\nPart 3:"),
+        walk.solution,
+        re.sub(r"(Box B.+) So ", r"\1 Thus ", whole.solution),
+        whole.solution.replace("Box C:", "And then\nBox C:"),
     ):
         assert rewrite_parallel(whole, text) == text
 
@@ -67,10 +74,9 @@ def test_words_and_questions_of_the_test_split_are_in_no_other(tmp_path):
     asked = [re.findall(r'"question": "(.+?)"', file.read_text()) for file in files]
     assert [len(each) for each in asked] == [50, 50, 20, 50]
     assert len(set().union(*asked)) == 170
-    words = [
-        set(re.findall(r"\w+", " ".join(re.findall(r"How many of these are \w+: .+", "\n".join(each))))) for each in (asked[1], asked[3])
-    ]
-    assert not (words[0] & words[1]) - {"How", "many", "of", "these", "are", *WORDS}
+    boxes = [" ".join(question for question in each if "numbers" not in question) for each in (asked[1], asked[3])]
+    used = [set(re.findall(r"\w+", text)) & set(" ".join(WORDS.values()).split()) for text in boxes]
+    assert used[0] and used[1] and not used[0] & used[1]
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path):

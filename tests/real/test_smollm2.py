@@ -51,7 +51,7 @@ def test_rollout_is_training(smollm2, measured, dtype, mean, largest):
     shown = f"{solved.question}\n{rewrite_parallel(solved, solved.solution)}"
     with open_engine(smollm2, EngineConfig(dtype=dtype, context=2048, max_sequences=64)) as engine:
         ask = PromptConfig(max_prompt_tokens=1024)
-        begun = [engine.tokenizer.encode(one.solution.split("\n")[1] + "\n") for one in asked]  # Three parts: … to …, … to …, … to ….
+        begun = [engine.tokenizer.encode(one.solution.split("\n")[1] + "\n") for one in asked]  # Three boxes.
         prompts = [ask.ids(engine.tokenizer, f"{shown}\n\n{one.question}") + plan for one, plan in zip(asked, begun)]
         requests = [Request(str(i), i, prompts[i % len(prompts)]) for i in range(RESPONSES)]
         responses = [response for _, response in generate(engine, requests, ROLLOUT, seed=(0,))]
