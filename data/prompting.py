@@ -14,16 +14,18 @@ a `<think>` that the template itself opens is not doubled, and is removed if `op
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from dccot.config import ConfigError, named, one_of, require
 from dccot.data.problems import Problem
 from dccot.files import BadData
-from dccot.rollout.protocol import THINK_OPEN
+from dccot.rollout.protocol import THINK_CLOSE, THINK_OPEN
 
 BOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
 CHAT_TOKENS = (BOS, USER, ASSISTANT)
+OPENED = re.compile(rf"{THINK_OPEN}\s*(?:{THINK_CLOSE}\s*)?\Z")  # how templates end that open the thinking, or skip it by closing it empty
 FORMATS = ("auto", "deepseek", "chat")
 INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
 PARALLEL_INSTRUCTION = (
@@ -84,8 +86,7 @@ class PromptConfig:
         """The prompt, in the tokenizer's own format; without one, as the paper writes it. A chat template also takes `earlier` turns."""
         wanted, think = format_of(self.kind), f"{THINK_OPEN}\n"
         if tokenizer is not None and self.chat_format(tokenizer) == "chat":
-            opened = rendered(tokenizer, wanted.message(question), self.system, earlier)
-            text = opened.removesuffix("\n").removesuffix(THINK_OPEN) if opened.endswith((THINK_OPEN, think)) else opened
+            text = OPENED.sub("", rendered(tokenizer, wanted.message(question), self.system, earlier))
         else:
             text = wanted(question)
         return text + (think if self.open_think else "")

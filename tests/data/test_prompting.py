@@ -130,9 +130,9 @@ def chatml(template: str = CHATML) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("open_think, end", [(True, "<think>\n"), (False, "")])
-@pytest.mark.parametrize("opens", ["", "<think>", "<think>\n"])
+@pytest.mark.parametrize("opens", ["", "<think>", "<think>\n", "<think>\n\n", "<think>\n\n</think>\n\n"])
 def test_chat_prompt_is_the_templates_with_think_opened_once_or_not_at_all(opens, open_think, end):
-    tokenizer = chatml(CHATML.replace("assistant\n", f"assistant\n{opens}"))
+    tokenizer = chatml(CHATML.replace("assistant\n", f"assistant\n{{{{ {opens!r} }}}}"))
     ids = PromptConfig(open_think=open_think).ids(tokenizer, "What is 2+2?")
     assert tokenizer.decode(ids) == f"<|im_start|>user\n{SAID}<|im_end|>\n<|im_start|>assistant\n{end}"
 
