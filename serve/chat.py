@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 from vllm.engine.protocol import EngineClient
@@ -47,7 +48,7 @@ class Chat:
         self._by_priority = engine.vllm_config.scheduler_config.policy == "priority"
         self._order = itertools.count()
         self._tokenising = ThreadPoolExecutor(1, "dccot-tokenising")
-        self.running = 0
+        self.arriving, self.running = 0, 0  # requests that are being read; responses that are being written
         self.usual_seconds = 1.0  # that a response takes, lately
 
     def about(self) -> dict:
@@ -62,6 +63,16 @@ class Chat:
             "top_p": rollout.top_p,
             "max_n": self.config.max_n,
         }
+
+    @contextmanager
+    def arrival(self) -> Iterator[None]:
+        """While a request is read and tokenised: uploads take memory, too."""
+        self._refuse_if_busy(self.arriving + 1)
+        self.arriving += 1
+        try:
+            yield
+        finally:
+            self.arriving -= 1
 
     async def admit(self, ask: Ask) -> Job:
         if ask.model is not None and ask.model not in self.models:
@@ -111,14 +122,25 @@ class Chat:
         return ids
 
     def _refuse_if_busy(self, n: int) -> None:
-        wait = math.ceil(min(60.0, max(1.0, self.usual_seconds)))
         if self.running + n > self.config.max_requests:
-            busy = f"{self.running} responses are being written; this server writes at most {self.config.max_requests} at once"
-            raise Refused(f"{busy}: try again in {wait} s", None, 503, retry_after=wait)
+            busy = f"{self.running} responses are being written, {self.arriving} requests read"
+            limit = f"this server takes at most {self.config.max_requests} at once"
+            raise Refused(f"{busy}; {limit}: try again in {self._wait} s", None, 503, retry_after=self._wait)
         try:
-            self.engine.check_admission(n)  # vLLM's own limits, --max-num-queued-reqs and --max-num-queued-tokens
+            self.engine.check_admission(n)
         except GracefulHTTPError as error:
-            raise Refused(str(error), None, int(error.http_status), retry_after=wait) from None
+            raise self.refusal(error) from None
+
+    def refusal(self, error: Exception) -> Refused:
+        """The error a client gets when the engine fails."""
+        if isinstance(error, GracefulHTTPError):  # vLLM's own limits, --max-num-queued-reqs and --max-num-queued-tokens
+            return Refused(str(error), None, int(error.http_status), retry_after=self._wait)
+        return Refused(f"the engine failed on this request ({type(error).__name__}): try again", status=500)
+
+    @property
+    def _wait(self) -> int:
+        """Seconds until a slot may be free."""
+        return math.ceil(min(60.0, max(1.0, self.usual_seconds)))
 
 
 class Choice:
@@ -132,10 +154,10 @@ class Choice:
         lane = {"round": piece.path[0] + 1, "worker": piece.path[1], "text": piece.text, "tokens": len(piece.ids)}
         ready = self.order.take(piece)
         reasoning, content = self.channels.take(piece) if ready else ("", "")
-        if self.channels.stopped is None or reasoning or content:
-            yield _delta(reasoning, content) | lane, piece.ids
+        yield _delta(reasoning, content) | lane, piece.ids
         for waited in ready[1:]:
-            yield _delta(*self.channels.take(waited)), []
+            if delta := _delta(*self.channels.take(waited)):
+                yield delta, []
 
 
 def _delta(reasoning: str, content: str) -> dict:
@@ -150,7 +172,8 @@ class Job:
         self.chat, self.ask, self.name, self.thoughts = chat, ask, name, thoughts
         self.choices = [Choice(index, ask.stop) for index in range(ask.n)]
         self.began, self.created = time.monotonic(), int(time.time())
-        self._deltas: asyncio.Queue[tuple[int, dict, list[int]] | None] = asyncio.Queue()
+        self._deltas: asyncio.Queue[tuple[int, dict, list[int]] | None] = asyncio.Queue()  # an empty delta: this choice has finished
+        self._unfinished = ask.n
         chat.running += ask.n
         metrics.RUNNING.inc(ask.n)
         self._task = asyncio.create_task(self._run())
@@ -171,13 +194,14 @@ class Job:
         seconds = time.monotonic() - self.began
         self.chat.usual_seconds += 0.1 * (seconds - self.chat.usual_seconds)
         metrics.observe(thinking.director.response, self._finish(choice.index)[0], seconds, thinking.first_token)
+        self._unfinished -= 1
         self._deltas.put_nowait((choice.index, {}, []))
 
     def _ended(self, task: asyncio.Task) -> None:
         self.chat.running -= self.ask.n
         metrics.RUNNING.dec(self.ask.n)
         if task.cancelled() or task.exception() is not None:
-            metrics.RESPONSES.labels("cancelled" if task.cancelled() else "error").inc(self.ask.n)
+            metrics.RESPONSES.labels("cancelled" if task.cancelled() else "error").inc(self._unfinished)
         self._deltas.put_nowait(None)
 
     async def close(self) -> None:

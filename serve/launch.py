@@ -59,6 +59,7 @@ def overrides(model: str, given: dict) -> list[str]:
 def defaults(on_gpu: bool) -> list[str]:
     """The in-process engine's settings as options of `vllm serve`: the same seeds give the same tokens in both."""
     flags = ["--scheduling-policy", "priority", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
+    flags += ["--hf-overrides", '{"head_dtype": "float32"}']
     flags += ["--uvicorn-log-level", "warning", "--disable-uvicorn-access-log", "--no-use-tqdm-on-load"]
     if not on_gpu:  # a CPU generator cannot be rewound, which a seeded prompt in several chunks needs
         flags += ["--no-enable-chunked-prefill", "--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(2**30)]

@@ -22,6 +22,7 @@ from pathlib import Path
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.datastructures import State
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.serve.utils.api_utils import listen_for_disconnect
@@ -60,15 +61,19 @@ class Plugin:
 async def chat_completions(request: Request) -> Response:
     chat: Chat = request.app.state.dccot
     try:
-        ask = read_ask(await _body(request))
-        job = await chat.admit(ask)
-        if ask.stream:
-            return EventStream(job)
-        return await _whole(job, request)
+        with chat.arrival():
+            job = await chat.admit(read_ask(await _body(request)))
+    except ClientDisconnect:
+        return Response(status_code=499)  # nobody reads it
     except Refused as refused:
         metrics.REFUSED.labels(str(refused.status)).inc()
-        headers = {"Retry-After": str(refused.retry_after)} if refused.retry_after is not None else None
-        return JSONResponse(refused.body, refused.status, headers)
+        return _refusal(refused)
+    return EventStream(job) if job.ask.stream else await _whole(job, request)
+
+
+def _refusal(refused: Refused) -> Response:
+    headers = {"Retry-After": str(refused.retry_after)} if refused.retry_after is not None else None
+    return JSONResponse(refused.body, refused.status, headers)
 
 
 async def _body(request: Request) -> bytes:
@@ -88,16 +93,16 @@ async def _whole(job: Job, request: Request) -> Response:
             return JSONResponse(answer.result())
         return Response(status_code=499)  # nobody reads it
     except Exception as error:
-        log.exception("request %s failed", job.name)
-        raise Refused(_said(error), status=500) from None
+        return _refusal(_failure(job, error))
     finally:
         answer.cancel()
         gone.cancel()
         await job.close()
 
 
-def _said(error: Exception) -> str:
-    return f"the engine failed on this request ({type(error).__name__}); others are not affected: try again"
+def _failure(job: Job, error: Exception) -> Refused:
+    log.error("request %s failed", job.name, exc_info=error)
+    return job.chat.refusal(error)
 
 
 class EventStream(StreamingResponse):
@@ -119,8 +124,7 @@ class EventStream(StreamingResponse):
             async for chunks in job.chunks():
                 yield "".join(f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n" for chunk in chunks)
         except Exception as error:
-            log.exception("request %s failed", job.name)
-            yield f"data: {json.dumps(Refused(_said(error), status=500).body)}\n\n"
+            yield f"data: {json.dumps(_failure(job, error).body)}\n\n"
         yield "data: [DONE]\n\n"
 
 

@@ -82,7 +82,7 @@ class Thinking:
                 if self.first_token is None and output.metrics is not None:
                     self.first_token = output.metrics.first_token_latency
                 stop = self._stop(call, result) if output.finished else None
-                text = result.text.removesuffix(self.words.eos) if stop is Stop.EOS else result.text
+                text = result.text.removesuffix(self.words.decode(ids[-1:])) if stop is Stop.EOS else result.text
                 if hear(Piece(call.path, text, list(result.token_ids), ended=stop is not None)):
                     return Completion(ids, [], Stop.EOS)
                 if stop is not None:

@@ -22,6 +22,7 @@ from tests.support.servers import KEY, dccot_serve, vllm_serve
 
 CONTEXT, BUDGET = 1024, 160
 NAME, QUESTION = "tiny", "how many are there"
+OTHER_EOS = "z"  # ends the model's text as well, because its folder says so
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -42,6 +43,8 @@ def model(tmp_path_factory) -> Path:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     edit(folder / "config.json", model_type="llama", architectures=["LlamaForCausalLM"])
     edit(folder / "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
+    ends = tiny.tokenizer("mixed").encode(tiny.EOS + OTHER_EOS)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     return folder
 
 

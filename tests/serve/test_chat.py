@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import re
+import socket
 import time
 from dataclasses import replace
 
@@ -12,8 +13,9 @@ from openai import AsyncOpenAI, BadRequestError, InternalServerError, OpenAI
 from dccot.data.prompting import INSTRUCTION, PARALLEL_INSTRUCTION, PromptConfig
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
-from tests.serve.conftest import BUDGET, NAME, QUESTION
-from tests.support.serve_faults import FAILING, STALLED
+from dccot.serve.reading import Piece
+from tests.serve.conftest import BUDGET, NAME, OTHER_EOS, QUESTION
+from tests.support.serve_faults import FAILING, HALF_STALLED, OVERFLOWING, STALLED
 from tests.support.servers import KEY
 
 
@@ -56,7 +58,8 @@ def streamed(chunks):
             extra = choice.delta.model_extra or {}
             reasoning += extra.get("reasoning", "")
             content += choice.delta.content or ""
-            finish = choice.finish_reason or finish
+            assert finish is None, "more after the finish reason"
+            finish = choice.finish_reason
             if "worker" in extra:
                 assert len(choice.token_ids) == extra["tokens"]
                 lanes.setdefault((extra["round"], extra["worker"]), []).extend(choice.token_ids)
@@ -89,6 +92,26 @@ def test_workers_are_streamed_side_by_side_although_the_reasoning_is_in_order(cl
     assert not lanes[second_of_two][1]
 
 
+def test_a_worker_that_waited_with_nothing_to_read_does_not_end_the_stream():
+    from dccot.serve.chat import Choice
+
+    choice = Choice(0, ())
+    pieces = [Piece((0, 0), "a", [1], ended=True), Piece((0, 2), "", [2], ended=True), Piece((0, 1), "b", [3], ended=True)]
+    told = [delta for piece in pieces for delta, _ in choice.hear(piece)]
+    assert [delta["text"] for delta in told] == ["a", "", "b"]  # an empty delta would be taken for the end
+
+
+def test_another_token_that_ends_the_models_text_is_not_part_of_it(client, engine):
+    [other] = engine.tokenizer.encode(OTHER_EOS)
+    answers = (ask(client, seed).choices[0] for seed in range(1, 200))
+    answer = next(answer for answer in answers if answer.token_ids[-1] == other and re.fullmatch("[^<]+", answer.message.content))
+    written = engine.tokenizer.decode(answer.token_ids, skip_special_tokens=False)
+    assert answer.finish_reason == "stop"
+    assert written.endswith(OTHER_EOS)
+    assert not answer.message.content.endswith(OTHER_EOS)
+    assert written[:-1].rstrip().endswith(answer.message.content)
+
+
 def test_choices_are_the_samples_of_one_seed_and_usage_is_their_sum(client, engine):
     ids = PromptConfig().ids(engine.tokenizer, QUESTION)
     requests = [Request("problem", sample, ids) for sample in range(3)]
@@ -115,7 +138,7 @@ def test_temperature_and_top_p_are_those_of_the_request(client, engine):
     assert ask(client, 3, temperature=1.1, top_p=0.7).choices[0].token_ids == expected.as_read
 
 
-def test_a_stop_text_cuts_the_answer_and_leaves_the_reasoning_whole(client, first):
+def test_a_stop_text_cuts_the_answer_and_leaves_the_reasoning_whole(client, first, engine):
     seed, plain = first(lambda answer: re.search(r"\w\w{5}", (c := answer.choices[0].message.content)) and "spawn" not in c)
     message = plain.choices[0].message
     stop = re.search(r"\w\w{5}", message.content)[0][3:5]
@@ -125,6 +148,9 @@ def test_a_stop_text_cuts_the_answer_and_leaves_the_reasoning_whole(client, firs
     assert cut.choices[0].message.reasoning == message.reasoning
     assert (cut.choices[0].finish_reason, cut.choices[0].stop_reason) == ("stop", stop)
     assert cut.usage.completion_tokens <= plain.usage.completion_tokens
+    _, content, lanes, finish, _ = streamed(ask(client, seed, stop=[stop], stream=True))
+    assert (content, finish) == (cut.choices[0].message.content, "stop")
+    assert stop in engine.tokenizer.decode(lanes[max(lanes)]).partition("</think>")[2]  # a lane has all that was sampled
 
 
 def test_the_async_client_gets_many_answers_at_once_whole_and_streamed(server, solved, seeds):
@@ -186,13 +212,51 @@ def test_a_client_that_goes_away_before_an_answer_leaves_nothing_running(client,
     assert server.metric("dccot_responses_total") == before + 1
 
 
+def test_a_request_that_is_cancelled_half_way_is_counted_once_per_choice(client, server):
+    def ended() -> float:
+        return server.metric("dccot_responses_total")
+
+    before = ended()
+    stream = ask(client, HALF_STALLED, stream=True, n=2)
+    next(chunk for chunk in stream if any(choice.finish_reason for choice in chunk.choices))
+    stream.close()
+    assert eventually(lambda: server.metric("dccot_responses_running") == 0)
+    assert ended() == before + 2
+
+
 def test_a_failing_worker_ends_its_request_with_an_error_and_not_the_server(client, server):
+    refused = server.metric("dccot_requests_refused_total")
     with pytest.raises(InternalServerError, match="failed on this request"):
         ask(client, FAILING)
     with pytest.raises(Exception, match="failed on this request"):
         list(ask(client, FAILING, stream=True))
     assert eventually(lambda: server.running() == 0)
+    assert server.metric("dccot_requests_refused_total") == refused
     assert ask(client, 1).choices[0].token_ids
+
+
+def test_a_response_that_the_engine_has_no_room_for_is_answered_503_with_retry_after(client):
+    with pytest.raises(InternalServerError) as refused:
+        ask(client, OVERFLOWING)
+    assert refused.value.status_code == 503
+    assert int(refused.value.response.headers["retry-after"]) >= 1
+
+
+def test_requests_that_are_still_being_sent_take_places_too(client, server):
+    host, port = server.address.removeprefix("http://").split(":")
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 1000\r\n\r\n{{"
+
+    def answered_503() -> bool:
+        try:
+            return not ask(client, 1)
+        except InternalServerError as refused:
+            return refused.status_code == 503
+
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(socket.create_connection((host, int(port)))).sendall(head.encode())
+        assert eventually(answered_503)
+    assert eventually(lambda: not answered_503())
 
 
 def test_more_than_the_server_takes_is_answered_503_with_retry_after(client, server):

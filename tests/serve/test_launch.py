@@ -4,7 +4,8 @@ import json
 import shlex
 
 from dccot.bench import bigram as tiny
-from dccot.serve.launch import main, overrides
+from dccot.rollout.settings import EngineConfig
+from dccot.serve.launch import defaults, main, overrides
 from dccot.serve.settings import VARIABLE, from_environment
 
 NOTHING = {"workers": None, "budget": None, "max_n": None, "max_requests": None}
@@ -24,6 +25,19 @@ def test_a_run_is_asked_as_it_was_trained_whatever_its_system_message_holds(tmp_
         system,
     )
     assert (config.rollout.workers, config.rollout.budget, config.rollout.temperature, config.max_n) == (2, 99, 0.5, 3)
+
+
+def test_the_server_is_set_up_like_the_engine_of_solve():
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from dccot.rollout.engine import engine_arguments
+
+    served = make_arg_parser(FlexibleArgumentParser()).parse_args(["model", *defaults(on_gpu=False)])
+    solving = engine_arguments("model", "model", EngineConfig(), distributed=False, sleeps=False)
+    for name in ("hf_overrides", "scheduling_policy", "generation_config", "logprobs_mode", "enable_chunked_prefill", "enforce_eager",
+                 "block_size", "kv_cache_memory_bytes"):  # fmt: skip
+        assert getattr(served, name) == getattr(solving, name), name
 
 
 def test_a_model_that_cannot_be_asked_is_refused_in_one_line(tmp_path, capsys):

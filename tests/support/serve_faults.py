@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+from vllm.exceptions import QueueOverflowError
+
 from dccot.rollout.generate import seed_of
 
-FAILING, STALLED = 666, 667  # as `seed` of a chat completion: its second worker fails; nothing of it ever comes
+# as `seed` of a chat completion: its second worker fails; nothing of it ever comes; nothing of its first choice; the engine is full
+FAILING, STALLED, HALF_STALLED, OVERFLOWING = 666, 667, 668, 669
 
 
 class Plugin:
@@ -18,11 +21,14 @@ class Plugin:
     async def init_state(self, engine_client, state, args) -> None:
         generate = engine_client.generate
         failing = seed_of(FAILING, "problem", 0, 0, 2)
-        stalled = {seed_of(STALLED, "problem", sample, 0, 0) for sample in range(16)}
+        stalled = {seed_of(STALLED, "problem", sample, 0, 0) for sample in range(16)} | {seed_of(HALF_STALLED, "problem", 0, 0, 0)}
+        overflowing = seed_of(OVERFLOWING, "problem", 0, 0, 0)
 
         async def faulty(prompt, params, request_id, **more):
             if params.seed == failing:
                 raise RuntimeError("a worker failed, as it was told to")
+            if params.seed == overflowing:
+                raise QueueOverflowError
             if params.seed in stalled:
                 await asyncio.sleep(3600)
             async for output in generate(prompt, params, request_id, **more):
