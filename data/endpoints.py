@@ -9,10 +9,12 @@ message that leaves this file.
 from __future__ import annotations
 
 import asyncio
+import email.utils
 import importlib
 import math
 import os
 import random
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,15 +154,22 @@ class Endpoint:
 
 async def _with_sensible_retry(response: Any) -> None:
     """A server's retry-after gets a floor, jitter and a limit; for an invalid one (0, negative, nan) the SDK uses its own backoff."""
-    headers = response.headers
-    milliseconds, seconds = headers.pop("retry-after-ms", None), headers.get("retry-after")
-    try:
-        asked = float(milliseconds) / 1000 if milliseconds is not None else float(seconds or 0)
-    except ValueError:
-        return  # a date, which the SDKs read
-    headers.pop("retry-after", None)
+    milliseconds, wait = (_seconds(response.headers.pop(name, "")) for name in ("retry-after-ms", "retry-after"))
+    asked = wait if math.isnan(milliseconds) else milliseconds / 1000
     if 0 < asked < math.inf:
-        headers["retry-after"] = f"{min(max(asked, SHORTEST_WAIT), LONGEST_WAIT) * random.uniform(1, 1.25):.3f}"
+        response.headers["retry-after"] = f"{min(max(asked, SHORTEST_WAIT), LONGEST_WAIT) * random.uniform(1, 1.25):.3f}"
+
+
+def _seconds(wait: str) -> float:
+    """What a retry-after header says, as a number or as a date; nan for what is neither."""
+    try:
+        return float(wait)
+    except ValueError:
+        date = email.utils.parsedate_tz(wait)
+    try:
+        return email.utils.mktime_tz(date) - time.time() if date else math.nan
+    except (ValueError, OverflowError):
+        return math.nan
 
 
 class _Garbled(Exception):

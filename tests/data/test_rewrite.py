@@ -1,6 +1,7 @@
 """Rewriting against a real HTTP server on loopback that speaks each protocol and misbehaves in every way that matters."""
 
 import asyncio
+import importlib
 import json
 import os
 import signal
@@ -9,15 +10,17 @@ import sys
 import threading
 import time
 from collections import Counter
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from dccot.config import ConfigError, load_config
 from dccot.data.check import leaks_in, verbatim_share, word_runs
-from dccot.data.endpoints import Endpoint, EndpointConfig, Unusable
+from dccot.data.endpoints import Endpoint, EndpointConfig, Unusable, _with_sensible_retry
 from dccot.data.grading import Grader, GradingConfig
 from dccot.data.problems import Problem
 from dccot.data.rewrite import RewriteConfig, accept, attempts_path, load_solutions, prompt_text, rewrite_all, rule, run
@@ -237,6 +240,28 @@ def test_a_wait_that_is_none_is_no_reason_to_hurry(protocol, tmp_path, monkeypat
     times = {question: [at for asked, at, *_ in server.requests if asked == question] for question in server.script}
     assert all(3 <= len(asked) <= 10 for asked in times.values()), {question: len(asked) for question, asked in times.items()}
     assert all(later - earlier > 0.3 for asked in times.values() for earlier, later in pairwise(asked))
+
+
+@pytest.mark.parametrize("wait, least, most", [
+    ({"retry-after": -0.9}, 0.37, 1.25),  # a date of this second
+    ({"retry-after": 0.9}, 0.37, 1.25),  # of the next
+    ({"retry-after": 20}, 19, 25),
+    ({"retry-after": 86_400}, 60, 120),
+    ({"retry-after-ms": "many", "retry-after": "0.001"}, 0.37, 1.25),
+    ({"retry-after-ms": "40000", "retry-after": "0.001"}, 40, 50),
+    ({"retry-after": "Mon, 99 Foo 2026 25:61:61 GMT"}, 0.37, 1.25),
+])  # fmt: skip
+@pytest.mark.parametrize("protocol", ["openai", "anthropic"])
+def test_a_date_or_a_garbled_wait_is_kept_within_reason(protocol, wait, least, most):
+    """What the SDKs make of a response after our hook; with openai, a wait of more than two minutes would end the retries."""
+    client = Endpoint(EndpointConfig(protocol, key_variable=""))._client
+    options = importlib.import_module(f"{protocol}._models").FinalRequestOptions(method="post", url="/", max_retries=9)
+    for _ in range(5):
+        headers = {name: formatdate(time.time() + at, usegmt=True) if isinstance(at, int | float) else at for name, at in wait.items()}
+        response = httpx2.Response(429, headers=headers)
+        asyncio.run(_with_sensible_retry(response))
+        assert client._should_retry(response)
+        assert least <= client._calculate_retry_timeout(9, options, response.headers) <= most
 
 
 @pytest.mark.parametrize("address", ["https://me:hunter2@host/v1", "https://hunter2@host", "http://me:hunter2@127.0.0.1:1/v1"])
