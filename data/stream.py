@@ -11,6 +11,8 @@ import random
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
+from dccot.files import BadData
+
 
 class HasId(Protocol):
     @property
@@ -63,7 +65,7 @@ class ProblemStream(Generic[P]):
         """Continue right after the last problem drawn when `state` was taken."""
         for name, ours in (("seed", self.seed), ("problems", self._fingerprint), ("content", self._content)):
             if state.get(name, ours) != ours:  # states from older versions have no content
-                raise ValueError(
+                raise BadData(
                     f"the saved stream position belongs to {name} {state[name]}, this run has {ours}; "
                     "resume with the same problem file and seed, or start a new run"
                 )

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dccot.data.problems import Problem
 from dccot.data.stream import ProblemStream
+from dccot.files import BadData
 
 
 def problems(count: int) -> list[Problem]:
@@ -50,7 +51,7 @@ def test_order_does_not_depend_on_the_batch_size():
 def test_state_of_another_set_or_seed_is_refused():
     state = ProblemStream(problems(5), 1, 2).state()
     for other in (ProblemStream(problems(6), 1, 2), ProblemStream(problems(5), 2, 2)):
-        with pytest.raises(ValueError, match="resume with the same problem file and seed"):
+        with pytest.raises(BadData, match="resume with the same problem file and seed"):
             other.restore(state)
 
 
@@ -62,6 +63,6 @@ def test_order_is_the_same_in_every_process():
 def test_state_of_the_same_ids_with_other_content_is_refused():
     state = ProblemStream(problems(5), 1, 2).state()
     changed = [*problems(4), replace(problems(5)[4], gold="another answer")]
-    with pytest.raises(ValueError, match=r"belongs to content .*; resume with the same problem file and seed"):
+    with pytest.raises(BadData, match=r"belongs to content .*; resume with the same problem file and seed"):
         ProblemStream(changed, 1, 2).restore(state)
     ProblemStream(problems(5), 1, 2).restore({key: value for key, value in state.items() if key != "content"})  # an older checkpoint
