@@ -36,6 +36,14 @@ class Scorer:
         """Mean difference between recomputed and recorded log-probs: large for a different model or temperature."""
         return self._differences / max(1, self._tokens)
 
+    def check(self, response: Response) -> None:
+        """ValueError if the model cannot compute with these ids: one such response would fail those that are packed with it."""
+        vocab = self._model.config.vocab_size
+        ids = [*response.prompt, *(token for segment in response.segments() for token in segment.tokens)]
+        outside = [token for token in ids if not 0 <= token < vocab]
+        if outside or not response.prompt:
+            raise ValueError(f"token id {outside[0]}; the model has {vocab:,}" if outside else "the prompt is empty")
+
     @torch.no_grad()
     def __call__(self, responses: Sequence[Response]) -> list[list[list[float]]]:
         found: list[list[list[float]]] = [[] for _ in responses]

@@ -143,6 +143,8 @@ class Page:
         problem = (rollout.problem, rollout.question, gold)
         response = rollout.response
         details = self._details(rollout)  # steps that may fail come before any state changes
+        if self.scorer:
+            self.scorer.check(response)
         logprobs = [value for segment in response.segments() for value in segment.logprobs]
         row = {
             "problem": len(self.problems),

@@ -262,6 +262,19 @@ def test_a_malformed_row_costs_itself_alone(tmp_path, place, junk, lost, tokens)
     assert (shown[0], shown[-1]) == ("p0", "p2") and all(f"{path}:2: not a rollout" in line for line in said)
 
 
+def test_a_row_that_the_model_cannot_compute_costs_itself_alone(tmp_path):
+    rows = [rollout(number).to_json() for number in range(6)]
+    for row, prompt in zip(rows[1:5], ([0, 10**6], [-1], "x", [])):
+        row["response"]["prompt"] = prompt
+    write_jsonl_atomic(tmp_path / "rows.jsonl", rows)
+    page, said = Page(None, Scorer(save(tmp_path / "tiny", "spelled"), 0.6)), []
+    collect(page, [tmp_path / "rows.jsonl"], said.append)
+    page.write(tmp_path / "page.html", "title")
+    first, last = unpacked((tmp_path / "page.html").read_text("utf-8"), "block-0")
+    assert first[0]["entropies"] == last[0]["entropies"] != []
+    assert [line.partition(": not a rollout")[0] for line in said] == [f"{tmp_path / 'rows.jsonl'}:{line}" for line in (2, 3, 4, 5)]
+
+
 def test_rollouts_of_a_run_are_split_by_its_own_tokenizer(tmp_path):
     save(tmp_path / "checkpoints" / "step_000001" / "hf", "spelled")
     (tmp_path / "latest").write_text("step_000001\n")
