@@ -26,6 +26,7 @@ from dccot.data.prompting import prompts_of
 from dccot.data.rollouts import Asked, grade, missing_pairs, roll_out
 from dccot.data.stream import ProblemStream
 from dccot.files import BadData, read_jsonl, write_jsonl_atomic
+from dccot.model.folder import step_of
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Watch
 from dccot.rollout.interface import Engine, open_engine
@@ -243,5 +244,5 @@ def save_rollouts(folder: Path, step: int, batch: Batch, keep: int) -> None:
     """Write what the step trains on, for inspection and for `replay`; keeps the newest `keep` files."""
     folder.mkdir(exist_ok=True)
     write_jsonl_atomic(folder / f"step_{step:06d}.jsonl", (rollout.to_json() for group in batch.groups for rollout in group))
-    for old in sorted(folder.glob("step_*.jsonl"))[:-keep]:
+    for old in sorted(path for path in folder.glob("step_*.jsonl") if step_of(Path(path.stem)) is not None)[:-keep]:
         old.unlink()

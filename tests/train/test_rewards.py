@@ -14,7 +14,7 @@ from dccot.rollout.protocol import sequential_flaw_of
 from dccot.rollout.response import Response, Rollout, Segment
 from dccot.runtime import Runtime
 from dccot.train.advantages import AdvantageConfig, group_advantages
-from dccot.train.collect import Collector
+from dccot.train.collect import Batch, Collector, save_rollouts
 from dccot.train.filters import FILTERS, Group
 from dccot.train.rewards import RewardConfig, reward_of
 from dccot.train.rl_config import RLConfig
@@ -181,3 +181,10 @@ def test_advantages_are_finite_centred_and_scaled(rewards):
     spread = statistics.stdev(rewards)
     if spread > 1e-3:
         assert statistics.stdev(advantages) == pytest.approx(spread / (spread + 1e-6), rel=1e-6)
+
+
+def test_only_the_newest_rollouts_stay_and_what_people_put_beside_them(tmp_path):
+    (tmp_path / "step_000000_good.jsonl").write_text("mine")
+    for step in range(4):
+        save_rollouts(tmp_path, step, Batch([], []), keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000000_good.jsonl", "step_000002.jsonl", "step_000003.jsonl"]
