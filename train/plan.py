@@ -94,7 +94,7 @@ def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan
     kv_per_token = 2 * model.layers * model.kv_heads * model.head_dim * 2 / parallel
     weights = 2 * total / parallel
     working = engine_at_work(model, config.engine)
-    room = min(config.engine.gpu_memory * gpu.memory * GB, gpu.memory * GB - sum(persistent.values())) - weights - working
+    room = config.engine.gpu_memory * gpu.memory * GB - weights - working  # vLLM takes its share whatever the trainer holds beside it
     kv_tokens = max(0, int(room / kv_per_token))
     sampling = {"engine weights": weights, "engine at work": working, "KV cache": max(0.0, room)}
     typical = config.prompt.max_prompt_tokens / 4 + config.rollout.budget / 2
@@ -138,6 +138,9 @@ def advice(plan: Plan, gpu: Gpu, token_budget: int) -> list[str]:
             )
         else:
             found.append("training does not fit: lower batch.token_budget or use more GPUs")
+    if sum(plan.persistent.values()) < room < plan.sampling_peak:
+        share = int(100 * (1 - sum(plan.persistent.values()) / room)) / 100
+        found.append(f"sampling does not fit beside the trainer's weights: set engine.gpu_memory={share:g} or less")
     if plan.kv_cache_tokens < 100_000:
         found.append("little room for the KV cache: raise engine.tensor_parallel, engine.gpu_memory or the number of GPUs")
     found = found or ["fits"]
@@ -167,11 +170,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--gpu", choices=GPUS, default="H100")
-    parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--replicate", type=int, default=1, help="copies of the model (HSDP); usually the number of machines")
+    parser.add_argument("--tensor-parallel", type=int, help="GPUs of one engine (default: as configured)")
+    parser.add_argument("--replicate", type=int, help="copies of the model (HSDP), usually one per machine (default: as configured)")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_intermixed_args(argv)
-    fixed = [f"engine.tensor_parallel={arguments.tensor_parallel}", f"sharding.replicate={arguments.replicate}"]
+    given = {"engine.tensor_parallel": arguments.tensor_parallel, "sharding.replicate": arguments.replicate}
+    fixed = [f"{key}={value}" for key, value in given.items() if value is not None]
     try:
         config = load_config(RLConfig, arguments.config, ["model.path=unused", "data.train=unused", *fixed, *arguments.overrides])
         plan = make_plan(read_shape(arguments.model), config, arguments.gpus, GPUS[arguments.gpu])

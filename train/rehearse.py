@@ -170,7 +170,8 @@ def rehearse(arguments: argparse.Namespace) -> int:
     paths = [text for text in arguments.configs if "=" not in text]
     if not paths:
         raise ConfigError("no configuration given; name one or more, e.g. configs/rl/stage4.yaml")
-    overrides = [f"sharding.replicate={arguments.replicate}", *(text for text in arguments.configs if "=" in text)]
+    copies = [f"sharding.replicate={arguments.replicate}"] if arguments.replicate else []
+    overrides = [*copies, *(text for text in arguments.configs if "=" in text)]
     model, memory, began = read_shape(arguments.model), GPUS[arguments.gpu].memory, time.perf_counter()
     prepared = prepare(paths, overrides, model, arguments.gpus)
     where = f"{arguments.model} on {arguments.gpus:,} × {arguments.gpu} ({memory} GB)"
@@ -200,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", required=True, help=f"a checkpoint, a run, or one of {', '.join(SHAPES)}")
     parser.add_argument("--gpus", type=positive, default=8)
     parser.add_argument("--gpu", choices=[name for name, gpu in GPUS.items() if gpu.arch.startswith("sm_")], default="H100")
-    parser.add_argument("--replicate", type=positive, default=1, help="copies of the model (HSDP); usually the number of machines")
+    parser.add_argument("--replicate", type=positive, help="copies of the model (HSDP), usually one per machine (default: as configured)")
     parser.add_argument("--details", action="store_true", help="memory by kind and phase of every configuration, not only of a single one")
     parser.add_argument("--json", metavar="FILE", help="everything that was found")
     code = 0

@@ -68,6 +68,26 @@ def test_what_does_not_fit_is_said_with_what_to_change(capsys):
     assert main(["1.6B"]) == 2
 
 
+def test_copies_and_tensor_parallel_are_the_configurations_unless_given(tmp_path, capsys):
+    """Four copies on 8 GPUs, hence two GPUs per copy: 4 bytes of 1.78 billion parameters are 3.6 GB on each."""
+    path = tmp_path / "four.yaml"
+    path.write_text(f"base: {Path('configs/rl/stage4.yaml').resolve()}\nsharding: {{replicate: 4}}\nengine: {{tensor_parallel: 2}}\n")
+    assert main(["1.5B", str(path), "--gpus", "8"]) == 0
+    assert "master weights 3.6" in (said := capsys.readouterr().out) and "engine weights 1.8" in said
+    assert main(["1.5B", str(path), "--gpus", "8", "--replicate", "1", "--tensor-parallel", "1"]) == 0
+    assert "master weights 0.9" in (said := capsys.readouterr().out) and "engine weights 3.6" in said
+
+
+def test_an_engine_that_wakes_beside_weights_and_moments_must_fit(capsys):
+    """7.6 billion parameters on 8 GPUs: (4 + 8 + 2) / 8 bytes of each are 13.3 GB, a sixth of 80. vLLM's share does not shrink for them."""
+    small = ["7B", "--gpus", "8", "configs/rl/stage4.yaml", "sharding.reduce_once=false"]
+    assert main([*small, "engine.gpu_memory=0.85"]) == 0
+    said = capsys.readouterr().out
+    assert "sampling 81.3" in said and "set engine.gpu_memory=0.83 or less" in said and "→ fits" not in said
+    assert main([*small, "engine.gpu_memory=0.83"]) == 0
+    assert "→ fits" in capsys.readouterr().out
+
+
 def test_a_copy_of_the_model_per_rank_waits_for_nothing():
     memory = planned({}, ranks=1)
     assert memory.gradients == memory.persistent["master weights"] and not memory.waits
