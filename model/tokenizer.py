@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dccot.files import BadData
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -27,17 +29,17 @@ PROBE = SPACED + TAGGED
 
 
 def open_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model in `folder`; ValueError or OSError if none preserves white space."""
+    """The tokenizer of the model in `folder`; BadData or OSError if none preserves white space."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes a second to import; keeps --help fast
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     expected = _ids_of_file(Path(folder))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     if expected is not None and _ids(tokenizer) != expected:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         if _ids(tokenizer) != expected:
-            raise ValueError(f"the tokenizer of {folder} splits text differently from its tokenizer.json; save it again with transformers")
+            raise BadData(f"the tokenizer of {folder} splits text differently from its tokenizer.json; save it again with transformers")
     if lost := lost_white_space(tokenizer):
-        raise ValueError(f"the tokenizer of {folder} loses white space: {lost[0]!r} comes back as {lost[1]!r}; fetch its files again")
+        raise BadData(f"the tokenizer of {folder} loses white space: {lost[0]!r} comes back as {lost[1]!r}; fetch its files again")
     return tokenizer
 
 
@@ -59,7 +61,7 @@ def check_same_ids(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenize
     """Reject an engine whose tokenizer splits text differently from the trainer's."""
     if _ids(tokenizer) != _ids(other):
         kind = f"the engine's tokenizer ({type(other).__name__})"
-        raise ValueError(f"{kind} splits text differently from the tokenizer of {folder}; `dccot serve` gives vLLM a repaired one")
+        raise BadData(f"{kind} splits text differently from the tokenizer of {folder}; `dccot serve` gives vLLM a repaired one")
 
 
 def lost_white_space(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
@@ -84,4 +86,12 @@ def _ids_of_file(folder: Path) -> list[int] | None:
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json"
-    return Tokenizer.from_file(str(path)).encode(PROBE, add_special_tokens=False).ids if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # it raises nothing more specific
+        raise BadData(f"{path} is damaged or a git-LFS pointer ({error}); fetch it again") from None
+    tokenizer.no_truncation()  # transformers ignores how training code last cut and padded its batches, and so do we
+    tokenizer.no_padding()
+    return tokenizer.encode(PROBE, add_special_tokens=False).ids

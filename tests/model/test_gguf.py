@@ -29,7 +29,7 @@ def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
     return weights.reshape(heads, 2, len(weights) // heads // 2, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
 
 
-def write(file: Path, raw: dict, model=None, *, architecture=None, pre="default", scaling=None, q8=False) -> Path:
+def write(file: Path, raw: dict, model=None, *, architecture=None, pre="default", scaling=None, q8=False, template=TEMPLATE) -> Path:
     """A model as llama.cpp's converter writes it."""
     family = raw["model_type"]
     writer = gguf.GGUFWriter(file, architecture or family)
@@ -54,7 +54,8 @@ def write(file: Path, raw: dict, model=None, *, architecture=None, pre="default"
     writer.add_token_merges([" ".join(pair) for pair in MERGED])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
-    writer.add_chat_template(TEMPLATE)
+    if template:
+        writer.add_chat_template(template)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], raw["num_hidden_layers"])
     for name, tensor in model.state_dict().items() if model else ():
         if name == "lm_head.weight" and raw["tie_word_embeddings"]:
@@ -74,7 +75,7 @@ def write(file: Path, raw: dict, model=None, *, architecture=None, pre="default"
 
 @pytest.mark.parametrize("family, tied", [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False)])
 def test_the_imported_model_computes_what_the_original_does(raw_config, write_checkpoint, tmp_path, family, tied):
-    raw = raw_config(family, tied=tied)
+    raw = raw_config(family, tied=tied, rms_norm_eps=1e-3)  # unlike any default
     theirs = write_checkpoint(tmp_path / "original", raw)
     import_gguf(write(tmp_path / "model.gguf", raw, theirs), tmp_path / "imported")
     ours = Transformer(read_config(tmp_path / "imported"))
@@ -111,6 +112,12 @@ def test_tokenizer_chat_template_and_end_of_text_come_along(raw_config, write_ch
         "1",
         "}",
     ]
+
+
+def test_a_file_without_a_chat_template_gives_a_tokenizer_without_one(raw_config, write_checkpoint, tmp_path):
+    raw = raw_config("llama")
+    import_gguf(write(tmp_path / "model.gguf", raw, write_checkpoint(tmp_path / "original", raw), template=None), tmp_path / "imported")
+    assert open_tokenizer(tmp_path / "imported").chat_template is None
 
 
 @pytest.mark.parametrize("pre, tokens", [("default", ["12"]), ("smollm", ["1", "2"]), ("qwen2", ["1", "2"])])

@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from dccot.files import BadData
 from dccot.model.tokenizer import PROBE, check_same_ids, lost_white_space, open_tokenizer, tokenizer_folder
 
 TEXT = "Find $x^2$ when x = 12.\n\nLet's go"
@@ -66,10 +67,26 @@ def test_a_program_that_opens_its_own_gets_the_same_ids(tmp_path, declared, repa
     assert repaired != Path(path).exists()
 
 
+def test_truncation_and_padding_that_training_code_left_in_the_file_change_nothing(tmp_path):
+    core = Tokenizer.from_file(str(write(tmp_path, "LlamaTokenizerFast") / "tokenizer.json"))
+    expected = core.encode(TEXT, add_special_tokens=False).ids
+    core.enable_truncation(8)
+    core.enable_padding(length=300)
+    for declared in ("PreTrainedTokenizerFast", "LlamaTokenizerFast"):
+        assert open_tokenizer(write(tmp_path, declared, core)).encode(TEXT, add_special_tokens=False) == expected
+
+
 def test_an_engine_with_other_ids_is_refused(tmp_path):
     folder = write(tmp_path, "LlamaTokenizerFast")
     with pytest.raises(ValueError, match=r"LlamaTokenizer.*splits text differently"):
         check_same_ids(open_tokenizer(folder), AutoTokenizer.from_pretrained(folder), folder)
+
+
+@pytest.mark.parametrize("text", ["version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", "[1]", ""])
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path, text):
+    (write(tmp_path, "PreTrainedTokenizerFast") / "tokenizer.json").write_text(text)
+    with pytest.raises(BadData, match=r"tokenizer\.json is damaged or a git-LFS pointer .*; fetch it again"):
+        open_tokenizer(tmp_path)
 
 
 def test_a_file_that_itself_loses_white_space_is_refused(tmp_path):
