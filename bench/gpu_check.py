@@ -40,16 +40,17 @@ class Check:
     ranks: int = 1
     interpreted: bool = False  # on a CPU it needs Triton's interpreter
     cuda_only: bool = False
+    diagnosis: bool = False  # runs where no GPU is found, too, and says why
 
     def obstacle(self, gpus: int, device: str) -> str:
         """Why it cannot run here, if it cannot."""
         if device == "cpu":
             return "no GPU" if self.cuda_only else ""
-        return f"needs {self.ranks} GPUs, found {gpus}" if gpus < self.ranks else ""
+        return f"needs {self.ranks} GPUs, found {gpus}" if gpus < self.ranks and not self.diagnosis else ""
 
 
 CHECKS = (
-    Check("environment", KERNELS, "driver, CUDA, versions, which GPUs reach each other", 30),
+    Check("environment", KERNELS, "driver, CUDA, versions, which GPUs reach each other", 30, diagnosis=True),
     Check("attention", KERNELS, "attention kernels against the fp64 oracle, and twice the same bits", 180, interpreted=True),
     Check("lm_head", KERNELS, "LM head against the fp64 oracle, and twice the same bits", 40, interpreted=True),
     Check("engine_start", ENGINE, "the engine starts and samples parallel responses", 100),

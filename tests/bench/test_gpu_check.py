@@ -4,6 +4,7 @@ import json
 import os
 import re
 import time
+from dataclasses import replace
 
 from dccot.bench import gpu_check
 from dccot.bench.gpu_check import CHECKS, Check, check_all, main, processes
@@ -76,6 +77,14 @@ def test_on_gpus_every_check_has_its_own_process_and_one_gpu_takes_15_minutes_at
 def test_checks_of_two_ranks_are_not_run_on_one_gpu():
     [two] = [check for check in CHECKS if check.name == "tensor_parallel"]
     assert two.obstacle(1, "cuda") == "needs 2 GPUs, found 1" and two.obstacle(2, "cuda") == two.obstacle(0, "cpu") == ""
+
+
+def test_a_machine_on_which_no_gpu_is_found_fails_and_is_told_why(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    results = check_all([replace(check, limit=300) for check in CHECKS[:2]], tmp_path, "cuda", "")
+    assert verdicts(results) == {"environment": "failed", "attention": "not run"}
+    report = (tmp_path / "report.md").read_text()
+    assert "finds no GPU; nvidia-smi says" in report and "not run: needs 1 GPUs, found 0" in report
 
 
 def test_an_unknown_check_is_an_error_with_the_choices(capsys):
