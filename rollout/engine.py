@@ -30,7 +30,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -38,6 +37,7 @@ from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from dccot.model.checkpoint_io import open_tensors
 from dccot.model.tokenizer import check_same_ids, open_tokenizer, tokenizer_folder
 from dccot.rollout.director import Call, Completion, Stop
 from dccot.rollout.engine_start import end_log, logged, undisturbed
@@ -58,6 +58,8 @@ class VllmEngine:
         self.config = config = config or EngineConfig()
         self._log, self._sleeps = log, sleeps and ON_GPU
         self.model = str(model)
+        with open_tensors(model) as tensors:  # damaged weights cost one line, before vLLM takes its time
+            self._checkpoint_names = set(tensors)
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world % config.tensor_parallel:
             raise ValueError(f"engine.tensor_parallel is {config.tensor_parallel}; it must divide the {world} ranks")
@@ -68,15 +70,14 @@ class VllmEngine:
         self._made_the_group = not dist.is_initialized()
         with undisturbed(), logged(log), tokenizer_folder(self.model) as tokenizer:
             self._engine = LLMEngine.from_engine_args(engine_arguments(self.model, tokenizer, config, world > 1, sleeps))
+        self._engine.engine_core._finalizer.detach()  # it would destroy the trainer's process group when this object is collected
         self.context: int = self._engine.model_config.max_model_len
         self.tokenizer = self._engine.get_tokenizer()
         check_same_ids(open_tokenizer(self.model), self.tokenizer, self.model)
-        self._engine.engine_core._finalizer.detach()  # it would destroy the trainer's process group when this object is collected
         self._network = self._engine.model_executor.driver_worker.worker.get_model()
         self._pending: dict[str, Call] = {}
         self.sampled_tokens = 0  # since the engine was built
         self._tag_tokens: dict[str, int | None] = {}
-        self._checkpoint_names = _names_in(Path(self.model))
         self._tied = bool(json.loads((Path(self.model) / "config.json").read_text()).get("tie_word_embeddings"))
         self._whole, self._asleep = True, False  # weights consistent; memory released
         self._last_finished = time.monotonic()
@@ -256,15 +257,6 @@ class VllmEngine:
             f"rank {rank}: no call finished for {seconds:.0f} s (engine.stall_seconds is {self.config.stall_seconds:g}); "
             f"{len(calls)} pending: {_some(calls)}"
         )
-
-
-def _names_in(folder: Path) -> set[str]:
-    """Names of the weights that a checkpoint holds."""
-    names: set[str] = set()
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            names.update(file.keys())
-    return names
 
 
 def engine_arguments(model: str, tokenizer: str, config: EngineConfig, distributed: bool, sleeps: bool) -> EngineArgs:
