@@ -28,7 +28,7 @@ from dccot.rollout.director import RolloutConfig
 from dccot.rollout.interface import Engine, open_engine
 from dccot.rollout.response import Rollout
 from dccot.rollout.settings import EngineConfig
-from dccot.runtime import Runtime
+from dccot.runtime import Runtime, require_shared
 
 Progress = Callable[[int, int], None]  # (done, total)
 
@@ -137,6 +137,7 @@ def run(config: SequentialConfig, engine: Engine | None = None, *, progress: Pro
         model = resolve_model(config.model)
         inputs = {"model": model_checksums(model, runtime), "problems": {Path(config.problems).name: checksum(config.problems)}}
         record(Path(config.output), config, inputs, runtime)
+        require_shared(Path(config.output).parent, runtime)  # rank 0 collects what all of them write there
         opened = open_engine(model, config.engine, engine, logs=Path(config.output).parent)
         with open_judge(config.grading) as judge, opened as engine:
             sample(engine, judge, problems, config, progress=progress)

@@ -10,6 +10,7 @@ import ctypes
 import gc
 import os
 import signal
+import socket
 import time
 import uuid
 from collections import defaultdict
@@ -17,12 +18,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from dccot.config import ConfigError
 
 T = TypeVar("T")
 
@@ -171,6 +175,27 @@ def on_rank_zero(work: Callable[[], T], group: dist.ProcessGroup | None = None) 
 
 
 _turns: dict[str, Iterator[int]] = defaultdict(count)  # per group: number of calls so far
+
+
+def require_shared(folder: Path, runtime: Runtime, patience: float = 10.0) -> None:
+    """Reject a folder that is not shared by all ranks. A network file system may take a few seconds to show a new file."""
+    if runtime.ranks == 1:
+        return
+    name = runtime.broadcast(f".seen-by-all-{uuid.uuid4().hex}")
+    if runtime.is_main:
+        (folder / name).touch()
+    deadline = time.monotonic() + patience
+    runtime.barrier()
+    while not (seen := (folder / name).exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    everybody = [blind for [blind] in runtime.gather([None if seen else f"rank {runtime.rank} on {socket.gethostname()}"])]
+    if runtime.is_main:
+        (folder / name).unlink(missing_ok=True)
+    if blind := [who for who in everybody if who]:
+        raise ConfigError(
+            f"{folder} of rank 0 on {runtime.broadcast(socket.gethostname())} is another folder than that of {', '.join(blind)}; "
+            "choose one on a disk that all machines share"
+        )
 
 
 def _fresh_store(rank: int, ranks: int, timeout: timedelta) -> dist.Store:

@@ -36,7 +36,7 @@ from dccot.data.prompting import prompts_of
 from dccot.data.rollouts import Asked
 from dccot.eval.run import METHODS, EvalConfig, default_name, eval_config
 from dccot.eval.terminal import LengthProgress
-from dccot.files import write_jsonl_atomic
+from dccot.files import write_atomic, write_jsonl_atomic
 from dccot.model.folder import resolve_model
 from dccot.rollout.generate import Request, Watch, generate
 from dccot.rollout.interface import Engine, open_engine
@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         paths = [resolve_model(arguments.model), resolve_model(arguments.baseline)]
         load_problems(arguments.problems)
-        out = arguments.out or Path("runs/latency") / default_name(arguments.model, configs[0])
+        out = arguments.out or Path("runs/latency") / default_name(paths[0], configs[0])
         jobs = [(paths[0], configs)] if paths[0] == paths[1] else [(path, [config]) for path, config in zip(paths, configs)]
         with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
             load = arguments.problems, arguments.concurrency, arguments.n
@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def save(out: Path, timings: Sequence[Timing], **facts: object) -> None:
     write_jsonl_atomic(out / "timings.jsonl", map(asdict, timings))
-    (out / REPORT).write_text(json.dumps({"name": out.name, **facts, "levels": compare(timings)}, indent=1, ensure_ascii=False))
+    write_atomic(out / REPORT, json.dumps({"name": out.name, **facts, "levels": compare(timings)}, indent=1, ensure_ascii=False))
 
 
 if __name__ == "__main__":

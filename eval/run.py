@@ -34,17 +34,18 @@ from dccot.eval.results import Evaluation, Sample, by_problem, summarise
 from dccot.eval.terminal import LengthProgress, show
 from dccot.files import BadData, JsonlWriter, checksum, read_jsonl, write_atomic, write_jsonl_atomic
 from dccot.model.config import read_config
-from dccot.model.folder import explain_best, find_model, model_checksums, resolve_model
+from dccot.model.folder import explain_best, model_checksums, resolve_model, step_of
 from dccot.model.tokenizer import open_tokenizer
 from dccot.provenance import record
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.interface import Engine, open_engine
 from dccot.rollout.response import Rollout
 from dccot.rollout.settings import EngineConfig
-from dccot.runtime import Runtime
+from dccot.runtime import Runtime, require_shared
 
 log = logging.getLogger(__name__)
 METHODS = ("parallel", "sequential")
+RESULTS = Path("runs/eval")
 
 
 @dataclass
@@ -71,19 +72,21 @@ def evaluate(
     model: str | Path,
     benchmarks: Sequence[Benchmark],
     config: EvalConfig,
-    out: str | Path,
+    out: str | Path | None,
     *,
     engine: Engine | None = None,
     strict: bool = False,
 ) -> Evaluation:
     """Bring `out` to `benchmark.samples` graded responses per problem, write its summary.json and return it. All ranks call this.
 
-    Without an `engine` one is built, and only if a response is missing.
+    Without an `engine` one is built, and only if a response is missing. Without `out` it is a folder below RESULTS, named after the model
+    as rank 0 found it: `latest` may move while the ranks start.
     """
-    out = Path(out)
     with Runtime.of_workers() as runtime, ExitStack() as stack:
         path = resolve_model(model)
+        out = Path(out or RESULTS / default_name(path, config))
         open_folder(out, _settings(path, config), runtime)
+        require_shared(out, runtime)  # otherwise the table would silently be that of rank 0's responses
         tokenizer = engine.tokenizer if engine else open_tokenizer(path)
         care: dict[str, Any] = {"strict": strict, "report": log.warning if runtime.is_main else lambda message: None}
         asked = {b.name: prompts_of(b.problems(**care), tokenizer, config.prompt, **care) for b in benchmarks}
@@ -229,11 +232,11 @@ def _classes(samples: Sequence[Sample], judge: Judge, runtime: Runtime) -> dict[
     return dict(entry for part in runtime.gather(mine) for entry in part)
 
 
-def default_name(model: str | Path, config: EvalConfig) -> str:
-    """The run and the step, or the folder, and how it was prompted."""
-    path = find_model(model)
-    in_run = path.name == "hf" and path.parent.name.startswith("step_")
-    name = f"{path.resolve().parents[2].name}-{int(path.parent.name.removeprefix('step_'))}" if in_run else path.resolve().name
+def default_name(model: Path, config: EvalConfig) -> str:
+    """Of a model's folder: its run and step, or the folder's name; and how it was prompted."""
+    model = model.resolve()
+    step = step_of(model.parent) if model.name == "hf" else None
+    name = model.name if step is None else f"{model.parents[2].name}-{step}"
     return f"{name}-{config.method}-{config.rollout.budget}"
 
 
@@ -266,12 +269,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         require(bool(names), "nothing to evaluate on; name benchmarks with --bench or a file with --problems")
         require(len(set(names)) == len(names), f"two benchmarks are called {max(names, key=names.count)!r}; rename one of the files")
         config = eval_config(arguments.method, arguments.budget, arguments.settings)
-        out = arguments.out or Path("runs/eval") / default_name(arguments.model, config)
         if os.environ.get("RANK", "0") == "0" and (best := explain_best(arguments.model)):
             print(best)
-        evaluation = evaluate(arguments.model, benchmarks, config, out, strict=arguments.strict)
+        evaluation = evaluate(arguments.model, benchmarks, config, arguments.out, strict=arguments.strict)
         if os.environ.get("RANK", "0") == "0":
             show(evaluation)
+            out = arguments.out or RESULTS / evaluation.name
             print(f"{out}/summary.json; `dccot report {out}` makes a page of it")
 
     return run_cleanly(work)

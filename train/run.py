@@ -15,7 +15,6 @@ import math
 import os
 import socket
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -32,7 +31,7 @@ from dccot.model.folder import model_checksums, resolve_model
 from dccot.model.tokenizer import open_tokenizer
 from dccot.provenance import record
 from dccot.rollout.protocol import TagIds
-from dccot.runtime import Runtime, on_rank_zero
+from dccot.runtime import Runtime, on_rank_zero, require_shared
 
 log = logging.getLogger("dccot")
 
@@ -167,25 +166,6 @@ def _keep_rows(run: Path, rows: Sequence[tuple[str, str]]) -> None:
                 was, is_ = ("missing" if row is None else f"{row[0]!r}" for row in (before, now))
                 what = f"was {was} and is {is_}" if was != is_ else f"{is_} has another content"
                 raise BadData(f"{run} was trained on other data: row {number} {what}; continue with that data, or choose another name")
-
-
-def require_shared(folder: Path, runtime: Runtime, patience: float = 10.0) -> None:
-    """Reject a folder that is not shared by all ranks. A network file system may take a few seconds to show a new file."""
-    name = runtime.broadcast(f".seen-by-all-{uuid.uuid4().hex}")
-    if runtime.is_main:
-        (folder / name).touch()
-    deadline = time.monotonic() + patience
-    runtime.barrier()
-    while not (seen := (folder / name).exists()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    everybody = [blind for [blind] in runtime.gather([None if seen else f"rank {runtime.rank} on {socket.gethostname()}"])]
-    if runtime.is_main:
-        (folder / name).unlink(missing_ok=True)
-    if blind := [who for who in everybody if who]:
-        raise ConfigError(
-            f"{folder} of rank 0 on {runtime.broadcast(socket.gethostname())} is another folder than that of {', '.join(blind)}; "
-            "set output to a folder on a disk that all machines share"
-        )
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
+import dccot.eval.run as run_module
 from dccot.cli import main as dccot
 from dccot.config import ConfigError
 from dccot.eval.benchmarks import Benchmark, own_benchmark
@@ -43,6 +44,18 @@ def summary(out) -> str:
 
 def rollouts(out) -> list[Rollout]:
     return [Rollout.from_json(row) for file in sorted((out / "rollouts").glob("*.jsonl")) for _, row in read_jsonl(file, strict=True)]
+
+
+def test_the_folder_is_named_after_the_checkpoint_that_rank_zero_found(speaker, sums, tmp_path, monkeypatch, capsys):
+    """What a rank sees whose `latest` has moved since: rank 0's answer, and a newer name on its disk. The budget ends it here."""
+    for step in (5, 9):
+        shutil.copytree(speaker, tmp_path / f"run/checkpoints/step_{step:06d}/hf")
+    (tmp_path / "run/latest").write_text("step_000009\n")
+    monkeypatch.setattr(run_module, "resolve_model", lambda model: tmp_path / "run/checkpoints/step_000005/hf")
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--problems", str(sums), "--budget", "5000"]) == 2
+    assert "lower the budget" in capsys.readouterr().err
+    assert [folder.name for folder in (tmp_path / "runs/eval").iterdir()] == ["run-5-parallel-5000"]
 
 
 def test_every_response_is_saved_once_and_graded(uninterrupted):
@@ -101,6 +114,20 @@ def test_two_ranks_killed_and_resumed_on_one_give_the_same_table(uninterrupted, 
     assert not (out / "summary.json").exists() and files == ["sums.rank0.jsonl", "sums.rank1.jsonl"]
     evaluate(speaker, [own_benchmark(sums, SAMPLES)], config, out, engine=speaker_engine)
     assert summary(out) == summary(uninterrupted)
+
+
+def test_ranks_that_do_not_share_the_folder_are_refused(speaker, sums, tmp_path):
+    """Each has a home of its own, as on two machines without a shared disk: rank 0's table would be that of half of the responses."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\nfrom dccot.eval.run import main\nos.mkdir(os.environ['RANK'])\nos.chdir(os.environ['RANK'])\n"
+        "sys.exit(main([*sys.argv[1:], '--out', 'out']))"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", program, speaker, "--problems", sums]
+    command += ["--budget", "100", "engine.context=1024"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and done.stderr.count("dccot: out of rank 0 on ") == 2, done.stderr
+    assert "is another folder than that of rank 1 on " in done.stderr
 
 
 def test_two_ranks_share_the_grading_and_agree(uninterrupted, speaker, sums, tmp_path):

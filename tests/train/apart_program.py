@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from dccot.config import ConfigError
-from dccot.runtime import Runtime
-from dccot.train.run import require_shared
+from dccot.runtime import Runtime, require_shared
 
 if __name__ == "__main__":
     with Runtime.start(timeout_seconds=60) as runtime:

@@ -98,5 +98,5 @@ print((out / "rows.jsonl").read_text(), end="")
 
 def test_ranks_that_do_not_share_the_folder_are_refused_by_name(torchrun, tmp_path):
     said = torchrun(2, "tests.train.apart_program", str(tmp_path))
-    refusal = f"run of rank 0 on {socket.gethostname()} is another folder than that of rank 1 on {socket.gethostname()}; set output to"
+    refusal = f"run of rank 0 on {socket.gethostname()} is another folder than that of rank 1 on {socket.gethostname()}; choose one"
     assert said.count(refusal) == 2, "both ranks say so, and end"
