@@ -25,6 +25,7 @@ from dccot.config import read_yaml
 from dccot.data.prompting import PromptConfig
 from dccot.eval.results import LABELS, SUMMARY, Evaluation, shown
 from dccot.files import BadData
+from dccot.model.checkpoint_io import require_inside
 from dccot.model.folder import find_model, resolve_model
 from dccot.model.tokenizer import open_tokenizer
 
@@ -184,6 +185,7 @@ def export(run: Path, folder: Path, license_name: str | None = None) -> Path:
     home = Path(str(run).rpartition("@")[0]) if not run.exists() else run
     if folder.exists():
         raise FileExistsError(f"{folder} already exists; export writes a new folder: remove it or choose another name")
+    require_inside(model, model.rglob("*"))
     text = card(home, model, license_name)
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     try:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -289,16 +289,21 @@ def _write_tokenizer(tokenizer, folder: Path) -> None:
 
 
 def read_companions(source: str | Path | None) -> dict[str, bytes]:
-    """Tokenizer and generation config of a model folder, by name. A link out of the folder could copy unrelated files."""
+    """Tokenizer and generation config of a model folder, by name."""
     if source is None:
         return {}
     files = [path for pattern in COMPANIONS for path in Path(source).glob(pattern) if path.is_file()]
-    home = Path(source).resolve()
+    require_inside(Path(source), files)
+    return {path.name: path.read_bytes() for path in files}
+
+
+def require_inside(folder: Path, files: Iterable[Path]) -> None:
+    """Reject links out of a model folder before files are copied from it: they could copy anything."""
+    home = folder.resolve()
     homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]  # a hub's cache links to its own blobs/
     for path in files:
         if not any(path.resolve().is_relative_to(each) for each in homes):
             raise BadData(f"{path} is a link to {path.resolve()}, outside its model's folder; replace it by a copy if you trust it")
-    return {path.name: path.read_bytes() for path in files}
 
 
 def _write_json(path: Path, content: Mapping) -> None:

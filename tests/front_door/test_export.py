@@ -80,6 +80,15 @@ def test_the_folder_opens_in_transformers_with_the_run_s_weights(runs, tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("Add a").input_ids
 
 
+def test_a_link_out_of_the_folder_is_not_exported(runs, tmp_path, capsys):
+    """The manifest of a run from elsewhere need not list it; copied, it would go to the hub."""
+    (tmp_path / "secret").write_text("secret")
+    (runs / "stage4/checkpoints/step_000003/hf/notes").symlink_to(tmp_path / "secret")
+    assert main(["export", str(runs / "stage4"), str(tmp_path / "out")]) == 2
+    assert f"notes is a link to {tmp_path / 'secret'}, outside its model's folder" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_card_lists_the_stages_that_led_to_the_model_even_where_the_runs_were_moved(runs, tmp_path):
     main(["export", str(runs / "stage4"), str(tmp_path / "out")])
     card = (tmp_path / "out/README.md").read_text()
