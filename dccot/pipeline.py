@@ -53,7 +53,7 @@ def _open(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: Sequence
     for remark in checked.remarks():
         print(remark, flush=True)
     for plan in plans:
-        if plan.name in redo and (moved := move_aside(plan)):
+        if plan.name in redo and finished(plan) and (moved := move_aside(plan)):  # an unfinished one goes on: it may be this very redo
             print(f"{plan.name}: done again; what was there is in {moved}", flush=True)
 
 

@@ -109,6 +109,14 @@ def test_redo_keeps_the_old_results_and_a_later_stage_that_was_made_from_them_st
     assert "[2/4] base: done before" in capsys.readouterr().out
 
 
+def test_redo_that_was_stopped_goes_on_when_the_same_command_is_given_again(recipe, capsys):
+    run = recipe.parent / "r"
+    (run / "last" / "done.json").unlink()
+    assert main([str(recipe), "--redo", "last"]) == 0
+    assert (run / "last" / "done.json").is_file() and not (run / "replaced").exists()
+    assert len(json.loads((run / "last" / "provenance.json").read_text())["starts"]) == 2  # it was started again, in its own folder
+
+
 def test_redo_of_a_stage_that_is_not_there_is_refused(recipe, capsys):
     assert "--redo is 'bas'; it must be one of world, base, again, last; did you mean 'base'?" in refused(recipe, capsys, "--redo", "bas")
 
