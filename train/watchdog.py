@@ -62,17 +62,17 @@ class Watchdog:
         if not late and silent <= self.silence:
             return
         if silent > self.stall_seconds:
-            log.error("%s\nended after stall_seconds=%g without a sign of life", self._story(silent, running), self.stall_seconds)
+            log.error("%s\nended after stall_seconds=%g without a sign of life", self._story(silent, running, usual), self.stall_seconds)
             logging.shutdown()
             os._exit(STALLED)
         began, after = self._report if self._report[0] == phases.since else (phases.since, 0.0)
         if running >= after:
             self._report = began, 2 * running
-            log.warning("%s", self._story(silent, running))
+            log.warning("%s", self._story(silent, running, usual))
 
-    def _story(self, silent: float, running: float) -> str:
+    def _story(self, silent: float, running: float, usual: float | None) -> str:
         phases = self.phases
-        usually = f", usually {phases.usual:.1f} s" if phases.usual is not None else ""
+        usually = f", usually {usual:.1f} s" if usual is not None else ""
         calls = list(phases.pending())
         pending = f"; {len(calls)} pending: {', '.join(calls[:SHOWN_CALLS])}" if calls else ""
         frame = sys._current_frames().get(self._watched)

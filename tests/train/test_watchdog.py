@@ -1,5 +1,6 @@
 """A rank that hangs says where while it hangs, and is ended when it hangs for too long."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -43,6 +44,21 @@ def test_a_phase_far_slower_than_usual_is_reported_again_and_again_with_its_plac
             r"rank 3, step 4: rollout has been running for \d+ s, usually 0.0 s; last sign of life \d+ s ago; 1 pending: p1", message
         )
         assert "in wait_for" in message
+
+
+def test_a_phase_that_ends_while_it_is_reported_does_not_end_the_watch(monkeypatch, caplog):
+    """The main thread moves on between any two reads: what a new phase usually takes is not known."""
+    monkeypatch.setattr(Watchdog, "LEAST_SECONDS", 0.05)
+    known = itertools.chain([0.001, 0.001], itertools.repeat(None))
+
+    class Moving(Phases):
+        usual = property(lambda self: next(known), lambda self, value: None)
+
+    phases = Moving(HERE)
+    phases.since -= 1
+    with Watchdog(phases, stall_seconds=1e9) as watchdog:
+        wait_for(lambda: caplog.records or not watchdog._thread.is_alive())
+        assert watchdog._thread.is_alive() and "usually 0.0 s" in caplog.text
 
 
 def test_phases_that_end_in_time_are_not_reported(phases, caplog):
