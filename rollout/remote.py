@@ -21,6 +21,7 @@ from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 PULSE, RETRY, PATIENCE = 10.0, 1.0, 30.0  # seconds: between checks of a healthy server, of a lost one; timeout of a check
 ATTEMPTS = 8
+SAME_WEIGHTS = 0.1  # mean difference of log-probs, at most; two implementations differ by 0.02 in bf16
 ONLY_SAMPLES = "engine.url is for evaluation and data; training needs an engine in its own process: leave engine.url out"
 
 
@@ -60,7 +62,7 @@ class _Server:
     def __init__(self, url: str):
         self.url = url.rstrip("/").removesuffix("/v1")
         key = os.environ.get("VLLM_API_KEY")
-        limits, timeout = httpx.Limits(max_connections=None), httpx.Timeout(None, connect=PATIENCE)
+        limits, timeout = httpx.Limits(max_connections=None, keepalive_expiry=2.0), httpx.Timeout(None, connect=PATIENCE)
         self.client = httpx.AsyncClient(
             base_url=self.url, headers={"Authorization": f"Bearer {key}"} if key else {}, limits=limits, timeout=timeout, trust_env=False
         )
@@ -95,6 +97,8 @@ class Fleet:
         self._waiting: list[_Job] = []  # of responses that have no server yet
         self._home: dict[str, _Server] = {}  # response → where it runs
         self._order, self._last_finished = itertools.count(), time.monotonic()
+        self._weights: list[float] = []  # what the first server thinks of the probe's tokens
+        self.context = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fleet", daemon=True)
         self._thread.start()
@@ -163,7 +167,8 @@ class Fleet:
         jobs = [self._jobs[key] for key in list(keys) if key in self._jobs]
         for job in jobs:
             del self._jobs[job.key], self._pending[job.key]
-        self._loop.call_soon_threadsafe(self._drop, jobs)
+        if not self._loop.is_closed():  # a generator may be collected after its engine was shut down
+            self._loop.call_soon_threadsafe(self._drop, jobs)
 
     def load(self, parameters: Parameters) -> None:
         raise ConfigError(ONLY_SAMPLES)
@@ -186,6 +191,8 @@ class Fleet:
             self._wait(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(PATIENCE)
+        if not self._loop.is_running():
+            self._loop.close()
 
     def _wait(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -201,21 +208,29 @@ class Fleet:
         self._servers, self._guards = [_Server(url) for url in urls], []
         for server in self._servers:
             warn_of_plain_http(server.url, "engine.url")
-            try:
-                await server.meet()
-                await self._refuse_another_model(server)
-            except httpx.HTTPStatusError as error:
-                remedy = "; it wants a key: set VLLM_API_KEY" if error.response.status_code == 401 else f": {error.response.text[:200]}"
-                raise ConfigError(f"engine.url: {server.url} answers {error.response.status_code}{remedy}") from None
-            except httpx.HTTPError as error:
-                raise ConfigError(
-                    f"engine.url: {server.url} does not answer ({type(error).__name__}); start it: vllm serve MODEL"
-                ) from None
+            await self._meet(server)
             server.up = True
         self._guards = [asyncio.create_task(self._guard(server)) for server in self._servers]
 
+    async def _meet(self, server: _Server) -> None:
+        """Learn what a server serves; ConfigError if it cannot take part."""
+        try:
+            await server.meet()
+            await self._refuse_another_model(server)
+        except ConfigError:
+            raise
+        except httpx.HTTPStatusError as error:
+            remedy = "; it wants a key: set VLLM_API_KEY" if error.response.status_code == 401 else f": {error.response.text[:200]}"
+            raise ConfigError(f"engine.url: {server.url} answers {error.response.status_code}{remedy}") from None
+        except httpx.HTTPError as error:
+            raise ConfigError(f"engine.url: {server.url} does not answer ({type(error).__name__}); start it: vllm serve MODEL") from None
+        except (LookupError, TypeError, ValueError) as error:
+            raise ConfigError(f"engine.url: {server.url} does not answer as vLLM does ({error!r}); start it: vllm serve MODEL") from None
+
     async def _refuse_another_model(self, server: _Server) -> None:
-        """The tokens must mean the same here and there, and log-probs must be those at the sampling temperature."""
+        """The tokens must mean the same here and there, the weights be the same, and log-probs those at the sampling temperature."""
+        if server.context < self.context:
+            raise ConfigError(f"engine.url: {server.url} holds {server.context:,} tokens; it held {self.context:,}: --max-model-len")
         answer = await server.client.post("/tokenize", json={"prompt": PROBE, "add_special_tokens": False}, timeout=PATIENCE)
         ours = self.tokenizer.encode(PROBE, add_special_tokens=False)
         if answer.status_code != 200 or answer.json()["tokens"] != ours:
@@ -223,15 +238,25 @@ class Fleet:
         tops = []  # the likeliest tokens at two temperatures; not just the first, which a trained model may be certain of
         for temperature in (0.5, 2.0):
             body = {"model": server.model, "prompt": ours, "max_tokens": 1, "temperature": temperature, "seed": 0, "logprobs": 5}
+            body |= {"prompt_logprobs": 0}
             answer = await server.client.post("/v1/completions", json=body, timeout=10 * PATIENCE)  # the first one warms it up
             answer.raise_for_status()
-            tops.append(sorted(answer.json()["choices"][0]["logprobs"]["top_logprobs"][0].values(), reverse=True)[:3])
+            choice = answer.json()["choices"][0]
+            tops.append(sorted(choice["logprobs"]["top_logprobs"][0].values(), reverse=True)[:3])
         if all(abs(cold - hot) < 1e-6 for cold, hot in zip(*tops, strict=True)):
             raise ConfigError(f"engine.url: {server.url} reports raw log-probs; start it with --logprobs-mode processed_logprobs")
+        weights = [token["logprob"] for tokens in choice["prompt_logprobs"][1:] for token in tokens.values()]
+        self._weights = self._weights or weights
+        differ = fmean(abs(one - other) for one, other in zip(self._weights, weights, strict=True))
+        if differ > SAME_WEIGHTS:
+            first = f"log-probs differ by {differ:.2g} on average from those that {self._servers[0].url} gave"
+            raise ConfigError(f"engine.url: {server.url} serves {server.model} with other weights: {first}; serve one model")
 
     async def _close(self) -> None:
-        for task in [*self._guards, *(task for server in self._servers for task in server.tasks.values())]:
+        tasks = [*self._guards, *(task for server in self._servers for task in server.tasks.values())]
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for server in self._servers:
             await server.client.aclose()
 
@@ -272,13 +297,13 @@ class Fleet:
                 await asyncio.sleep(float(answer.headers.get("retry-after", RETRY)))
                 self._enqueue(job)
                 return
-            if answer.status_code < 500:
+            if answer.status_code in (200, 400):  # the others say something about the server, not about the call
                 self._results.put((job, self._completion(server, job, answer)))
                 return
             fault = f"answered {answer.status_code}: {answer.text[:200]}"
         except asyncio.CancelledError:  # dropped, or its server was lost
             fault = "does not answer"
-        except (httpx.HTTPError, ValueError, KeyError) as error:
+        except Exception as error:  # whatever it answered: the caller hears of it after the last attempt
             fault = f"{type(error).__name__}: {error}"
         if job.dropped:
             return
@@ -305,15 +330,15 @@ class Fleet:
         """Monitor one server: lost when it does not answer, used again when it does and has not changed."""
         lost, said = False, ""
         while True:
-            up = await server.healthy()
-            news = "answers again" if lost and up else "does not answer: its calls run elsewhere" if not up else ""
-            if lost and up:
+            server.doubted.clear()
+            fault = "" if await server.healthy() else "does not answer: its calls run elsewhere"
+            if not fault and not server.up:
                 try:
-                    await server.meet()
-                    await self._refuse_another_model(server)
-                except (httpx.HTTPError, ConfigError) as error:
-                    up, news = False, f"is not used: {error}"
-            server.up, lost = up, not up
+                    await self._meet(server)
+                except ConfigError as error:
+                    fault = f"is not used: {error}"
+            server.up = not fault and not server.doubted.is_set()
+            news, lost = fault or ("answers again" if lost else ""), bool(fault)
             if news and news != said:
                 print(f"[fleet] {server.url} {news}", file=sys.stderr)
                 said = news
@@ -322,7 +347,6 @@ class Fleet:
             self._dispatch()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(server.doubted.wait(), RETRY if lost else PULSE)
-            server.doubted.clear()
 
     def _leave(self, server: _Server) -> None:
         """Reassign a lost server's calls to the others."""

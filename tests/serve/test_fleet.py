@@ -7,8 +7,10 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -17,9 +19,10 @@ from dccot.config import ConfigError, load_config
 from dccot.eval.benchmarks import own_benchmark
 from dccot.eval.run import eval_config, evaluate
 from dccot.eval.run import main as eval_main
+from dccot.rollout import remote
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, Watch, generate
-from dccot.rollout.interface import open_engine
+from dccot.rollout.interface import EngineStalled, open_engine
 from dccot.rollout.response import Rollout
 from dccot.rollout.settings import EngineConfig
 from dccot.rollouts import main as rollout_main
@@ -99,6 +102,74 @@ def test_servers_that_cannot_take_part_are_refused_with_the_remedy(servers, mode
     monkeypatch.delenv("VLLM_API_KEY")
     with pytest.raises(ConfigError, match="set VLLM_API_KEY"):
         open_fleet(model, servers[0].address)
+
+
+class Odd(BaseHTTPRequestHandler):
+    """Answers everything with a page, as a proxy may."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+    def log_message(self, *_) -> None: ...
+
+
+def test_something_else_at_the_address_is_refused_in_one_line(model):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Odd) as odd:
+        threading.Thread(target=odd.serve_forever, daemon=True).start()
+        with (
+            pytest.raises(ConfigError, match="does not answer as vLLM does") as refused,
+            open_engine(model, EngineConfig(url=[f"http://127.0.0.1:{odd.server_port}"])),
+        ):
+            pass
+        odd.shutdown()
+    assert "\n" not in str(refused.value)
+    assert "fleet" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_fleet_that_was_shut_down_leaves_nothing_open(servers, model, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    with open_engine(model, EngineConfig(url=[server.address for server in servers])) as fleet:
+        abandoned = generate(fleet, requests(fleet, 4), CONFIG, seed=(3,))
+        next(abandoned)
+    abandoned.close()
+    assert fleet._loop.is_closed()
+    assert "fleet" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_calls_on_a_server_that_hangs_run_elsewhere_and_it_is_used_again_when_it_goes_on(engine, servers, model, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    monkeypatch.setattr(remote, "PATIENCE", 3.0)
+    monkeypatch.setattr(remote, "PULSE", 0.5)
+    hanging, found = servers[1].process.pid, []
+    with open_engine(model, EngineConfig(url=[server.address for server in servers])) as fleet:
+        asked = requests(fleet, 16)
+        try:
+            for request, response in generate(fleet, asked, CONFIG, seed=(6,), concurrency=8):
+                found.append((request.problem, response.as_read))
+                if len(found) == 2:
+                    os.killpg(hanging, signal.SIGSTOP)  # its connections stay open
+        finally:
+            os.killpg(hanging, signal.SIGCONT)
+        assert len(found) == len(asked)
+        assert dict(found) == tokens(generate(engine, asked, CONFIG, seed=(6,)))
+        assert eventually(lambda: all(server.up for server in fleet._servers))
+    assert eventually(lambda: not any(server.running() for server in servers))
+
+
+@pytest.mark.thorough
+def test_a_server_with_other_weights_is_refused(server, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    other = vllm_serve(tiny.save(tmp_path / "other", "mixed", temperature=1.2, context=CONTEXT), tmp_path / "server").ready()
+    try:
+        with (
+            pytest.raises(ConfigError, match=f"{other.address} serves .* with other weights"),
+            open_engine(model, EngineConfig(url=[server.address, other.address])),
+        ):
+            pass
+    finally:
+        other.stop()
 
 
 @pytest.mark.thorough
@@ -183,4 +254,8 @@ def test_a_server_that_returns_is_used_again(engine, server, model, chat_model, 
         before = other.metric("vllm:request_success_total")
         assert tokens(generate(fleet, asked, CONFIG, seed=(4,))) == tokens(generate(engine, asked, CONFIG, seed=(4,)))
         assert other.metric("vllm:request_success_total") > before
-    other.stop()
+    with open_engine(model, EngineConfig(url=[other.address], stall_seconds=4)) as alone:
+        os.killpg(other.process.pid, signal.SIGKILL)
+        other.process.wait()
+        with pytest.raises(EngineStalled, match=f"{other.address} \\(does not answer"):
+            tokens(generate(alone, requests(alone, 4), CONFIG, seed=(4,)))
