@@ -112,8 +112,9 @@ def sampled_gap(folder: Path, tokens: int = 48) -> tuple[float, int, float]:
     from dccot.train.forest import build_forest
 
     config = RolloutConfig(budget=tokens, temperature=1.0)
-    with open_engine(folder, EngineConfig(dtype="float32", context=1024, kv_cache_gb=0.5)) as engine:
-        prompt = PromptConfig().ids(engine.tokenizer, QUESTION)
+    context = min(1024, read_config(folder).max_position)
+    with open_engine(folder, EngineConfig(dtype="float32", context=context, kv_cache_gb=0.5)) as engine:
+        prompt = PromptConfig("sequential").ids(engine.tokenizer, QUESTION)
         for seed in (0, 1):  # the first warms up
             began = time.perf_counter()
             ((_, response),) = generate(engine, [Request("probe", 0, prompt, parallel=False)], config, seed=(seed,))

@@ -1,6 +1,9 @@
 """`dccot model check` says what a folder holds, and one line about the first thing that cannot be used."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -35,6 +38,15 @@ def test_shape_tokenizer_prompt_and_tags_are_shown(folder, capsys):
 def test_the_decoder_is_compared_with_transformers(folder, capsys):
     assert main(["model", "check", str(folder), "--no-engine"]) == 0
     assert "beside transformers logits of" in said(capsys)
+
+
+def test_the_decoder_is_compared_with_vllm(folder):
+    """In a process of its own, like every engine that is shut down."""
+    command = [sys.executable, "-m", "dccot.cli", "model", "check", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    shown = " ".join(done.stdout.split())
+    assert "beside vLLM log-probs of" in shown and shown.endswith("nothing is unsupported")
 
 
 def test_logits_that_differ_are_an_error(folder, capsys, monkeypatch):
