@@ -154,17 +154,6 @@ def negative_logprob(number: int, forest: Forest, logprob: Tensor, entropy: Tens
     return -logprob
 
 
-@torch.no_grad()
-def validation_loss(model, forests: Sequence[Forest], runtime: Runtime) -> float:
-    """Token mean over all validation examples."""
-    total = torch.zeros(2, dtype=torch.float64)
-    for forest in forests:
-        logprob, _ = compute_logprobs(model, forest.to(runtime.device), 1.0)
-        total += torch.tensor([-float(logprob.double().sum()), len(logprob)], dtype=torch.float64)
-    loss, tokens = runtime.sum(total).tolist()
-    return loss / max(1, tokens)
-
-
 class SFT(Trainer[SFTConfig]):
     """One run: its parts, and what a step does."""
 
@@ -194,6 +183,18 @@ class SFT(Trainer[SFTConfig]):
         self.note_bad(self.phases.step, [report], lambda folder: self.save_rows(examples, folder))
         return self.update_metrics([report], forests)
 
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """Token mean over all validation examples."""
+        total = torch.zeros(2, dtype=torch.float64)
+        with self.phases("validate"):
+            for forest in self.held_out:
+                self.phases.beat()
+                logprob, _ = compute_logprobs(self.model, forest.to(self.runtime.device), 1.0)
+                total += torch.tensor([-float(logprob.double().sum()), len(logprob)], dtype=torch.float64)
+            loss, tokens = self.runtime.sum(total).tolist()
+        return loss / max(1, tokens)
+
     def save_rows(self, examples: Sequence[Example], folder: Path) -> None:
         """The rows of the data file that these examples came from."""
         lines = {example.line for example in examples}
@@ -211,7 +212,7 @@ def train(config: SFTConfig) -> None:
             with sft.profiled(step):
                 metrics = sft.train_on(sft.stream.next_batch())
             if sft.held_out and sft.due(step, config.validate_every):
-                metrics["validation/loss"] = validation_loss(sft.model, sft.held_out, runtime)
+                metrics["validation/loss"] = sft.validation_loss()
             sft.log(step, metrics)
             sft.checkpoint(step, {"stream": sft.stream.state()})
 
