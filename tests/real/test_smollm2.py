@@ -24,7 +24,6 @@ from dccot.rollout.settings import EngineConfig
 from dccot.train.forest import forests_of_rank, pack
 
 ROLLOUT = RolloutConfig(budget=96, temperature=0.6, max_rounds=1)
-RESPONSES = 20
 
 
 def test_the_imported_folder_is_the_published_model(smollm2, measured):
@@ -44,16 +43,19 @@ def test_numbers_are_those_of_transformers_and_vllm(smollm2, measured):
         measured[f"SmolLM2: {name}"] = said
 
 
-@pytest.mark.parametrize("dtype, mean, largest", [("float32", 1e-5, 1e-3), ("bfloat16", 0.04, 2.0)])
-def test_rollout_is_training(smollm2, measured, dtype, mean, largest):
-    """Promise 1. One problem is solved in the prompt, with workers, and the next one is begun, so that the untrained model spawns, too."""
+@pytest.mark.parametrize("dtype, count, mean, largest", [("float32", 20, 1e-5, 1e-3), ("bfloat16", 3, 0.04, 2.0)])
+def test_rollout_is_training(smollm2, measured, dtype, count, mean, largest):
+    """Promise 1. One problem is solved in the prompt, with workers, and the next one is begun, so that the untrained model spawns, too.
+
+    A CPU without bf16 products takes minutes for each response in bfloat16.
+    """
     solved, *asked = [problem for problem, _ in zip(problem_stream(0, "base", set()), range(9)) if "-things-" in problem.id][:4]
     shown = f"{solved.question}\n{rewrite_parallel(solved, solved.solution)}"
     with open_engine(smollm2, EngineConfig(dtype=dtype, context=2048, max_sequences=64)) as engine:
         ask = PromptConfig(max_prompt_tokens=1024)
         begun = [engine.tokenizer.encode(one.solution.split("\n")[1] + "\n") for one in asked]  # Three boxes.
         prompts = [ask.ids(engine.tokenizer, f"{shown}\n\n{one.question}") + plan for one, plan in zip(asked, begun)]
-        requests = [Request(str(i), i, prompts[i % len(prompts)]) for i in range(RESPONSES)]
+        requests = [Request(str(i), i, prompts[i % len(prompts)]) for i in range(count)]
         responses = [response for _, response in generate(engine, requests, ROLLOUT, seed=(0,))]
     model = Transformer(read_config(smollm2))
     load_weights(model, smollm2, getattr(torch, dtype))
@@ -70,7 +72,7 @@ def test_rollout_is_training(smollm2, measured, dtype, mean, largest):
         f"mean |Δ log p| {gap.mean():.1e}, largest {gap.max():.1e}; "
         f"{len(gap):,} tokens of {len(responses)} responses, {spawned} with workers"
     )
-    assert len(responses) == RESPONSES and spawned > 0
+    assert len(responses) == count and spawned > 0
     assert gap.mean() < mean and gap.max() < largest
 
 

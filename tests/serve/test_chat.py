@@ -255,8 +255,8 @@ def test_requests_that_are_still_being_sent_take_places_too(client, server):
     with contextlib.ExitStack() as stack:
         for _ in range(8):
             stack.enter_context(socket.create_connection((host, int(port)))).sendall(head.encode())
-        assert eventually(answered_503)
-    assert eventually(lambda: not answered_503())
+        assert eventually(answered_503, 20)
+    assert eventually(lambda: not answered_503(), 20)
 
 
 def test_more_than_the_server_takes_is_answered_503_with_retry_after(client, server):

@@ -9,7 +9,7 @@ from vllm.exceptions import QueueOverflowError
 from dccot.rollout.generate import seed_of
 
 # as `seed` of a chat completion: its second worker fails; nothing of it ever comes; nothing of its first choice; the engine is full
-FAILING, STALLED, HALF_STALLED, OVERFLOWING = 666, 667, 668, 669
+FAILING, STALLED, HALF_STALLED, OVERFLOWING = 672, 667, 668, 669
 
 
 class Plugin:
