@@ -117,8 +117,8 @@ class PromptConfig:
 
     def ids(self, tokenizer, question: str) -> list[int]:
         """Token ids of the prompt. Chat prompts spell out BOS; the raw one gets whatever the tokenizer starts plain text with."""
-        reserved = special_tokens(tokenizer) if self.chat_format(tokenizer) == "chat" else CHAT_TOKENS
-        smuggled = [token for token in reserved if token in question]
+        self.chat_format(tokenizer)
+        smuggled = [token for token in (*CHAT_TOKENS, *special_tokens(tokenizer)) if token in question]
         if smuggled:
             raise UnusablePrompt(f"question holds the chat token {smuggled[0]!r}; remove it")
         ids = list(tokenizer.encode(self.text(question, tokenizer), add_special_tokens=format_of(self.kind).raw))
