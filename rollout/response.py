@@ -10,9 +10,19 @@ director continues), then the `sampled` ids, exactly as the policy wrote them. S
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from dccot.rollout.protocol import TAG_PATTERN
+
+
+@functools.lru_cache(maxsize=8)  # looking them up is slow in transformers
+def end_tokens(tokenizer) -> frozenset[int]:
+    """EOS and the other special tokens that may end a text: generation_config.json can name several. Tags are never among them."""
+    special = {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return frozenset([tokenizer.eos_token_id, *(token for token, text in special.items() if not TAG_PATTERN.fullmatch(text))])
 
 
 class Finish(StrEnum):
@@ -97,9 +107,10 @@ class Response:
         return [token for segment in self.segments() for token in segment.tokens]
 
     def text(self, tokenizer) -> str:
-        """The response as text, tags included, EOS left out."""
-        eos = tokenizer.eos_token_id  # looked up once: slow in transformers
-        return tokenizer.decode([t for t in self.as_read if t != eos], skip_special_tokens=False)
+        """The response as text, tags included, without the tokens that ended its segments."""
+        ends = end_tokens(tokenizer)
+        written = (ids[:-1] if ids and ids[-1] in ends else ids for ids in (segment.tokens for segment in self.segments()))
+        return tokenizer.decode([token for ids in written for token in ids], skip_special_tokens=False)
 
     def to_json(self) -> dict:
         def plain(segment: Segment) -> dict:

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,14 +60,17 @@ def test_a_response_that_ended_among_its_workers_has_no_final_part():
     assert (response.longest_path, response.total_tokens) == (3 + 7, 3 + 5 + 7)
 
 
-def test_the_text_reads_in_order_with_tags_and_without_eos():
-    words = tiny.tokenizer("spelled")
+@pytest.mark.parametrize("tags", ["spelled", "single"])
+@pytest.mark.parametrize("end", [tiny.EOS, tiny.USER])
+def test_the_text_reads_in_order_with_tags_and_without_what_ended_its_segments(tags, end):
+    """A chat model may end its text with another special token than the tokenizer's EOS."""
+    words = tiny.tokenizer(tags)
 
     def write(inserted: str, sampled: str) -> Segment:
         return Segment(words.encode(inserted), words.encode(sampled))
 
-    workers = [write("<worker_1>", "b</worker_1>\n"), write("<worker_2>", f"c{tiny.EOS}")]
-    response = Response([1, 2], [Round(write("", "a <spawn_workers>"), workers)], write("</spawn_workers>", f"d{tiny.EOS}"))
+    workers = [write("<worker_1>", "b</worker_1>\n"), write("<worker_2>", f"c{end}")]
+    response = Response([1, 2], [Round(write("", "a <spawn_workers>"), workers)], write("</spawn_workers>", f"d{end}"))
     assert response.text(words) == "a <spawn_workers><worker_1>b</worker_1>\n<worker_2>c</spawn_workers>d"
 
 
