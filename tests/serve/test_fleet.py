@@ -235,9 +235,9 @@ def test_a_killed_server_costs_no_response_and_one_with_raw_logprobs_in_its_plac
             open_engine(model, EngineConfig(url=[raw.address])),
         ):
             pass
-        sampled = raw.metric("vllm:request_success_total")
         tokens(generate(fleet, requests(fleet, 4), CONFIG, seed=(5,)))
-        assert raw.metric("vllm:request_success_total") == sampled
+        sampled, probes = (raw.metric(f"vllm:{name}_total") for name in ("generation_tokens", "request_success"))
+        assert sampled <= probes, "it is asked now and then what it is, for one token, and samples no call"
     finally:
         raw.stop()
 
