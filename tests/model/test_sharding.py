@@ -67,13 +67,13 @@ def plain(checkpoint) -> dict[str, torch.Tensor]:
     return {"logits": logits.detach()} | gradients | {f"parameter/{name}": p.detach() for name, p in model.named_parameters()}
 
 
-def assert_same_model(found: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> None:
+def assert_same_model(found: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], rounding: float = 2e-6) -> None:
     assert found.keys() == plain.keys()
     for name, expected in plain.items():
         if name.startswith("parameter/"):
             assert torch.equal(found[name], expected), name
         else:
-            torch.testing.assert_close(found[name], expected, rtol=0, atol=2e-6 * float(expected.abs().max()), msg=name)
+            torch.testing.assert_close(found[name], expected, rtol=0, atol=rounding * float(expected.abs().max()), msg=name)
 
 
 @pytest.mark.parametrize("case", ["fsdp", "hsdp"])
@@ -83,7 +83,8 @@ def test_two_ranks_compute_what_one_process_computes(two_ranks, plain, case):
 
 @pytest.mark.parametrize("case", ["fsdp", "compiled"])
 def test_one_rank_computes_what_no_process_group_computes(one_rank, plain, case):
-    assert_same_model(load_file(one_rank / f"{case}.safetensors"), plain)
+    rounding = {"fsdp": 2e-6, "compiled": 1e-5}[case]  # the compiler adds up in another order
+    assert_same_model(load_file(one_rank / f"{case}.safetensors"), plain, rounding)
 
 
 def test_bf16_compute_keeps_fp32_masters_and_gradients(two_ranks, plain, checkpoint):

@@ -111,4 +111,7 @@ def test_the_same_inputs_give_the_same_bits(processors, monkeypatch):
 
 def test_large_scores_neither_overflow_nor_vanish():
     q, k, v, grad = inputs(75, 1, 32, torch.float32)
-    check(torch.tensor([75] * 13 + [31] * 18 + [50] * 19 + [75] * 25), [q * 30, k * 30, v, grad])
+    largest = float((900 * q[:, 0] @ k[:, 0].T).abs().max()) / 32**0.5
+    rounding = 30 * torch.finfo(torch.float32).eps * largest  # of a score, times the scale of q and k: which of two is luckier is chance
+    assert 1e-3 < rounding < 0.1
+    check(torch.tensor([75] * 13 + [31] * 18 + [50] * 19 + [75] * 25), [q * 30, k * 30, v, grad], rounding)
