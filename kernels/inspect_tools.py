@@ -44,7 +44,7 @@ def rank(kernel: str, arch: str, head_dim: int, tiles: Sequence[Tile], workload:
 
 
 def sweep(archs: Sequence[str], workload: Workload, record: Path | None = None) -> str:
-    """Every candidate and the shipped tile, ranked; `record` gets the winners in the form of tuning.json."""
+    """Every candidate and the shipped tile, ranked; `record` gets the best tile of each kernel as JSON."""
     lines, winners = [], []
     for arch, head_dim, kernel in itertools.product(archs, (64, 128), ATTENTION_KERNELS):
         shipped = TABLE[arch][head_dim][ATTENTION_KERNELS.index(kernel)]
