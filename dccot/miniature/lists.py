@@ -14,8 +14,8 @@ A sequential solution judges box after box and adds up the counts; a walk is fol
     1 + 0 = 1, 1 + 2 = 3.
     </think><answer>\\boxed{3}</answer>
 
-`rewrite_parallel` gives each box to a worker and leaves the other words as they are. A fifth of the words and all problems of the test
-split appear in no other split.
+`rewrite_parallel` gives each box to a worker and leaves the other words as they are. In a walk the director goes to the end and each
+worker checks a third of the steps. A fifth of the words and all problems of the test split appear in no other split.
 
     <folder>/problems/{train,validation,test}.jsonl      id, question, gold
     <folder>/base.jsonl                                  the same, and a sequential solution: once to learn from, once to rewrite
@@ -145,13 +145,25 @@ def _thought(text: str, answer: str) -> str:
 
 
 def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0) -> str:
-    """The same words with each box in a worker. Without exactly three boxes in a row it is returned unchanged: acceptance refuses it."""
+    """The same words with each box in a worker, or a walk and its checks. Any other text is returned unchanged: acceptance refuses it."""
     boxes = list(re.finditer(r"^Box ([A-Z]): .+\. So \d+\.\n", sequential_text, re.MULTILINE))
-    workers = "".join(f"{worker_open(i)}{box[0]}{worker_close(i)}" for i, box in enumerate(boxes, start=1))
     in_a_row = all(box.end() == following.start() for box, following in pairwise(boxes))
-    if [box[1] for box in boxes] != list(BOXES) or not in_a_row:
+    if [box[1] for box in boxes] == list(BOXES) and in_a_row:
+        block = _block([box[0] for box in boxes])
+        return f"{sequential_text[: boxes[0].start()]}{block}\n{sequential_text[boxes[-1].end() :]}"
+    step = r"\d (?:up|down) \d: \d"
+    walk = re.search(rf"^({step}(?:; {step})+)\.\n", sequential_text, re.MULTILINE)
+    steps = walk[1].split("; ") if walk else []
+    if not walk or boxes or len(steps) < len(BOXES):
         return sequential_text
-    return f"{sequential_text[: boxes[0].start()]}{SPAWN_OPEN}{workers}{SPAWN_CLOSE}\n{sequential_text[boxes[-1].end() :]}"
+    cuts = [len(steps) * i // len(BOXES) for i in range(len(BOXES) + 1)]
+    checks = [f"{'; '.join(steps[begin:end])}.\n" for begin, end in pairwise(cuts)]
+    return f"{sequential_text[: walk.end()]}{_block(checks)}\n{sequential_text[walk.end() :]}"
+
+
+def _block(workers: Sequence[str]) -> str:
+    inside = "".join(f"{worker_open(i)}{text}{worker_close(i)}" for i, text in enumerate(workers, start=1))
+    return f"{SPAWN_OPEN}{inside}{SPAWN_CLOSE}"
 
 
 def make_lists(config: ListsConfig, folder: Path) -> None:

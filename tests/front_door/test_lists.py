@@ -55,11 +55,21 @@ def test_every_box_goes_to_a_worker_and_no_word_is_lost(problems):
         assert re.sub(r"</?(?:spawn_workers|worker_\d)>", "", text).replace("\n\n", "\n") == problem.solution
 
 
-def test_what_does_not_split_comes_back_as_it_is(problems):
+def test_the_director_walks_and_every_step_is_checked_by_one_worker(problems):
+    for problem in (problem for problem in problems if "-walk-" in problem.id):
+        parsed = parse(text := rewrite_parallel(problem, problem.solution))
+        (block,) = parsed.rounds
+        assert len(block.workers) == 3 and all(block.workers)
+        assert "; ".join(worker.split(".\n")[0] for worker in block.workers) + ".\n" in problem.solution
+        assert re.sub(r"<spawn_workers>.*</spawn_workers>\n", "", text, flags=re.DOTALL) == problem.solution
+
+
+def test_what_the_rule_cannot_read_comes_back_as_it_is(problems):
     walk = next(problem for problem in problems if "-walk-" in problem.id)
     whole = next(problem for problem in problems if "-things-" in problem.id)
     for text in (
-        walk.solution,
+        walk.solution.replace(";", ",", 1),
+        "<think>\n4 up 3: 7; 7 down 2: 5.\n</think><answer>\\boxed{5}</answer>",
         re.sub(r"(Box B.+) So ", r"\1 Thus ", whole.solution),
         whole.solution.replace("Box C:", "And then\nBox C:"),
     ):
