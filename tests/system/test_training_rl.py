@@ -156,13 +156,13 @@ def test_reward_rises_by_more_than_noise_can_explain(runs):
 
 
 @pytest.mark.parametrize("runs", [2], indirect=True, ids=["two ranks"])
-def test_a_run_killed_three_times_and_restarted_by_torchrun_is_one_that_nobody_touched(runs):
+def test_a_run_killed_twice_and_restarted_by_torchrun_is_one_that_nobody_touched(runs):
     """A small part of `make torture`: weights and optimizer to the bit, rollouts, metrics and TensorBoard series."""
     _, out = runs
     injection = FaultInjection(out, STEPS[2], settings=())
-    injection.inject([Kill("rollout", "rank 1", 0.5), Kill("writing shards", "rank 0", 0.5), Kill("moving latest", "rank 0")], restarts=3)
+    injection.inject([Kill("rollout", "rank 1", 0.5), Kill("moving latest", "rank 0")], restarts=2)
     assert (injection.problems, injection.lost(), injection.differences()) == ([], [], [])
-    assert len(injection.kills()) == 3
+    assert len(injection.kills()) == 2
     spoil(out / "faulted", STEPS[2])
     assert [text.split(" ")[0] for text in injection.differences()] == ["hf/", "rollouts/step_000001.jsonl", "metrics.jsonl", "TensorBoard"]
 
