@@ -3,8 +3,10 @@
 import json
 import logging
 import pickle
+import re
 import resource
 import shutil
+import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ from dccot.runtime import Runtime, set_timeout
 from dccot.train.checkpoint import CheckpointConfig, Checkpointer
 from dccot.train.dcp_reader import load_shards
 from dccot.train.update import OptimizerConfig, make_optimizer
+from tests.support.fault_injection.rank import FILES
 
 PROGRAM = Path(__file__).with_name("checkpoint_program.py")
 
@@ -116,6 +119,20 @@ def test_model_optimizer_and_state_come_back_bit_for_bit(checkpointer, trained, 
     assert all(map(torch.equal, values(fresh), before))
     move(fresh, fresh_optimizer)
     assert all(map(torch.equal, values(fresh), moved)), "the optimizer's moments belong to the checkpoint"
+
+
+def test_every_moment_at_which_fault_injection_kills_is_seen_while_checkpoints_are_saved(checkpointer, trained):
+    seen, watching = set(), True
+
+    def hook(event: str, arguments: tuple) -> None:
+        if watching:
+            seen.update(moment for moment, (name, path) in FILES.items() if event == name and re.search(path, str(arguments[0])))
+
+    sys.addaudithook(hook)  # for the life of the process
+    keeper = checkpointer(keep=1)
+    assert all(saved(keeper, step, *trained, {}) for step in (1, 2))
+    watching = False
+    assert seen == set(FILES)
 
 
 def test_a_checkpoint_holds_what_training_had_when_it_was_asked_for(checkpointer, trained, checkpoint):

@@ -30,7 +30,7 @@ PHASES = ("rollout", "grade", "update", "sync", "checkpoint")
 FILES = {  # moment → (audit event, the path it is about): the kill comes just before it happens
     "writing shards": ("open", r"\.partial/dcp/"),
     "writing weights": ("open", r"\.partial/\.hf\.partial/"),
-    "writing the manifest": ("open", r"\.partial/manifest\.json$"),
+    "writing the manifest": ("open", r"\.partial/\.manifest\.json\.\d+\.part$"),
     "before the rename": ("os.rename", r"checkpoints/\.step_\d+\.partial$"),
     "between rename and latest": ("open", r"\.latest\.\d+\.part$"),
     "moving latest": ("os.rename", r"\.latest\.\d+\.part$"),
