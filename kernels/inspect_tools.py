@@ -44,8 +44,8 @@ def rank(kernel: str, arch: str, head_dim: int, tiles: Sequence[Tile], workload:
 
 
 def sweep(archs: Sequence[str], workload: Workload, record: Path | None = None) -> str:
-    """Every candidate and the shipped tile, ranked; `record` gets the best tile of each kernel as JSON."""
-    lines, winners = [], []
+    """Every candidate and the shipped tile, ranked; `record` gets them all as JSON lines, one kernel after another."""
+    lines, rows = [], []
     for arch, head_dim, kernel in itertools.product(archs, (64, 128), ATTENTION_KERNELS):
         shipped = TABLE[arch][head_dim][ATTENTION_KERNELS.index(kernel)]
         ranked = rank(kernel, arch, head_dim, [*dict.fromkeys([shipped, *candidates(kernel, arch, head_dim)])], workload)
@@ -55,11 +55,11 @@ def sweep(archs: Sequence[str], workload: Workload, record: Path | None = None) 
             speed = f"{each.prediction.tflops:.0f} TFLOP/s" if each.prediction else ""
             marks = ["shipped"] * (each.configuration.tile == shipped) + each.findings
             lines.append(f"{arch} {kernel} {head_dim}: {each.configuration.tile} {speed} {'; '.join(marks)}".rstrip())
-        tile, prediction = ranked[0].configuration.tile or shipped, ranked[0].prediction
-        found = {"tflops": prediction and round(prediction.tflops, 1), "compiled": len(ranked), "ruled_out": ruled_out}
-        winners.append({"arch": arch, "head_dim": head_dim, "kernel": kernel, **asdict(tile), **found})
+        for each in ranked:
+            tile, speed = each.configuration.tile, each.prediction and round(each.prediction.tflops, 1)
+            rows.append({"arch": arch, "head_dim": head_dim, "kernel": kernel, **asdict(tile), "tflops": speed, "findings": each.findings})
         if record:  # incrementally: a sweep takes a while
-            write_atomic(record, "[\n" + ",\n".join(map(json.dumps, winners)) + "\n]\n")
+            write_atomic(record, "".join(json.dumps(row) + "\n" for row in rows))
     return "\n".join(lines)
 
 

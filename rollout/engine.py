@@ -44,7 +44,7 @@ from dccot.rollout.engine_start import end_log, logged, undisturbed
 from dccot.rollout.interface import EngineStalled
 from dccot.rollout.settings import EngineConfig
 from dccot.rollout.sync import differing
-from dccot.runtime import PATIENCE, Runtime, free_memory
+from dccot.runtime import PATIENCE, Runtime, free_memory, keep_freed_memory
 
 ON_GPU = torch.cuda.is_available()
 if ON_GPU:
@@ -60,6 +60,8 @@ class VllmEngine:
         self.model = str(model)
         with open_tensors(model) as tensors:  # damaged weights cost one line, before vLLM takes its time
             self._checkpoint_names = set(tensors)
+        if not ON_GPU:
+            keep_freed_memory()
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world % config.tensor_parallel:
             raise ValueError(f"engine.tensor_parallel is {config.tensor_parallel}; it must divide the {world} ranks")

@@ -22,6 +22,7 @@ from dccot.config import ConfigError, load_config
 from dccot.data.run_settings import settings_of
 from dccot.model.folder import resolve_model
 from dccot.model.tokenizer import open_tokenizer, tokenizer_folder
+from dccot.runtime import KEEP_FREED_MEMORY
 from dccot.serve.settings import VARIABLE, ServeConfig
 
 OWN = {"workers": "rollout.workers", "budget": "rollout.budget", "max_n": "max_n", "max_requests": "max_requests"}
@@ -100,6 +101,9 @@ def _run_vllm(folder: Path, options: list[str], passed_on: list[str], name: str)
     served = ["--served-model-name", Path(name).resolve().name]
     args = made.parse_args([str(folder), *options, *served, *defaults(not current_platform.is_cpu()), *passed_on])
     validate_parsed_serve_args(args)
+    if current_platform.is_cpu():
+        for variable, value in KEEP_FREED_MEMORY.items():  # the engine's process is yet to start
+            os.environ.setdefault(variable, value)
     if (
         current_platform.is_cpu()
         and args.distributed_executor_backend is None
