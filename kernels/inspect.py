@@ -29,7 +29,7 @@ from dccot.kernels import trees
 from dccot.kernels.compiling import Configuration, Examined, configurations, examine
 from dccot.kernels.gpus import GPUS, Gpu, of_architecture
 from dccot.kernels.predict import Prediction, backward_tflops, cycles, predict
-from dccot.kernels.tuning import TABLE
+from dccot.kernels.tuning import TABLE, Tile
 
 DEFAULT_ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 TENSOR_MEMORY_COLUMNS = 512  # of a Blackwell multiprocessor
@@ -54,6 +54,12 @@ class Report:
     bound: str
     findings: list[str]
     prediction: Prediction | None = None
+
+    @property
+    def tile(self) -> Tile:
+        """Of an attention kernel; the LM head's have none."""
+        assert self.configuration.tile is not None
+        return self.configuration.tile
 
 
 @dataclass(frozen=True)
@@ -186,7 +192,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--tokens", type=int, default=16_384)
     top.add_argument("--heads", type=int, default=12, help="query heads")
     top.add_argument("--key-heads", type=int, default=2)
-    top.add_argument("--json", type=Path, metavar="FILE", help="write everything found as JSON; with --sweep, the best tiles")
+    top.add_argument("--json", type=Path, metavar="FILE", help="write everything found as JSON; with --sweep, the tiles to ship")
     top.add_argument("--roofline", type=Path, metavar="FILE", help="draw the predictions below their ceilings (PNG)")
     top.add_argument("--sweep", action="store_true", help="compile other tile sizes, warps and stages, and rank them")
     top.add_argument("--sass", metavar="KERNEL", help="print the inner loops of a kernel as machine code with source lines")

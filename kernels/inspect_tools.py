@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from dccot.files import write_atomic
+from dccot.files import write_jsonl_atomic
 from dccot.kernels import assembly, attention_triton, logprob_triton
 from dccot.kernels.compiling import Configuration, compile_kernel, configurations
 from dccot.kernels.gpus import of_architecture
@@ -43,23 +43,30 @@ def rank(kernel: str, arch: str, head_dim: int, tiles: Sequence[Tile], workload:
     return sorted(reports, key=lambda each: (bool(each.findings), each.prediction.seconds if each.prediction else float("inf")))
 
 
+def choose(ranked: Sequence[Report]) -> Report:
+    """The tile to ship: of those without a finding that are predicted within 2% of the fastest, the largest, which loads least."""
+    good = [each for each in ranked if not each.findings and each.prediction]
+    speed = lambda each: each.prediction.tflops if each.prediction else 0.0
+    close = [each for each in good if speed(each) >= 0.98 * speed(good[0])]
+    return max(close, key=lambda each: (each.tile.block_q * each.tile.block_k, -each.tile.warps, speed(each)), default=ranked[0])
+
+
 def sweep(archs: Sequence[str], workload: Workload, record: Path | None = None) -> str:
-    """Every candidate and the shipped tile, ranked; `record` gets them all as JSON lines, one kernel after another."""
-    lines, rows = [], []
+    """Every candidate and the shipped tile, ranked; `record` gets the tile to ship for each kernel, as a JSON row."""
+    lines, chosen = [], []
     for arch, head_dim, kernel in itertools.product(archs, (64, 128), ATTENTION_KERNELS):
         shipped = TABLE[arch][head_dim][ATTENTION_KERNELS.index(kernel)]
         ranked = rank(kernel, arch, head_dim, [*dict.fromkeys([shipped, *candidates(kernel, arch, head_dim)])], workload)
-        ruled_out = sum(bool(each.findings) for each in ranked)
+        ruled_out, choice = sum(bool(each.findings) for each in ranked), choose(ranked)
         print(f"[sweep] {arch} {kernel} head dim {head_dim}: {len(ranked)} compiled, {ruled_out} ruled out", file=sys.stderr, flush=True)
-        for each in ranked[:4] + [each for each in ranked[4:] if each.configuration.tile == shipped]:
+        for each in ranked[:4] + [each for each in ranked[4:] if each.tile in (shipped, choice.tile)]:
             speed = f"{each.prediction.tflops:.0f} TFLOP/s" if each.prediction else ""
-            marks = ["shipped"] * (each.configuration.tile == shipped) + each.findings
-            lines.append(f"{arch} {kernel} {head_dim}: {each.configuration.tile} {speed} {'; '.join(marks)}".rstrip())
-        for each in ranked:
-            tile, speed = each.configuration.tile, each.prediction and round(each.prediction.tflops, 1)
-            rows.append({"arch": arch, "head_dim": head_dim, "kernel": kernel, **asdict(tile), "tflops": speed, "findings": each.findings})
+            marks = ["shipped"] * (each.tile == shipped) + ["chosen"] * (each is choice) + each.findings
+            lines.append(f"{arch} {kernel} {head_dim}: {each.tile} {speed} {'; '.join(marks)}".rstrip())
+        found = {"tflops": choice.prediction and round(choice.prediction.tflops, 1), "compiled": len(ranked), "ruled_out": ruled_out}
+        chosen.append({"arch": arch, "head_dim": head_dim, "kernel": kernel, **asdict(choice.tile), **found})
         if record:  # incrementally: a sweep takes a while
-            write_atomic(record, "".join(json.dumps(row) + "\n" for row in rows))
+            write_jsonl_atomic(record, chosen)
     return "\n".join(lines)
 
 
