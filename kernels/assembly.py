@@ -53,6 +53,8 @@ class Loop:
     load_bytes: dict[str, int]  # width of a load in bytes → how many
     prefetch: int | None = None  # iterations whose loads are in flight while a tile's own are awaited
     fused_masked: list[int] = field(default_factory=list)  # source lines where a fused multiply-add uses a masked score
+    shared_bytes: int = 0  # that the instructions of one warp move to and from shared memory, matrix products aside
+    shared_left: int = 0  # matrix products that read their left operand, too, from shared memory
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def _read_nvidia(compiled: Any) -> Code:
     used = re.search(r"tcgen05\.mma|wgmma\.mma_async|mma\.sync", compiled.asm["ptx"])
     distances = prefetch_distances(compiled.asm["ttgir"])
     loops = [
-        Loop(mix(body, NVIDIA), overlapped(body), load_widths(body), distance, fused_masked(body))
+        Loop(mix(body, NVIDIA), overlapped(body), load_widths(body), distance, fused_masked(body), shared_bytes(body), shared_left(body))
         for body, distance in zip(inner_loops(stream, NVIDIA, r"BRA"), [*distances, None, None])
     ]
     spills = spill_count(stream, r"LDL|STL")
@@ -186,6 +188,30 @@ def load_widths(body: list[Instruction]) -> dict[str, int]:
     return dict(widths)
 
 
+def shared_bytes(body: list[Instruction]) -> int:
+    """Bytes that a warp moves to and from shared memory: 32 threads each, or matrices of 8×8 numbers of 2 bytes."""
+    total = 0
+    for item in body:
+        if found := re.match(r"(?:LDSM|STSM)\.16\.M?T?M?88(?:\.([24]))?", item.mnemonic):
+            total += 128 * int(found.group(1) or 1)
+        elif re.match(r"(?:LDS|STS|LDGSTS)(?!M)", item.mnemonic):
+            bits = re.search(r"\.(64|128)\b", item.mnemonic)
+            total += 4 * int(bits.group(1) if bits else 32)
+    return total
+
+
+def amd_shared_bytes(body: list[Instruction]) -> int:
+    """The same for a wave of 64 threads."""
+    found = [re.match(r"ds_(?:read|write)(2)?(?:st64)?_b(\d+)", item.mnemonic) for item in body]
+    return sum(8 * int(match.group(2)) * (2 if match.group(1) else 1) for match in found if match)
+
+
+def shared_left(body: list[Instruction]) -> int:
+    """Of a warp group's product the operand after the destination is the left one, of tcgen05's the first; the right one always is."""
+    left = [item.operands.split(",")[item.mnemonic.startswith("HGMMA")] for item in body if re.match(r"HGMMA|UTC\w*MMA", item.mnemonic)]
+    return sum(operand.strip().startswith("gdesc") for operand in left)
+
+
 def fused_masked(body: list[Instruction]) -> list[int]:
     """Lines where a fused multiply-add multiplies the result of a select with anything but 0."""
     masked: set[str] = set()
@@ -206,7 +232,7 @@ def _read_amd(listing: str) -> Code:
     code = re.findall(r"^(\.LBB\w+):|^\s+([a-z]\w+)\s*(.*)$", listing, re.MULTILINE)
     stream = [label or Instruction(mnemonic, operands) for label, mnemonic, operands in code]
     used = re.search(r"v_mfma\w+", listing)
-    loops = [Loop(mix(body, AMD), 0, {}) for body in inner_loops(stream, AMD, r"s_c?branch")]
+    loops = [Loop(mix(body, AMD), 0, {}, shared_bytes=amd_shared_bytes(body)) for body in inner_loops(stream, AMD, r"s_c?branch")]
     spills = spill_count(stream, r"scratch_")
     edge = loops[1] if len(loops) > 1 else None
     return Code(value["vgpr_count"], value["private_segment_fixed_size"], spills, used and used.group(), [], loops[0], edge)

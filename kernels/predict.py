@@ -6,8 +6,9 @@ Cycles of one iteration of an inner loop, per multiprocessor (rates from gpus.py
     exponential  special-function instructions / their rate
     issue        all instructions / instructions per cycle
     memory       bytes of the streamed tile / L2 bandwidth
-    in sequence  matrix + max(exponential, issue) − what the code issues while a product is in flight, over the resident programs;
-                 nothing is hidden where ptxas serialises the products, and loads that do not run ahead are waited for
+    shared       bytes to and from shared memory / its bandwidth; what wgmma and tcgen05 read there is most of it, and more for small tiles
+    in sequence  max(matrix, shared) + max(exponential, issue) − what the code issues while a product is in flight + BARRIERS, over the
+                 resident programs; nothing is hidden where ptxas serialises the products, and loads that do not run ahead are waited for
 
 The largest bounds the iteration. It is applied to the simulated schedule of a tree (balance.py), with masked tiles at their own loop's
 cost. Peak rates are never sustained: SUSTAINED is the share that large matrix products reach (power limits the clock).
@@ -28,6 +29,8 @@ from dccot.kernels.mask import positions
 from dccot.kernels.tuning import STRETCH
 
 SUSTAINED = 0.70
+BARRIERS = 100  # cycles that an iteration waits at barriers and for the last bits of its products: an estimate
+SHARED_BANDWIDTH = 128  # bytes per cycle and multiprocessor, on all of them
 PRODUCTS = {"forward": 2, "grad_query": 3, "grad_key": 4}
 COUNTED_BACKWARD = 5  # products counted for dQ and dK/dV together, by convention; 7 are computed
 
@@ -51,13 +54,28 @@ def cycles(config: Configuration, gpu: Gpu, loop: Loop, programs: int, serialise
     }
     if config.tile is None:
         return scalar | {"memory": 4 * STRETCH * (1.5 if config.kernel == "gradient" else 1) / gpu.dram_bytes}
-    matrix = 2 * PRODUCTS[config.kernel] * config.tile.block_q * config.tile.block_k * config.head_dim / gpu.matrix_flops
-    streamed = config.tile.block_q if config.kernel == "grad_key" else config.tile.block_k
-    memory = 2 * 2 * streamed * config.head_dim / gpu.l2_bytes
-    hidden = 0 if serialised else min(matrix, loop.overlapped * config.warps / gpu.issue)
+    flops = 2 * PRODUCTS[config.kernel] * config.tile.block_q * config.tile.block_k * config.head_dim
+    own, streamed = (config.tile.block_q, config.tile.block_k)[:: -1 if config.kernel == "grad_key" else 1]
+    loaded = 2 * 2 * streamed * config.head_dim  # bytes of the streamed tile
+    moved = loop.shared_bytes * config.warps + loaded * config.tile.tma + _operand_bytes(config, loop, flops, own)
+    matrix, memory, shared = flops / gpu.matrix_flops, loaded / gpu.l2_bytes, moved / SHARED_BANDWIDTH
+    product = max(matrix, shared)
+    hidden = 0 if serialised else min(product, loop.overlapped * config.warps / gpu.issue)
     waited = memory if loop.prefetch == 0 else 0
-    in_sequence = (matrix + max(scalar.values()) - hidden + waited) / max(programs, 1)
-    return scalar | {"matrix": matrix, "memory": memory, "in sequence": in_sequence}
+    in_sequence = (product + max(scalar.values()) - hidden + waited + BARRIERS) / max(programs, 1)
+    return scalar | {"matrix": matrix, "memory": memory, "shared": shared, "in sequence": in_sequence}
+
+
+def _operand_bytes(config: Configuration, loop: Loop, flops: int, own: int) -> float:
+    """What the products of an iteration read from shared memory themselves.
+
+    An instruction multiplies `rows` × 16 by 16 × some columns: all columns of all instructions follow from the flops, and for each of
+    them 16 numbers of 2 bytes are read.
+    """
+    if config.arch not in ("sm_90", "sm_100"):
+        return 0.0
+    rows, groups = (64, config.warps // 4) if config.arch == "sm_90" else (min(128, own), 1)
+    return 32 * (flops / (2 * rows * 16) + rows * loop.shared_left * groups)
 
 
 def predict(
