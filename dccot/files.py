@@ -14,13 +14,18 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
 
+log = logging.getLogger(__name__)
+
 MAX_LINE_BYTES = 8 << 20  # a rollout of 100,000 tokens with log-probs takes about 3 MB
+LEASE_SECONDS = 120.0  # after which a file server releases the locks of a dead machine; NFSv4 does after 90
 REPORTED_LINES = 20  # a file that is bad throughout does not flood the terminal
 
 
@@ -101,6 +106,27 @@ def take_lock(file: int | IO, lock: Callable[[int | IO, int], None] = fcntl.floc
     return True
 
 
+def wait_for_lock(file: int, path: Path, patience: float) -> None:
+    """Lock a file. A holder on this machine is final; another machine may be dead, so its lock is retried for a while."""
+    deadline, told = time.monotonic() + patience, False
+    while not take_lock(file):
+        if held_here(file) or time.monotonic() > deadline:
+            raise BadData(f"{path} is being written by another process; wait for it or choose another file")
+        if not told:
+            told, age = True, time.time() - os.fstat(file).st_mtime
+            log.warning("%s is locked by another machine, last written %.0f s ago; waiting %.0f s in case it is dead", path, age, patience)
+        time.sleep(min(1.0, patience / 10))
+
+
+def held_here(file: int) -> bool:
+    """Whether a process on this machine holds a lock on the file; also where the operating system does not say."""
+    try:
+        held = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    except OSError:
+        return True
+    return any(words[-3].endswith(f":{os.fstat(file).st_ino}") for words in held if "->" not in words)
+
+
 class JsonlWriter:
     """Appends rows, each as one complete line in a single write. One writer per file: a second one is rejected.
 
@@ -113,8 +139,7 @@ class JsonlWriter:
         make_folder(self.path.parent)
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            if not take_lock(self._fd):
-                raise BadData(f"{self.path} is being written by another process; wait for it or choose another file")
+            wait_for_lock(self._fd, self.path, LEASE_SECONDS)
             self.cut_bytes = _cut_partial_line(self._fd)
         except BaseException:
             os.close(self._fd)

@@ -14,11 +14,12 @@ float32 a resumed table is therefore the uninterrupted one; on a GPU the roundin
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -85,7 +86,8 @@ def evaluate(
     with Runtime.of_workers() as runtime, ExitStack() as stack:
         path = resolve_model(model)
         out = Path(out or RESULTS / default_name(path, config))
-        open_folder(out, _settings(path, config), runtime)
+        weights = model_checksums(path, runtime)
+        open_folder(out, _settings(path, weights, config), runtime)
         require_shared(out, runtime)  # otherwise the table would silently be that of rank 0's responses
         tokenizer = engine.tokenizer if engine else open_tokenizer(path)
         care: dict[str, Any] = {"strict": strict, "report": log.warning if runtime.is_main else lambda message: None}
@@ -93,7 +95,7 @@ def evaluate(
         _check_context(path, config, asked)
         files = {benchmark.name: {benchmark.file.name: checksum(benchmark.file)} for benchmark in benchmarks}
         wanted = {benchmark.name: benchmark.samples for benchmark in benchmarks}
-        record(out, to_plain(config) | {"samples": wanted}, {"model": model_checksums(path, runtime), **files}, runtime)
+        record(out, to_plain(config) | {"samples": wanted}, {"model": weights, **files}, runtime)
         missing = {b.name: missing_pairs(asked[b.name], range(b.samples), _pairs_in(out, b, asked[b.name])) for b in benchmarks}
         if any(missing.values()):
             engine = stack.enter_context(open_engine(path, config.engine, engine, logs=out))
@@ -126,10 +128,11 @@ def _check_context(path: Path, config: EvalConfig, asked: dict[str, list[Asked]]
 # ---- the folder ----------------------------------------------------------------------------------------------------------
 
 
-def _settings(path: Path, config: EvalConfig) -> dict:
+def _settings(path: Path, weights: Mapping[str, str], config: EvalConfig) -> dict:
     """The settings that determine a response and its verdict, not its speed."""
     return {
         "model": str(path.resolve()),
+        "model.sha256": hashlib.sha256(json.dumps(sorted(weights.items())).encode()).hexdigest(),
         "seed": config.seed,
         "engine.dtype": config.engine.dtype,
         "grading.kind": config.grading.kind,
@@ -148,7 +151,8 @@ def open_folder(out: Path, settings: dict, runtime: Runtime) -> None:
 
 def _open_folder(out: Path, settings: dict) -> str | None:
     file = out / "settings.json"
-    before = {"grading.kind": "math_verify"} | json.loads(file.read_text()) if file.exists() else settings  # older folders had no other
+    older = {"grading.kind": "math_verify", "model.sha256": settings["model.sha256"]}  # folders of versions that did not write them
+    before = older | json.loads(file.read_text()) if file.exists() else settings
     changed = [name for name in settings if before.get(name) != settings[name]]
     if changed:
         was, now = before.get(changed[0]), settings[changed[0]]

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from dccot.command import run_cleanly
 from dccot.config import ConfigError, at_least, load_config, require, to_yaml
 from dccot.data.prompting import PromptConfig
-from dccot.files import BadData, checksum, make_folder, read_jsonl, take_lock, write_atomic, write_jsonl_atomic
+from dccot.files import LEASE_SECONDS, BadData, checksum, make_folder, read_jsonl, take_lock, write_atomic, write_jsonl_atomic
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import model_checksums, resolve_model
 from dccot.model.tokenizer import open_tokenizer
@@ -99,9 +99,6 @@ def open_folder(folder: Path, prompt: PromptConfig, workers: int) -> tuple[Model
 
 
 _CLAIMS: dict[Path, TextIO] = {}  # a lock lives as long as its file is open: to the end of the process, however it ends
-
-
-LEASE_SECONDS = 120.0  # after which a file server releases the locks of a dead machine; NFSv4 does after 90
 
 
 def claim(run: Path, patience: float = LEASE_SECONDS) -> str | None:

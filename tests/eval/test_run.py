@@ -174,6 +174,18 @@ def test_a_folder_made_with_other_settings_is_refused(uninterrupted, speaker, su
         evaluate(speaker, [own_benchmark(sums, SAMPLES)], warmer, uninterrupted)
 
 
+def test_a_folder_made_with_other_weights_at_the_same_path_is_refused(uninterrupted, speaker, sums, config, tmp_path):
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(speaker, model)
+    shutil.copytree(uninterrupted, out)
+    settings = json.loads((out / "settings.json").read_text()) | {"model": str(model.resolve())}
+    (out / "settings.json").write_text(json.dumps(settings))
+    evaluate(model, [own_benchmark(sums, SAMPLES)], config, out)  # moved, not changed: complete
+    (model / "generation_config.json").write_text('{"top_k": 3}')
+    with pytest.raises(ConfigError, match=r"was begun with model\.sha256=\w{64}, now it is \w{64}; give another folder with --out"):
+        evaluate(model, [own_benchmark(sums, SAMPLES)], config, out)
+
+
 def test_a_problem_that_changed_under_its_id_is_refused(uninterrupted, speaker, sums, config, tmp_path):
     (tmp_path / "sums.jsonl").write_text(sums.read_text().replace("What is 3 + 3?", "What is 3 + 4?"))
     with pytest.raises(BadData, match="another problem p3"):

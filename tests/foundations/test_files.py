@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dccot import files
 from dccot.files import MAX_LINE_BYTES, BadData, JsonlWriter, read_jsonl, write_jsonl_atomic
 
 
@@ -142,6 +144,23 @@ def test_killed_writer_loses_no_finished_row_and_repeats_none(tmp_path):
 def test_second_writer_of_the_same_file_is_refused(tmp_path):
     with JsonlWriter(tmp_path / "rows.jsonl"), pytest.raises(BadData, match="written by another process"):
         JsonlWriter(tmp_path / "rows.jsonl")
+
+
+def test_a_writer_on_another_machine_is_waited_for_and_followed_when_its_lock_is_gone(tmp_path, monkeypatch, caplog):
+    """Nothing but /proc/locks tells the two apart: here it is said to know of no lock."""
+    path = tmp_path / "rows.jsonl"
+    first = JsonlWriter(path)
+    assert files.held_here(first._fd)
+    monkeypatch.setattr(files, "held_here", lambda file: False)
+    monkeypatch.setattr(files, "LEASE_SECONDS", 0.2)
+    with pytest.raises(BadData, match="written by another process"):
+        JsonlWriter(path)
+    assert f"{path} is locked by another machine, last written 0 s ago; waiting 0 s in case it is dead" in caplog.text
+    monkeypatch.setattr(files, "LEASE_SECONDS", 60)
+    threading.Timer(0.3, first.close).start()
+    with JsonlWriter(path) as second:
+        second.write({"a": 1})
+    assert path.read_text() == '{"a": 1}\n'
 
 
 def test_full_disk_leaves_the_file_as_it_was(tmp_path):
