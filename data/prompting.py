@@ -137,9 +137,11 @@ def format_of(kind: str) -> PromptFormat:
     return found
 
 
-def missing_chat_tokens(tokenizer) -> list[str]:
+@functools.lru_cache(maxsize=8)
+def missing_chat_tokens(tokenizer) -> tuple[str, ...]:
     """Which of DeepSeek's chat tokens the tokenizer does not know as single tokens."""
-    return [token for token in CHAT_TOKENS if tokenizer.convert_ids_to_tokens(tokenizer.encode(token, add_special_tokens=False)) != [token]]
+    ids = ((token, tokenizer.encode(token, add_special_tokens=False)) for token in CHAT_TOKENS)
+    return tuple(token for token, found in ids if tokenizer.convert_ids_to_tokens(found) != [token])
 
 
 @functools.lru_cache(maxsize=8)

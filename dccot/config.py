@@ -175,8 +175,8 @@ def at_least(least: float, value: float, key: str) -> None:
 
 
 def one_of(value: str, allowed: typing.Iterable[str], key: str, or_else: str = "") -> None:
-    allowed = list(allowed)
-    require(value in allowed, f"{key} is {value!r}; it must be one of {', '.join(allowed)}{or_else}{_nearest(str(value), allowed)}")
+    if value not in (allowed := list(allowed)):
+        raise ConfigError(f"{key} is {value!r}; it must be one of {', '.join(allowed)}{or_else}{_nearest(str(value), allowed)}")
 
 
 def named(registry: Mapping[str, E], name: str, key: str) -> E:
