@@ -4,8 +4,9 @@
 
 - 64 clients, 500 requests of mixed lengths, half of them streamed; one in ten is cancelled, one in twenty is hostile. Every other answer
   must have the token ids of offline `generate`, and the hostile ones are refused. Throughput: tokens that the server sampled per second,
-  against `generate` with the same requests, 64 at a time, in the same run. The model computes with one thread in both, so that there is a
-  core for the API and the clients where there are only two. CPU time per token says the same where others use the machine, too.
+  against `generate` with the same requests, 64 at a time. A machine's speed changes by the minute, so both take turns, four times, and the
+  median of the four ratios counts. The model computes with one thread in both, so that there is a core for the API and the clients where
+  there are only two. CPU time per token says the same where others use the machine, too.
 - 50 streams cancelled half-way: seconds until the engine runs nothing.
 - A fleet: 200 problems on one plain server, on two, and on two of which one is killed (-9) half-way; the same token ids each time.
   The cores allow at most cores × seconds / CPU seconds (of servers and driver) times one server's throughput.
@@ -17,16 +18,13 @@ import asyncio
 import json
 import os
 import random
-import re
 import signal
-import socket
-import subprocess
-import sys
+import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -37,17 +35,17 @@ import psutil
 import torch
 
 from dccot.bench import bigram as tiny
+from dccot.bench.servers import CONTEXT, cpu_seconds, memory, metric, row, running, say, server, until
 from dccot.data.prompting import PromptConfig
 from dccot.rollout.director import Call, RolloutConfig
-from dccot.rollout.generate import Request, generate, seed_of
+from dccot.rollout.generate import Request, Watch, generate, seed_of
 from dccot.rollout.interface import Engine, open_engine
 from dccot.rollout.settings import EngineConfig
 
 CLIENTS, LIMIT = 64, 900.0  # seconds that each part may take
-AGAIN = 3  # storms after the one that is measured, for what memory does
-CONFIG, CONTEXT = RolloutConfig(budget=200), 2048
+PAIRS = 4  # storms, each followed by the same requests offline; oneDNN and malloc keep something for every new size of a batch at first
+CONFIG = RolloutConfig(budget=200)
 CHANCES = tiny.Chances(spawn=1 / 40, close=1 / 25, eos=1 / 60)  # 3 to 600 tokens per response
-OPTIONS = ["--dtype", "float32", "--max-model-len", str(CONTEXT), "--kv-cache-memory-bytes", str(2**30), "--max-num-seqs", "256"]
 PLAIN = ["--no-enable-chunked-prefill", "--enforce-eager", "--block-size", "32", "--scheduling-policy", "priority"]
 PLAIN += ["--logprobs-mode", "processed_logprobs", "--distributed-executor-backend"]
 PLAIN += ["vllm.v1.executor.uniproc_executor.UniProcExecutor"]  # as `dccot serve`: in the engine's own process
@@ -62,79 +60,6 @@ HOSTILE = (
     b'{"messages": [{"role": "user", "content": "x"}], "seed": 1e400}',
 )
 CANCELLED = 'dccot_responses_total{finish="cancelled"}'
-began = time.perf_counter()
-
-
-def say(text: str) -> None:
-    print(f"[bench serve {time.perf_counter() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
-
-
-def row(name: str, value: float, unit: str = "", target: float | None = None, better: str = "lower") -> dict:
-    return {"name": name, "value": value, "unit": unit, "target": target, "better": better}
-
-
-# ---- servers ----
-
-
-@contextmanager
-def server(command: list[str], folder: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """A server process in a group of its own; its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = folder / f"{port}.log"
-    arguments = [sys.executable, "-m", *command, "--host", "127.0.0.1", "--port", str(port), *OPTIONS]
-    environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-    with open(log, "w") as out:
-        process = subprocess.Popen(arguments, stdout=out, stderr=out, env=environment, start_new_session=True)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        if _until(lambda: _answers(address, process, log), 300) > 300:
-            raise RuntimeError(f"the server was not ready after 300 s:\n{log.read_text()[-2000:]}")
-        yield address, psutil.Process(process.pid)
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def _answers(address: str, process: subprocess.Popen, log: Path) -> bool:
-    if process.poll() is not None:
-        raise RuntimeError(f"the server ended:\n{log.read_text()[-2000:]}")
-    try:
-        return httpx.get(f"{address}/health", timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-def _until(holds: Callable[[], bool], limit: float) -> float:
-    """Seconds until it holds; more than the limit if it does not."""
-    start = time.perf_counter()
-    while not holds() and time.perf_counter() - start <= limit:
-        time.sleep(0.05)
-    return time.perf_counter() - start
-
-
-def metric(address: str, name: str) -> float:
-    text = httpx.get(f"{address}/metrics", timeout=30).text
-    return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
-
-
-def running(address: str) -> float:
-    return sum(metric(address, name) for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "dccot_responses_running"))
-
-
-def memory(process: psutil.Process) -> float:
-    """MB of a server with its children."""
-    return sum(member.memory_info().rss for member in (process, *process.children(recursive=True))) / 1e6
-
-
-def cpu_seconds(process: psutil.Process) -> float:
-    """Of a process with its children."""
-    return sum(sum(member.cpu_times()[:2]) for member in (process, *process.children(recursive=True)))
 
 
 # ---- the storm ----
@@ -176,10 +101,31 @@ class AsServed:
         self._engine.add(key, call, seed=seed_of(int(key.split("/")[0]), "problem", 0, *call.path), **more)
 
 
-def offline(engine: Engine, work: list[Job]) -> dict[int, list[int]]:
+@dataclass(frozen=True)
+class Alone:
+    """Requests generated by the in-process engine."""
+
+    found: dict[int, list[int]]
+    tokens: int
+    seconds: float
+    used: float  # CPU seconds
+    steps: int
+
+
+class Steps(Watch):
+    count = 0
+
+    def stepped(self, engine: Engine) -> None:
+        self.count += 1
+
+
+def offline(engine: Engine, work: list[Job]) -> Alone:
     requests = [Request(str(job.number), 0, PromptConfig().ids(engine.tokenizer, job.question)) for job in work]
-    as_served = cast(Engine, AsServed(engine))
-    return {int(r.problem): found.as_read for r, found in generate(as_served, requests, CONFIG, seed=(), concurrency=CLIENTS)}
+    as_served, steps = cast(Engine, AsServed(engine)), Steps()
+    sampled, used, start = engine.sampled_tokens, time.process_time(), time.perf_counter()
+    responses = generate(as_served, requests, CONFIG, seed=(), watch=steps, concurrency=CLIENTS)
+    found = {int(request.problem): response.as_read for request, response in responses}
+    return Alone(found, engine.sampled_tokens - sampled, time.perf_counter() - start, time.process_time() - used, steps.count)
 
 
 async def ask(session: aiohttp.ClientSession, job: Job) -> tuple[int, bytes]:
@@ -229,39 +175,81 @@ def _streamed(body: bytes) -> list[int]:
     return [token for lane in sorted(lanes) for token in lanes[lane]]
 
 
-def storm_rows(folder: Path, model: Path, work: list[Job], expected: dict[int, list[int]], cancelled: int) -> tuple[float, list[dict]]:
-    """Tokens per second, and the rest."""
+@dataclass(frozen=True)
+class Pair:
+    """One storm and, right after it, the same requests offline."""
+
+    wrong: list[int]  # answers other than offline, or not refused
+    tokens: float  # that the server sampled
+    seconds: float
+    engine: float  # CPU seconds
+    front: float  # CPU seconds of the API
+    steps: float  # of the engine
+    memory: float  # MB, afterwards
+    alone: Alone
+
+    @property
+    def ratio(self) -> float:
+        """Tokens per second, served over offline."""
+        return self.tokens / self.seconds / (self.alone.tokens / self.alone.seconds)
+
+
+def one_pair(engine: Engine, address: str, process: psutil.Process, work: list[Job]) -> Pair:
+    def counted() -> tuple[float, float, float, float]:
+        names = ("vllm:generation_tokens_total", "vllm:iteration_tokens_total_count")
+        return *(metric(address, name) for name in names), cpu_seconds(process), sum(process.cpu_times()[:2])
+
+    before, start = counted(), time.perf_counter()
+    answers = asyncio.run(storm(address, work))
+    seconds = time.perf_counter() - start
+    until(lambda: running(address) == 0, 30)
+    tokens, steps, used, front = (now - then for now, then in zip(counted(), before, strict=True))
+    alone = offline(engine, [job for job in work if job.kind in ("whole", "stream")])
+    wrong = [job.number for job in work if not is_right(job, answers[job.number], alone.found)]
+    pair = Pair(wrong, tokens, seconds, used - front, front, steps, memory(process), alone)
+    say(f"served {tokens:,.0f} tokens in {seconds:.1f} s, offline {alone.tokens:,} in {alone.seconds:.1f} s: {pair.ratio:.2f}×; "
+        f"{tokens / steps:.1f} and {alone.tokens / alone.steps:.1f} tokens per step; wrong: {wrong[:5] or 'none'}")  # fmt: skip
+    return pair
+
+
+def storm_rows(folder: Path, model: Path, engine: Engine, work: list[Job], cancelled: int) -> list[dict]:
+    """Storms in turn with offline generation: a machine's speed changes by the minute, so each ratio is of neighbours."""
     with server(["dccot.cli", "serve", str(model), "--budget", str(CONFIG.budget)], folder) as (address, process):
-        say(f"{CLIENTS} clients, {len(work)} requests")
-        asyncio.run(storm(address, [job for job in work if job.number in expected][:CLIENTS]))
-        counted, used, start = metric(address, "vllm:generation_tokens_total"), cpu_seconds(process), time.perf_counter()
-        front = sum(process.cpu_times()[:2])
+        say(f"{CLIENTS} clients, {len(work)} requests, {PAIRS} times")
+        warm = [job for job in work if job.kind in ("whole", "stream")][:CLIENTS]
+        asyncio.run(storm(address, warm))
+        offline(engine, warm)
         gone = metric(address, CANCELLED)
-        answers = asyncio.run(storm(address, work))
-        seconds, used = time.perf_counter() - start, cpu_seconds(process) - used
-        front = sum(process.cpu_times()[:2]) - front
-        _until(lambda: running(address) == 0, 30)
-        tokens = metric(address, "vllm:generation_tokens_total") - counted
-        wrong = [job.number for job in work if not is_right(job, answers[job.number], expected)]
+        shifts = (504 * again for again in range(PAIRS))  # 504: a multiple of len(HOSTILE)
+        pairs = [one_pair(engine, address, process, [replace(job, number=job.number + shift) for job in work]) for shift in shifts]
         left, gone = running(address), metric(address, CANCELLED) - gone
-        say(f"{tokens:,.0f} tokens in {seconds:.1f} s; {used:.1f} CPU s, {front:.1f} of them the API's; wrong: {wrong[:5] or 'none'}")
-        sizes = [memory(process)]
-        for again in range(1, AGAIN + 1):  # oneDNN and malloc keep something for every new size of a batch: it levels off after two storms
-            asyncio.run(storm(address, [replace(job, number=job.number + 504 * again) for job in work]))  # 504: a multiple of len(HOSTILE)
-            _until(lambda: running(address) == 0, 30)
-            sizes.append(memory(process))
-        say(f"memory after each of {AGAIN + 1} storms: {', '.join(f'{size:,.0f}' for size in sizes)} MB")
         say(f"{cancelled} streams cancelled, one after another")
         idle = [cancel_one(address, number) for number in range(cancelled)]
-    return tokens / seconds, [
-        row(f"{len(work)} requests: answers other than offline, or not refused", len(wrong), target=0),
-        row("requests cancelled while they ran", gone, target=len(work) // 50, better="higher"),
+
+    def per(of: Callable[[Pair], float]) -> float:
+        return statistics.median(map(of, pairs))
+
+    sizes = [pair.memory for pair in pairs]
+    say(f"memory after each storm: {', '.join(f'{size:,.0f}' for size in sizes)} MB")
+    ratios = [pair.ratio for pair in pairs]
+    return [
+        row(f"{PAIRS} × {len(work)} requests: answers other than offline, or not refused", sum(len(p.wrong) for p in pairs), target=0),
+        row("requests cancelled while they ran", gone, target=PAIRS * len(work) // 50, better="higher"),
         row("requests still running afterwards", left, target=0),
-        row(f"memory grown in the last of {AGAIN + 1} such storms", sizes[-1] - sizes[-2], "MB", target=32),
+        row(f"memory grown in the last of {PAIRS} such storms", sizes[-1] - sizes[-2], "MB", target=32),
         row("memory grown since the first of them", sizes[-1] - sizes[0], "MB"),
-        row("served: CPU time per token, engine", 1e6 * (used - front) / tokens, "µs"),
-        row("served: CPU time per token, API", 1e6 * front / tokens, "µs"),
         row(f"{len(idle)} cancelled streams: until idle, at most", max(idle), "s", target=2.0),
+        row("offline: CPU time per token", per(lambda p: 1e6 * p.alone.used / p.alone.tokens), "µs"),
+        row("served: CPU time per token, engine", per(lambda p: 1e6 * p.engine / p.tokens), "µs"),
+        row("served: CPU time per token, API", per(lambda p: 1e6 * p.front / p.tokens), "µs"),
+        row("offline: tokens per engine step", per(lambda p: p.alone.tokens / p.alone.steps), better="higher"),
+        row("served: tokens per engine step", per(lambda p: p.tokens / p.steps), better="higher"),
+        row(f"offline, {CLIENTS} at a time", per(lambda p: p.alone.tokens / p.alone.seconds), "tokens/s", better="higher"),
+        row(f"served, {CLIENTS} clients", per(lambda p: p.tokens / p.seconds), "tokens/s", better="higher"),
+        row(f"served over offline, median of {PAIRS} pairs", statistics.median(ratios), "×", target=0.9, better="higher"),
+        row("served over offline, lowest", min(ratios), "×", better="higher"),
+        row("served over offline, highest", max(ratios), "×", better="higher"),
+        row("served: added to each token", per(lambda p: 1e6 * (p.seconds / p.tokens - p.alone.seconds / p.alone.tokens)), "µs"),
     ]
 
 
@@ -272,7 +260,7 @@ def cancel_one(address: str, number: int) -> float:
         lines = answer.iter_lines()
         for _ in range(10 + number % 40):
             next(lines, None)
-    return _until(lambda: running(address) == 0, 30)
+    return until(lambda: running(address) == 0, 30)
 
 
 # ---- the fleet ----
@@ -328,25 +316,10 @@ def run(quick: bool = False) -> list[dict]:
         folder = Path(name)
         model = tiny.save(folder / "model", "spelled", CHANCES, context=CONTEXT)
         work, count = jobs(100 if quick else 500), 40 if quick else 200
-        wanted = [job for job in work if job.kind in ("whole", "stream")]
-        say(f"offline: {len(wanted)} requests, {count} problems")
         torch.set_num_threads(1)
         with open_engine(model, EngineConfig(dtype="float32", context=CONTEXT)) as engine:
-            offline(engine, wanted[:CLIENTS])
-            sampled, used, start = engine.sampled_tokens, time.process_time(), time.perf_counter()
-            expected = offline(engine, wanted)
-            sampled, used, seconds = engine.sampled_tokens - sampled, time.process_time() - used, time.perf_counter() - start
-            say(f"offline: {sampled:,} tokens in {seconds:.1f} s, {used:.1f} CPU s")
+            rows = storm_rows(folder, model, engine, work, 10 if quick else 50)
             solved = {r.problem: found.as_read for r, found in generate(engine, problems(engine, count), CONFIG, seed=(0,))}
-        served, rows = storm_rows(folder, model, work, expected, 10 if quick else 50)
-        alone = sampled / seconds
-        rows += [
-            row("offline: CPU time per token", 1e6 * used / sampled, "µs"),
-            row(f"offline, {CLIENTS} at a time", alone, "tokens/s", better="higher"),
-            row(f"served, {CLIENTS} clients", served, "tokens/s", better="higher"),
-            row("served over offline", served / alone, "×", target=0.9, better="higher"),
-            row("served: added to each token", 1e6 * (1 / served - 1 / alone), "µs"),
-        ]
         for found in rows:
             say(f"{found['name']}: {found['value']:.4g} {found['unit']}")
         return rows + fleet_rows(folder, model, solved)
