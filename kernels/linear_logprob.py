@@ -5,8 +5,9 @@
 
 The M×V matrix is visited block by block, vocabulary first. The forward keeps running softmax statistics per row, the backward computes
 every block again and turns it into its gradient in place; each block yields finished rows of dW. Extra memory is one block, regardless of
-M and V, at the cost of one more matrix product. Matrix products are torch's; between them runs a Triton kernel on a GPU
-(logprob_triton.py) and cache-sized strips of torch operations on a CPU.
+M and V, at the cost of one more matrix product. On a CPU the last block (the only one of a small head) is kept for the backward, which
+comes right after, and is not computed again: two blocks of memory. Matrix products are torch's; between them runs a Triton kernel on
+a GPU (logprob_triton.py) and cache-sized strips of torch operations on a CPU.
 Legend: M rows, V vocabulary, d hidden size.
 """
 
@@ -47,13 +48,15 @@ def linear_logprob(
         raise ValueError(f"temperature and chunk_rows must be positive, got {temperature} and {chunk_rows}")
     if not 0 <= skip_below < 1:
         raise ValueError(f"skip_below is a probability below which gradients are left out, got {skip_below}")
-    return _forward(hidden, weight, targets, temperature, chunk_rows or DEFAULT_CHUNK_ROWS, skip_below)[:2]
+    keep = _kernels(hidden) is Strips and not skip_below and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return _forward(hidden, weight, targets, temperature, chunk_rows or DEFAULT_CHUNK_ROWS, skip_below, keep)[:2]
 
 
 @torch.library.custom_op("dccot::linear_logprob", mutates_args=())
 def _forward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_rows: int, skip_below: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_rows: int, skip_below: float = 0.0, keep: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """log-prob, entropy, log-sum-exp and largest z of every row; if `keep`, the last block as z less its row's largest."""
     if targets.device.type == "cpu" and len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
         raise ValueError(f"targets must lie in [0, {len(weight)}), got {int(targets.min())} to {int(targets.max())}")
     update = _kernels(hidden).update_statistics
@@ -68,56 +71,68 @@ def _forward(
         del logits  # before the next ones come, unless they share a buffer
     largest, total, weighted, chosen = statistics
     lse = largest + total.log()
-    return chosen - lse, total.log() - weighted / total, lse
+    kept = buffer if keep and buffer is not None else hidden.new_empty(0, dtype=lse.dtype)
+    return chosen - lse, total.log() - weighted / total, lse, largest.clone(), kept
 
 
 @_forward.register_fake
-def _(hidden, weight, targets, temperature, chunk_rows, skip_below=0.0):
-    return tuple(hidden.new_empty(len(hidden), dtype=_wide(hidden)) for _ in range(3))
+def _(hidden, weight, targets, temperature, chunk_rows, skip_below=0.0, keep=False):
+    tallest, widest = (max((s.stop - s.start for s in slices), default=0) for slices in _blocks(len(hidden), len(weight), chunk_rows))
+    sizes = [len(hidden)] * 4 + [tallest * widest if keep else 0]
+    return tuple(hidden.new_empty(size, dtype=_wide(hidden)) for size in sizes)
 
 
 @torch.library.custom_op("dccot::linear_logprob_backward", mutates_args=())
 def _backward(
     grad_logprob: Tensor, grad_entropy: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, entropy: Tensor,
-    temperature: float, chunk_rows: int, skip_below: float,
+    largest: Tensor, kept: Tensor, temperature: float, chunk_rows: int, skip_below: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`kept` is what the forward kept; empty: every block is computed again."""
     to_gradient = _kernels(hidden).logits_to_gradient
     row_values = torch.stack([lse, entropy, grad_logprob, grad_entropy])
+    after_largest = torch.stack([lse - largest, entropy, grad_logprob, grad_entropy])
     hidden_grad, weight_grad = torch.zeros_like(hidden, dtype=_wide(hidden)), torch.empty_like(weight)
     row_slices, vocab_slices = _blocks(len(hidden), len(weight), chunk_rows)
-    buffer = _buffer(hidden, row_slices, vocab_slices)
-    for vocab in vocab_slices:
+    there, buffer = bool(kept.numel()), _buffer(hidden, row_slices, vocab_slices)
+    for vocab in reversed(vocab_slices):  # the last block is the one that may be there
         vocab_grad = torch.zeros_like(weight[vocab], dtype=_wide(weight))
-        for rows in row_slices:
-            logits, chosen, factor = _logits(hidden[rows], weight[vocab], buffer), targets[rows] - vocab.start, weight[vocab]
-            columns = _significant(logits, chosen, lse[rows], temperature, skip_below) if skip_below else None
-            if columns is not None:
-                logits, chosen, factor = logits[:, columns[0]], columns[1], factor[columns[0]]
-            gradient = to_gradient(logits, chosen, row_values[:, rows], 1 / temperature, hidden.dtype if buffer is None else logits.dtype)
+        for rows in reversed(row_slices):
+            chosen, factor, dtype = targets[rows] - vocab.start, weight[vocab], hidden.dtype if buffer is None else buffer.dtype
+            if there and buffer is not None:
+                block, out = (_block(memory, hidden[rows], weight[vocab]) for memory in (kept, buffer))
+                gradient = to_gradient(block, chosen, after_largest[:, rows], 1 / temperature, dtype, scaled_into=out)
+                there, columns = False, None
+            else:
+                logits = _logits(hidden[rows], weight[vocab], buffer)
+                columns = _significant(logits, chosen, lse[rows], temperature, skip_below) if skip_below else None
+                if columns is not None:
+                    logits, chosen, factor = logits[:, columns[0]], columns[1], factor[columns[0]]
+                gradient = to_gradient(logits, chosen, row_values[:, rows], 1 / temperature, dtype)
+                del logits  # before the next ones come, unless they share a buffer
             _add_product(hidden_grad[rows], gradient, factor)
             if columns is None:
                 _add_product(vocab_grad, gradient.t(), hidden[rows])
             else:
                 vocab_grad[columns[0]] += _add_product(torch.zeros_like(factor, dtype=vocab_grad.dtype), gradient.t(), hidden[rows])
-            del logits, gradient  # before the next ones come, unless they share a buffer
+            del gradient
         weight_grad[vocab] = vocab_grad
     return hidden_grad.to(hidden.dtype), weight_grad
 
 
 @_backward.register_fake
-def _(grad_logprob, grad_entropy, hidden, weight, targets, lse, entropy, temperature, chunk_rows, skip_below):
+def _(grad_logprob, grad_entropy, hidden, weight, targets, lse, entropy, largest, kept, temperature, chunk_rows, skip_below):
     return torch.empty_like(hidden), torch.empty_like(weight)
 
 
 def _save(ctx, inputs, output) -> None:
-    hidden, weight, targets, *ctx.settings = inputs
-    _, entropy, lse = output
-    ctx.save_for_backward(hidden, weight, targets, lse, entropy)
-    ctx.mark_non_differentiable(lse)
+    hidden, weight, targets, *ctx.settings, _ = inputs
+    _, entropy, lse, largest, kept = output
+    ctx.save_for_backward(hidden, weight, targets, lse, entropy, largest, kept)
+    ctx.mark_non_differentiable(lse, largest, kept)
 
 
-def _gradients(ctx, grad_logprob: Tensor, grad_entropy: Tensor, _):
-    return *_backward(grad_logprob, grad_entropy, *ctx.saved_tensors, *ctx.settings), None, None, None, None
+def _gradients(ctx, grad_logprob: Tensor, grad_entropy: Tensor, *_):
+    return *_backward(grad_logprob, grad_entropy, *ctx.saved_tensors, *ctx.settings), *[None] * 5
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
@@ -152,8 +167,11 @@ def _logits(hidden: Tensor, weight: Tensor, buffer: Tensor | None) -> Tensor:
     """One block in fp32 or better: logits rounded to bf16 would spoil log-probs."""
     if buffer is None:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    block = buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
-    return torch.mm(hidden.to(buffer.dtype), weight.t().to(buffer.dtype), out=block)
+    return torch.mm(hidden.to(buffer.dtype), weight.t().to(buffer.dtype), out=_block(buffer, hidden, weight))
+
+
+def _block(buffer: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+    return buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
 
 
 def _add_product(total: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:
@@ -204,17 +222,21 @@ class Strips:
 
     @staticmethod
     def logits_to_gradient(
-        logits: Tensor, targets: Tensor, row_values: Tensor, inverse_temperature: float, dtype: torch.dtype | None = None
-    ) -> Tensor:
+        logits: Tensor, targets: Tensor, row_values: Tensor, inverse_temperature: float, dtype: torch.dtype | None = None,
+        *, scaled_into: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """In place, or of logits that are divided by the temperature already, into `scaled_into`."""
         lse, entropy, grad_logprob, grad_entropy = (value[:, None] for value in row_values)
         with_entropy = bool(grad_entropy.any())
         for rows in _slices(len(logits), max(1, STRIP_ELEMENTS // max(1, logits.shape[1]))):
-            logprob = logits[rows].mul_(inverse_temperature).sub_(lse[rows])
+            given = logits[rows] if scaled_into is not None else logits[rows].mul_(inverse_temperature)
+            logprob = torch.sub(given, lse[rows], out=given if scaled_into is None else scaled_into[rows])
             factor = -inverse_temperature * grad_logprob[rows]
             if with_entropy:
                 slope = -inverse_temperature * grad_entropy[rows]
                 factor = torch.addcmul(factor + slope * entropy[rows], slope, logprob)
             logprob.exp_().mul_(factor)
+        logits = logits if scaled_into is None else scaled_into
         if not logits.numel():
             return logits
         here = (targets >= 0) & (targets < logits.shape[1])

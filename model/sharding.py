@@ -14,6 +14,9 @@ the number of machines to keep the weight all-gather within each.
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +31,8 @@ from dccot.model.config import ModelConfig, read_config
 from dccot.model.transformer import Block, Transformer
 from dccot.runtime import inherit_timeout
 
+log = logging.getLogger(__name__)
+
 ATTENTION = ("triton", "cpu", "flash", "dense")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
@@ -40,7 +45,7 @@ class ShardingConfig:
     activation_checkpointing: bool = True
     reshard_after_forward: bool = True  # false saves one all-gather of weights per micro-batch at the cost of memory
     reduce_once: bool = True  # keep gradients unsharded until the last micro-batch (4 bytes per parameter); false reduces after each
-    compile: bool = False
+    compile: bool = False  # torch.compile of the blocks; on a CPU it needs a C++ compiler, and is left out where there is none
     attention: str | None = None  # triton, cpu or flash (torch's FlexAttention on the same tiles, FLASH where installed); None: by device
     skip_below: float = 0.0  # the LM head's backward skips tokens less probable than this in all rows of a block; 0: none
 
@@ -74,11 +79,12 @@ def empty_model(config: ModelConfig, sharding: ShardingConfig, device: torch.dev
     with torch.device("meta"):
         model = Transformer(config).to(master)
     model.skip_below = sharding.skip_below
+    compiled = sharding.compile and _can_compile(device)
     for block in model.model.layers:
         assert isinstance(block, Block)
         block.recompute, block.self_attn.backend = sharding.activation_checkpointing, sharding.attention
-        if sharding.compile:
-            block.compile()  # once for the first number of tokens, once more for any number
+        if compiled:
+            block.compile(dynamic=True)  # one kernel for every number of tokens: a resumed run computes the same bits
     if dist.is_initialized():
         _shard(model, _mesh(device, sharding.replicate), sharding.reshard_after_forward, compute)
     elif master != compute:
@@ -88,6 +94,13 @@ def empty_model(config: ModelConfig, sharding: ShardingConfig, device: torch.dev
         )
     model.to_empty(device=device)
     return model
+
+
+def _can_compile(device: torch.device) -> bool:
+    found = device.type != "cpu" or shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    if not found:
+        log.warning("sharding.compile needs a C++ compiler on a CPU, and neither g++ nor clang++ was found: running without it")
+    return bool(found)
 
 
 def _shard(model: Transformer, mesh: DeviceMesh, reshard_after_forward: bool, compute: torch.dtype) -> None:

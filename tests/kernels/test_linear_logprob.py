@@ -98,6 +98,9 @@ def test_no_rows_give_no_results_and_a_zero_gradient():
 
 def test_the_operator_keeps_torchs_contract_for_custom_operators():
     torch.library.opcheck(torch.ops.dccot.linear_logprob.default, (*problem(6, 11, dtype=torch.float32), 0.6, 4))
+    hidden, weight, targets = problem(6, 11, dtype=torch.float32)
+    kept = (hidden.requires_grad_(), weight.requires_grad_(), targets, 0.6, 4, 0.0, True)
+    torch.library.opcheck(torch.ops.dccot.linear_logprob.default, kept)
 
 
 @pytest.mark.parametrize(
