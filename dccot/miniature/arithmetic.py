@@ -39,9 +39,6 @@ gives each to a worker:
     3: 7+6=3
     </think><answer>\\boxed{3}</answer>
 
-Before any of this a base model must find digits by their labels, which solutions alone teach it slowly. So a share of its demonstrations
-are drills (`recall`), which are nothing but that: `List a: 4, b: 7, c: 5.` has the same pairs in another order, one a line.
-
 Nothing in a chain is independent except double-checking. Most sequential solutions of chains walk to the end, note it, check
 three steps, one per part, and return to the end; those become the director's walk and one worker per check. The others have no use for
 workers and are not rewritten.
@@ -78,7 +75,7 @@ if TYPE_CHECKING:
 WORKERS = 3
 EOS = "<｜end▁of▁sentence｜>"
 TO, RULE = " to ", " and keep the last digit: "
-SO, YES, END, LIST = "so ", ", yes ", "end: ", "List "
+SO, YES, END = "so ", ", yes ", "end: "
 CAREFULLY, PLAINLY, QUICKLY = "Carefully.\n", "Plainly.\n", "Quickly.\n"
 
 
@@ -236,13 +233,6 @@ def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0) -> str:
     return f"{THINK_OPEN}\n{manner}{text}{_answer(total)}"
 
 
-def recall(problem: ArithmeticProblem) -> tuple[str, str]:
-    """A drill in looking up digits, made from a problem's list: question and completion."""
-    pairs = random.Random(f"recall/{problem.question}").sample(list(zip(problem.labels, problem.digits)), len(problem.labels))
-    listed = "".join(f"{label}: {digit}\n" for label, digit in pairs)
-    return f"{LIST}{problem.question.partition(RULE)[2]}", f"{THINK_OPEN}\n{listed}{THINK_CLOSE}"
-
-
 def _said(lines: str, manner: str) -> str:
     return re.sub(r"(?m)^(\w: )(.+)$", rf"\1\2{YES}\2", lines) if manner == CAREFULLY else lines
 
@@ -312,7 +302,7 @@ def _block(workers: Sequence[str]) -> str:
 # An instruction of the prompts is one token, so that a prompt is little longer than its question.
 SENTENCES = (f" {PARALLEL_INSTRUCTION}", f" {INSTRUCTION}")
 OPENINGS = dict.fromkeys(part for family in FAMILIES.values() for part in family.opening.split("{}"))
-PHRASES = (*OPENINGS, LIST, TO, RULE, *MANNERS, f", {SO}", YES, END, ", ", ".\n", "\\boxed{")
+PHRASES = (*OPENINGS, TO, RULE, *MANNERS, f", {SO}", YES, END, ", ", ".\n", "\\boxed{")
 TAG_PIECES = ("</", ">\n", "think", "answer", "spawn_workers", "worker_")
 
 

@@ -7,15 +7,13 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from dccot.config import at_least, require
 from dccot.files import write_jsonl_atomic
-from dccot.miniature.arithmetic import ArithmeticProblem, make_splits, make_tokenizer, recall, sequential_solution
+from dccot.miniature.arithmetic import make_splits, make_tokenizer, sequential_solution
 
 if TYPE_CHECKING:
     from dccot.model.transformer import Block, Transformer
@@ -40,7 +38,6 @@ class TinyModel:
 class WorldConfig:
     seed: int = 0
     base_examples: int = 20_000
-    drills: float = 0.2  # share of them that only look up digits
     train: int = 4_000
     validation: int = 100
     test: int = 300
@@ -51,7 +48,6 @@ class WorldConfig:
     def check(self) -> None:
         for key in ("base_examples", "train", "validation", "test", "larger"):
             at_least(1, getattr(self, key), key)
-        require(0 <= self.drills < 1, f"drills is {self.drills}; it must be a share below 1")
 
 
 def make_world(config: WorldConfig, folder: Path) -> None:
@@ -64,17 +60,11 @@ def make_world(config: WorldConfig, folder: Path) -> None:
     for name in ("train", "validation", "test", "larger"):
         rows = ({"id": p.id, "question": p.question, "gold": p.gold} for p in splits[name])
         write_jsonl_atomic(folder / "problems" / f"{name}.jsonl", rows)
-    write_jsonl_atomic(folder / "base.jsonl", demonstrations(splits["base"], config.drills, config.seed))
+    demonstrations = ({"id": p.id, "question": p.question, "completion": sequential_solution(p)} for p in splits["base"])
+    write_jsonl_atomic(folder / "base.jsonl", demonstrations)
     tokenizer = make_tokenizer(config.single_token_tags)
     shape = checkpoint_config(config.model, tokenizer)
     create_checkpoint(shape, folder / "init", tokenizer=tokenizer, seed=config.seed, prepare=look_back)
-
-
-def demonstrations(problems: Sequence[ArithmeticProblem], drills: float, seed: int) -> Iterator[dict[str, str]]:
-    rng = random.Random(f"{seed}/drills")
-    for problem in problems:
-        question, completion = recall(problem) if rng.random() < drills else (problem.question, sequential_solution(problem))
-        yield {"id": problem.id, "question": question, "completion": completion}
 
 
 def checkpoint_config(model: TinyModel, tokenizer) -> dict:
@@ -99,20 +89,37 @@ def look_back(model: Transformer) -> None:
     """An initialisation from which a small model quickly learns to look up digits by their labels.
 
     Initialised like a wide model, embeddings are drowned out by the layers, and attention is flat; so embeddings and everything that reads
-    the residual stream start larger than what writes to it. And a lookup needs two heads in sequence, the first of which looks at the token
-    before. That one is given, by its biases alone: with query and key constant in a few of RoPE's fastest planes, and the query turned by
-    one token, a score is highest one token back. What it reads there, and the head that uses it, are learnt.
+    the residual stream start larger than what writes to it. And a lookup needs two heads in sequence, which take long to emerge, so
+    they start close to that. In the first layer one looks at the token before, by its biases: with query and key constant in a few
+    of RoPE's fastest planes, and the query turned by one token, a score is highest one token back. It writes that token to dimensions
+    reserved for notes. In the second layer one looks for its own token among the notes, in RoPE's slowest planes, which distance
+    hardly rotates, and copies what it finds there: the digit after the label.
     """
     import torch
 
-    config, planes = model.config, 5
-    frequency = config.rope.theta ** (-torch.arange(planes) / (config.head_dim // 2))
+    config, planes, notes = model.config, 5, 12
+    half = config.head_dim // 2
+    frequency = config.rope.theta ** (-torch.arange(planes) / half)
+    slowest = torch.cat([torch.arange(half - notes // 2, half), torch.arange(config.head_dim - notes // 2, config.head_dim)])
+    free = torch.arange(config.hidden_size - notes, config.hidden_size)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 2 and not name.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.mul_(5 if "embed" in name else 4)
-        first = cast("Block", model.model.layers[0]).self_attn
+        embedding = model.model.embed_tokens.weight
+        first, *others = [cast("Block", layer).self_attn for layer in model.model.layers]
+        embedding[:, free] = 0
         for projection, angle in ((first.q_proj, -frequency), (first.k_proj, 0 * frequency)):
             projection.weight[: config.head_dim] *= 0.1
             bias = projection.bias[: config.head_dim].view(2, -1)  # RoPE turns dimension i together with dimension i + head_dim / 2
             bias[0, :planes], bias[1, :planes] = 6 * angle.cos(), 6 * angle.sin()
+        reading = torch.linalg.qr(first.v_proj.weight[slowest].T)[0].T
+        first.v_proj.weight[slowest] = reading
+        first.o_proj.weight[:, slowest] = 0.0
+        first.o_proj.weight[free, slowest] = embedding.std()
+        for second in others[:1]:
+            for projection in (second.q_proj, second.k_proj):
+                projection.weight[: config.head_dim] = 0
+            second.q_proj.weight[slowest] = 2 * reading
+            second.k_proj.weight[slowest, free] = 2
+            second.o_proj.weight[:, : config.head_dim] = 0.3 * second.v_proj.weight[: config.head_dim].T
