@@ -18,7 +18,7 @@ from dccot.kernels.tuning import ATTENTION_KERNELS, STRETCH, STRETCH_WARPS, TABL
 GROUP = 6  # query heads per key head; affects only two divisions in the compiled code
 STRIDES = ("_n", "_h", "_stride", "width")
 TENSORS = ("Q", "K", "V", "GRAD")
-INTEGERS = ("visible_until", "starts", "stops", "slots", "firsts", "middles", "lasts", "tile_start", "tile_stop")
+INTEGERS = ("visible_until", "subtree", "starts", "stops", "slots", "firsts", "middles", "lasts", "tile_start", "tile_stop")
 
 
 @dataclass(frozen=True)
