@@ -183,9 +183,10 @@ def sum_kernel(PART, OUT, starts, stops, firsts, lasts, N, o_n, o_h, D: tl.const
 def _grad_query(
     dq, q, grad, lse, delta, K, V, k_n, k_h, v_n, v_h, head, visible_until, tile_start, tile_stop, first, last, queries, N, scale,
     BLOCK_K: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     start, stop = tl.load(tile_start + first), tl.load(tile_stop + first)
-    for index in tl.range(first, last):
+    for index in tl.range(first, last, warp_specialize=WARP_SPECIALIZE):
         next_start, next_stop = tl.load(tile_start + index + 1), tl.load(tile_stop + index + 1)
         k = _load(K, k_n, k_h, head, start, N, BLOCK_K, D, EDGE, TMA)
         v = _load(V, v_n, v_h, head, start, N, BLOCK_K, D, EDGE, TMA)
@@ -204,6 +205,7 @@ def grad_query_kernel(
     Q, K, V, OUT, GRAD, LSE, DELTA, DQ, PART, visible_until, starts, stops, slots, firsts, middles, lasts, tile_start, tile_stop, N, scale,
     q_n, q_h, k_n, k_h, v_n, v_h, o_n, o_h, g_n, g_h, dq_n, dq_h,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     """dQ, and Δ along the way, which the dK/dV kernel reads."""
     head, program = tl.program_id(0), tl.program_id(1)
@@ -219,11 +221,11 @@ def grad_query_kernel(
     dq = tl.zeros([BLOCK_Q, D], tl.float32)
     dq = _grad_query(
         dq, q, grad, lse, delta, K, V, k_n, k_h, v_n, v_h, head // GROUP, visible_until, tile_start, tile_stop, first, middle, queries, N,
-        scale * LOG2_E, BLOCK_K, D, False, UPCAST, TMA,
+        scale * LOG2_E, BLOCK_K, D, False, UPCAST, TMA, WARP_SPECIALIZE,
     )  # fmt: skip
     dq = _grad_query(
         dq, q, grad, lse, delta, K, V, k_n, k_h, v_n, v_h, head // GROUP, visible_until, tile_start, tile_stop, middle, last, queries, N,
-        scale * LOG2_E, BLOCK_K, D, True, UPCAST, TMA,
+        scale * LOG2_E, BLOCK_K, D, True, UPCAST, TMA, WARP_SPECIALIZE,
     )  # fmt: skip
     slot = tl.load(slots + program)
     if slot < 0:
@@ -320,9 +322,10 @@ def backward(
     plan = _plan(mask, tile, "by_query", heads, 1)
     part = _slots(plan, lse, heads, tile.block_q, dim)
     (described_q, described_grad, *described_kv) = _sources(tile, q=(q, grad), k=(k, v))
+    constants = _constants(tile, q, grad, k, v)
     grad_query_kernel[heads, len(plan.programs.start)](
         described_q, *described_kv, out, described_grad, lse, delta, dq, part, mask.visible_until, *plan.programs, tokens, scale,
-        *_strides(q, k, v, out, grad, dq), heads // key_heads, dim, *_constants(tile, q, grad, k, v),
+        *_strides(q, k, v, out, grad, dq), heads // key_heads, dim, *constants, tile.warp_specialize and constants[-1],
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     _sum_slots(plan, part, dq, tile.block_q)
