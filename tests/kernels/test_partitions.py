@@ -48,6 +48,39 @@ def test_partitions_of_a_matrix_product_are_read_with_their_warps_and_registers(
     assert threads // 32 - 3 <= sum(each.warps for each in loop) <= threads // 32, "launched are whole groups of four warps"
 
 
+TTGIR = """module attributes {"ttg.num-warps" = 4 : i32} {
+    ttg.warp_specialize(%a)
+    default {
+      math.exp2
+    }
+    partition0(%b) num_warps(1) {
+      ttng.tc_gen5_mma
+    }
+    partition1(%c) num_warps(2) {
+      ttng.async_tma_copy_global_to_local
+    } : (i32) -> ()
+}"""
+PTX = """
+    barrier.sync 1;
+    setmaxnreg.inc.sync.aligned.u32 200;
+    barrier.sync 1;
+    $L_brx_0: .branchtargets
+        $second, $first, $filler, $end;
+$first:
+    setmaxnreg.dec.sync.aligned.u32 40;
+    barrier.sync 1;
+$second:
+    setmaxnreg.dec.sync.aligned.u32 24;
+    barrier.sync 1;
+"""
+
+
+def test_registers_belong_to_the_partition_that_branches_to_them():
+    """Worked out by hand: the first target in the list is the first partition's, wherever its code is."""
+    (loop,) = assembly.read_partitions(TTGIR, PTX, launched=168)
+    assert [(each.work, each.warps, each.registers) for each in loop] == [("softmax", 4, 200), ("products", 1, 24), ("loads", 2, 40)]
+
+
 def test_a_kernel_that_is_not_specialised_has_no_partitions():
     assert assembly.read(product(specialize=False)).partitions == []
 
