@@ -1,7 +1,8 @@
 """Reads compiled kernels: registers and spills, the inner loops with their source lines, and what a GPU would wait for in them.
 
 An inner loop is a backward branch with no other backward branch inside. The ones that count do most of the kernel's matrix products, or
-exponentials where it has none. Attention kernels have two, over unmasked and over masked tiles: the shorter one is unmasked.
+exponentials where it has none. Attention kernels have two, over unmasked and over masked tiles: the shorter one is unmasked. Of a
+warp-specialised kernel the loops of the warps that take the softmax are read; what the other warps do is only named.
 """
 
 from __future__ import annotations
@@ -58,6 +59,15 @@ class Loop:
 
 
 @dataclass(frozen=True)
+class Partition:
+    """Warps of a warp-specialised loop that do one part of its work, beside those of the other partitions."""
+
+    work: str
+    warps: int
+    registers: int  # of a thread
+
+
+@dataclass(frozen=True)
 class Code:
     registers: int
     stack: int
@@ -66,6 +76,7 @@ class Code:
     advisories: list[str]
     loop: Loop
     edge: Loop | None
+    partitions: list[list[Partition]] = field(default_factory=list)  # of each warp-specialised loop, in source order
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -73,7 +84,8 @@ class Code:
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Code:
         loops = {name: Loop(**stored[name]) if stored[name] else None for name in ("loop", "edge")}
-        return cls(**{**stored, **loops})
+        partitions = [[Partition(**each) for each in loop] for loop in stored["partitions"]]
+        return cls(**{**stored, **loops, "partitions": partitions})
 
 
 def read(compiled: Any) -> Code:
@@ -91,13 +103,47 @@ def _read_nvidia(compiled: Any) -> Code:
     registers, stack = map(int, _find(r"REG:(\d+) STACK:(\d+)", usage).groups())
     stream = nvidia_stream(disassemble(compiled.asm["cubin"]))
     used = re.search(r"tcgen05\.mma|wgmma\.mma_async|mma\.sync", compiled.asm["ptx"])
-    distances = prefetch_distances(compiled.asm["ttgir"])
+    partitions = read_partitions(compiled.asm["ttgir"], compiled.asm["ptx"], registers)
+    distances = [] if partitions else prefetch_distances(compiled.asm["ttgir"])
+    counted = NVIDIA | {"matrix": NVIDIA["special"]} if partitions else NVIDIA
     loops = [
         Loop(mix(body, NVIDIA), overlapped(body), load_widths(body), distance, fused_masked(body), shared_bytes(body), shared_left(body))
-        for body, distance in zip(inner_loops(stream, NVIDIA, r"BRA"), [*distances, None, None])
+        for body, distance in zip(inner_loops(stream, counted, r"BRA"), [*distances, None, None])
     ]
     spills = spill_count(stream, r"LDL|STL")
-    return Code(registers, stack, spills, used and used.group(), advisories(compiled), loops[0], loops[1] if len(loops) > 1 else None)
+    edge = loops[1] if len(loops) > 1 else None
+    return Code(registers, stack, spills, used and used.group(), advisories(compiled), loops[0], edge, partitions)
+
+
+def read_partitions(ttgir: str, ptx: str, launched: int) -> list[list[Partition]]:
+    """Per warp-specialised loop: the kernel's own warps, then the partitions.
+
+    TTGIR has their warps. PTX has their registers: the kernel's own warps set theirs between the two barriers that start and release the
+    others, and those wait in a loop and branch to their partition, which sets its own. Where PTX sets none, all keep the `launched` ones.
+    """
+    regions = re.findall(r"ttg\.warp_specialize\(.*?^ *\} : \(", ttgir, re.MULTILINE | re.DOTALL)
+    if not regions:
+        return []
+    barrier, assign = r"barrier\.sync\s+1;\s+", r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+);\s+"
+    own_registers = re.findall(barrier + assign + barrier, ptx) or [launched] * len(regions)
+    targets = re.findall(r"\$\w+", _find(r"\.branchtargets([^;]*);", ptx).group(1))[:-1]  # the last one ends the kernel
+    per_region = len(targets) // len(regions)  # one may be for warps that only fill up a group of four
+    own_warps, found = int(_find(r'"ttg\.num-warps" = (\d+)', ttgir).group(1)), []
+    for number, (region, own) in enumerate(zip(regions, own_registers, strict=True)):
+        bodies = re.split(r"^ *partition\d+\(", region, flags=re.MULTILINE)
+        partitions = [Partition(_work(bodies[0]), own_warps, int(own))]
+        for body, target in zip(bodies[1:], targets[number * per_region :]):
+            entered = ptx.index(f"\n{target}:")
+            assigned = re.search(assign, ptx[entered : ptx.index("barrier.sync", entered)])
+            warps = int(_find(r"num_warps\((\d+)\)", body).group(1))
+            partitions.append(Partition(_work(body), warps, int(assigned.group(1)) if assigned else launched))
+        found.append(partitions)
+    return found
+
+
+def _work(ttgir: str) -> str:
+    known = {"products": "gen5_mma", "softmax": "math.exp2", "loads": "async_tma_copy_global_to_local"}
+    return " and ".join(name for name, operation in known.items() if operation in ttgir) or "arithmetic"
 
 
 def disassemble(cubin: bytes) -> str:

@@ -6,7 +6,8 @@
 Softmax runs in base 2 and log-sum-exps are stored in base 2. One program owns one query tile and query head (forward, dQ) or one key
 tile and key head (dK/dV), or a piece of its list: then it writes fp32 to a slot, and the slots of a list are merged in a fixed
 order. Results need no atomics. Masked scores are a large negative number, not −inf: a row that has seen nothing yet then carries a finite
-maximum, and its sum so far is wiped out by its first visible key. They are masked after scaling, so that no product ever rounds them.
+maximum, and its sum so far is wiped out by its first visible key. It is added after scaling, so that no product ever rounds it; scores
+are too small to change it.
 Loops carry the next tile's bounds along instead of loading their own: an address that comes from a load in the same iteration would cost
 keys and values a stage of the pipeline. With TMA, tensors arrive as descriptors over [N, row], where row is all heads of a token.
 Legend: N tokens, H heads, D head dim; `*_n` and `*_h` are strides over tokens and heads, the last one is 1; LSE and Δ are [H, N].
@@ -79,15 +80,15 @@ def _slot(base, slot, head, ROWS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _visible_until(visible_until, start, stop, BLOCK_K: tl.constexpr):
-    """Keys of a tile and their `visible_until`; 0 (never visible) for those that belong to the next tile."""
+def _per_key(values, start, stop, BLOCK_K: tl.constexpr):
+    """Keys of a tile and their `visible_until` or `subtree`; 0 (never visible) for those that belong to the next tile."""
     keys = start + tl.arange(0, BLOCK_K)
-    return keys, tl.load(visible_until + keys, mask=keys < stop, other=0)
+    return keys, tl.load(values + keys, mask=keys < stop, other=0)
 
 
 @triton.jit
 def _attend(
-    best, total, acc, q, K, V, k_n, k_h, v_n, v_h, head, visible_until, tile_start, tile_stop, first, last, queries, N, scale,
+    best, total, acc, q, K, V, k_n, k_h, v_n, v_h, head, subtree, tile_start, tile_stop, first, last, queries, N, scale,
     BLOCK_K: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     start, stop = tl.load(tile_start + first), tl.load(tile_stop + first)
@@ -96,9 +97,12 @@ def _attend(
         k = _load(K, k_n, k_h, head, start, N, BLOCK_K, D, EDGE, TMA)
         scores = _dot(q, k.T, None, UPCAST)
         if EDGE:
-            keys, until = _visible_until(visible_until, start, stop, BLOCK_K)
-            visible = (keys[None, :] <= queries[:, None]) & (queries[:, None] < until[None, :])
-            scores = tl.where(visible, scores * scale, MASKED)
+            # 0 ≤ query − key < subtree is one unsigned comparison. It becomes a number before the scores are there: kept as 64 predicates,
+            # which an sm_100 packs into bits and unpacks, the mask costs more than the rest of the tile.
+            _, subtrees = _per_key(subtree, start, stop, BLOCK_K)
+            after = (queries - start)[:, None] - tl.arange(0, BLOCK_K)[None, :]
+            visible = after.to(tl.uint32) < subtrees.to(tl.uint32)[None, :]
+            scores = scores * scale + tl.where(visible, 0.0, MASKED)
             higher = tl.maximum(best, tl.max(scores, 1))
             p = tl.math.exp2(scores - higher[:, None])
         else:
@@ -114,7 +118,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=DYNAMIC)
 def forward_kernel(
-    Q, K, V, OUT, LSE, PART, PART_LSE, visible_until, starts, stops, slots, firsts, middles, lasts, tile_start, tile_stop, N, scale,
+    Q, K, V, OUT, LSE, PART, PART_LSE, subtree, starts, stops, slots, firsts, middles, lasts, tile_start, tile_stop, N, scale,
     q_n, q_h, k_n, k_h, v_n, v_h, o_n, o_h,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -128,11 +132,11 @@ def forward_kernel(
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, D], tl.float32)
     best, total, acc = _attend(
-        best, total, acc, q, K, V, k_n, k_h, v_n, v_h, head // GROUP, visible_until, tile_start, tile_stop, first, middle, queries, N,
+        best, total, acc, q, K, V, k_n, k_h, v_n, v_h, head // GROUP, subtree, tile_start, tile_stop, first, middle, queries, N,
         scale, BLOCK_K, D, False, UPCAST, TMA,
     )  # fmt: skip
     best, total, acc = _attend(
-        best, total, acc, q, K, V, k_n, k_h, v_n, v_h, head // GROUP, visible_until, tile_start, tile_stop, middle, last, queries, N,
+        best, total, acc, q, K, V, k_n, k_h, v_n, v_h, head // GROUP, subtree, tile_start, tile_stop, middle, last, queries, N,
         scale, BLOCK_K, D, True, UPCAST, TMA,
     )  # fmt: skip
     lse, out, slot = best + tl.math.log2(total), acc / total[:, None], tl.load(slots + program)
@@ -179,15 +183,16 @@ def sum_kernel(PART, OUT, starts, stops, firsts, lasts, N, o_n, o_h, D: tl.const
 def _grad_query(
     dq, q, grad, lse, delta, K, V, k_n, k_h, v_n, v_h, head, visible_until, tile_start, tile_stop, first, last, queries, N, scale,
     BLOCK_K: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     start, stop = tl.load(tile_start + first), tl.load(tile_stop + first)
-    for index in tl.range(first, last):
+    for index in tl.range(first, last, warp_specialize=WARP_SPECIALIZE):
         next_start, next_stop = tl.load(tile_start + index + 1), tl.load(tile_stop + index + 1)
         k = _load(K, k_n, k_h, head, start, N, BLOCK_K, D, EDGE, TMA)
         v = _load(V, v_n, v_h, head, start, N, BLOCK_K, D, EDGE, TMA)
         p = tl.math.exp2(_dot(q, k.T, None, UPCAST) * scale - lse[:, None])
         if EDGE:
-            keys, until = _visible_until(visible_until, start, stop, BLOCK_K)
+            keys, until = _per_key(visible_until, start, stop, BLOCK_K)
             p = tl.where((keys[None, :] <= queries[:, None]) & (queries[:, None] < until[None, :]), p, 0.0)
         ds = p * (_dot(grad, v.T, None, UPCAST) - delta[:, None])
         dq = _dot(ds.to(k.dtype), k, dq, UPCAST)
@@ -200,6 +205,7 @@ def grad_query_kernel(
     Q, K, V, OUT, GRAD, LSE, DELTA, DQ, PART, visible_until, starts, stops, slots, firsts, middles, lasts, tile_start, tile_stop, N, scale,
     q_n, q_h, k_n, k_h, v_n, v_h, o_n, o_h, g_n, g_h, dq_n, dq_h,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     """dQ, and Δ along the way, which the dK/dV kernel reads."""
     head, program = tl.program_id(0), tl.program_id(1)
@@ -215,11 +221,11 @@ def grad_query_kernel(
     dq = tl.zeros([BLOCK_Q, D], tl.float32)
     dq = _grad_query(
         dq, q, grad, lse, delta, K, V, k_n, k_h, v_n, v_h, head // GROUP, visible_until, tile_start, tile_stop, first, middle, queries, N,
-        scale * LOG2_E, BLOCK_K, D, False, UPCAST, TMA,
+        scale * LOG2_E, BLOCK_K, D, False, UPCAST, TMA, WARP_SPECIALIZE,
     )  # fmt: skip
     dq = _grad_query(
         dq, q, grad, lse, delta, K, V, k_n, k_h, v_n, v_h, head // GROUP, visible_until, tile_start, tile_stop, middle, last, queries, N,
-        scale * LOG2_E, BLOCK_K, D, True, UPCAST, TMA,
+        scale * LOG2_E, BLOCK_K, D, True, UPCAST, TMA, WARP_SPECIALIZE,
     )  # fmt: skip
     slot = tl.load(slots + program)
     if slot < 0:
@@ -268,7 +274,7 @@ def grad_key_kernel(
     key_head, program = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(starts + program), tl.load(stops + program)
     first, middle, last = tl.load(firsts + program), tl.load(middles + program), tl.load(lasts + program)
-    keys, until = _visible_until(visible_until, start, stop, BLOCK_K)
+    keys, until = _per_key(visible_until, start, stop, BLOCK_K)
     head = key_head * GROUP
     k = _load(K, k_n, k_h, key_head, start, N, BLOCK_K, D, True, TMA)
     v = _load(V, v_n, v_h, key_head, start, N, BLOCK_K, D, True, TMA)
@@ -298,7 +304,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> tu
     plan = _plan(mask, tile, "by_query", heads, 1)
     part, part_lse = _slots(plan, lse, heads, tile.block_q, dim), _slots(plan, lse, heads, tile.block_q)
     forward_kernel[heads, len(plan.programs.start)](
-        *_sources(tile, q=(q,), k=(k, v)), out, lse, part, part_lse, mask.visible_until, *plan.programs, tokens, scale,
+        *_sources(tile, q=(q,), k=(k, v)), out, lse, part, part_lse, mask.subtree, *plan.programs, tokens, scale,
         *_strides(q, k, v, out), heads // k.shape[1], dim, *_constants(tile, q, k, v), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if plan.slots:
@@ -316,9 +322,10 @@ def backward(
     plan = _plan(mask, tile, "by_query", heads, 1)
     part = _slots(plan, lse, heads, tile.block_q, dim)
     (described_q, described_grad, *described_kv) = _sources(tile, q=(q, grad), k=(k, v))
+    constants = _constants(tile, q, grad, k, v)
     grad_query_kernel[heads, len(plan.programs.start)](
         described_q, *described_kv, out, described_grad, lse, delta, dq, part, mask.visible_until, *plan.programs, tokens, scale,
-        *_strides(q, k, v, out, grad, dq), heads // key_heads, dim, *_constants(tile, q, grad, k, v),
+        *_strides(q, k, v, out, grad, dq), heads // key_heads, dim, *constants, tile.warp_specialize and constants[-1],
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     _sum_slots(plan, part, dq, tile.block_q)

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from dccot.kernels import assembly
-from dccot.kernels.tuning import ATTENTION_KERNELS, STRETCH, STRETCH_WARPS, TABLE, Tile
+from dccot.kernels.tuning import ATTENTION_KERNELS, STRETCH, STRETCH_WARPS, TABLE, Tile, check
 
 GROUP = 6  # query heads per key head; affects only two divisions in the compiled code
 STRIDES = ("_n", "_h", "_stride", "width")
 TENSORS = ("Q", "K", "V", "GRAD")
-INTEGERS = ("visible_until", "starts", "stops", "slots", "firsts", "middles", "lasts", "tile_start", "tile_stop")
+INTEGERS = ("visible_until", "subtree", "starts", "stops", "slots", "firsts", "middles", "lasts", "tile_start", "tile_stop")
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Examined:
     code: assembly.Code
     shared_memory: int
     tensor_memory: int
+    warps: int  # of all partitions
 
 
 def configurations(archs: Iterable[str]) -> list[Configuration]:
@@ -67,7 +68,8 @@ def examine(config: Configuration) -> Examined:
     if (stored := cache.get_file(name)) is None:
         stored = cache.put(json.dumps(assembly.read(compiled).as_dict()), name, binary=False)
     code = assembly.Code.from_dict(json.loads(Path(stored).read_text()))
-    return Examined(code, compiled.metadata.shared, getattr(compiled.metadata, "tmem_size", 0) or 0)
+    metadata = compiled.metadata
+    return Examined(code, metadata.shared, getattr(metadata, "tmem_size", 0) or 0, metadata.num_warps)
 
 
 def compile_kernel(config: Configuration) -> Any:
@@ -84,8 +86,9 @@ def compile_kernel(config: Configuration) -> Any:
     aligned = [name for name in known if signature[name][0] == "*" or name.endswith(STRIDES)]
     constants = {"BLOCK": STRETCH}
     if config.tile:
+        check(config.kernel, config.tile)
         sizes = {"D": config.head_dim, "BLOCK_Q": config.tile.block_q, "BLOCK_K": config.tile.block_k}
-        constants = {"GROUP": GROUP, "UPCAST": False, "TMA": config.tile.tma} | sizes
+        constants = {"GROUP": GROUP, "UPCAST": False, "TMA": config.tile.tma, "WARP_SPECIALIZE": config.tile.warp_specialize} | sizes
     source = triton.compiler.ASTSource(
         kernel, signature,
         {name: value for name, value in constants.items() if name in signature},

@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from dccot.files import write_atomic
 from dccot.kernels import trees
+from dccot.kernels.assembly import Partition
 from dccot.kernels.compiling import Configuration, Examined, configurations, examine
 from dccot.kernels.gpus import GPUS, Gpu, of_architecture
 from dccot.kernels.predict import Prediction, backward_tflops, cycles, predict
@@ -54,6 +55,7 @@ class Report:
     bound: str
     findings: list[str]
     prediction: Prediction | None = None
+    partitions: list[list[Partition]] = field(default_factory=list)  # of each warp-specialised loop
 
     @property
     def tile(self) -> Tile:
@@ -87,16 +89,17 @@ def inspect(configs: Sequence[Configuration], workload: Workload | None = None) 
 
 def report(config: Configuration, examined: Examined, visible_until: Tensor | None, workload: Workload) -> Report:
     code, gpu = examined.code, of_architecture(config.arch)
-    programs = resident(gpu, config.warps, examined)
-    estimated = cycles(config, gpu, code.loop, programs, bool(code.advisories))
+    programs = resident(gpu, examined)
+    # The model adds up what one group of warps does: it does not apply to partitions that run side by side.
+    estimated = {} if code.partitions else cycles(config, gpu, code.loop, programs, bool(code.advisories))
     prediction = None
-    if visible_until is not None and config.tile and programs:
+    if visible_until is not None and config.tile and programs and not code.partitions:
         prediction = predict(config, examined, programs, gpu, visible_until, workload.heads, workload.key_heads)
     return Report(
-        config, code.registers, code.stack, code.spill_instructions, examined.shared_memory, programs, programs * config.warps,
-        programs * config.warps / gpu.max_warps, code.matrix_instruction, code.loop.mix, code.edge.mix if code.edge else None,
+        config, code.registers, code.stack, code.spill_instructions, examined.shared_memory, programs, programs * examined.warps,
+        programs * examined.warps / gpu.max_warps, code.matrix_instruction, code.loop.mix, code.edge.mix if code.edge else None,
         code.loop.load_bytes, [loop.prefetch for loop in (code.loop, code.edge) if loop], estimated,
-        max(estimated, key=lambda name: estimated[name]), criticise(config, examined, programs), prediction,
+        max(estimated, key=lambda name: estimated[name], default=""), criticise(config, examined, programs), prediction, code.partitions,
     )  # fmt: skip
 
 
@@ -108,19 +111,22 @@ def criticise(config: Configuration, examined: Examined, programs: int) -> list[
         found.append(f"{code.stack} bytes of registers spill ({code.spill_instructions} instructions): use smaller tiles or more warps")
     if not programs:
         found.append(f"no multiprocessor has room for it ({examined.shared_memory / 1024:.0f} KB of shared memory): use fewer stages")
+    if config.tile and config.tile.warp_specialize and not code.partitions:
+        found.append("warp_specialize is set, but the compiler made no partitions of it")
     for name, loop in (("full", code.loop), ("edge", code.edge)):
         if loop is None or not nvidia:
             continue
         if config.tile and loop.prefetch == 0:
             found.append(f"the {name} loop waits for the tile it has just requested: add a stage")
-        if not {"16", "32", "tile"} & set(loop.load_bytes):
+        if not {"16", "32", "tile"} & set(loop.load_bytes) and not code.partitions:  # there, other warps load
             found.append(f"the {name} loop loads no vectors of 16 bytes ({loop.load_bytes}): something is not known to be a multiple of 16")
         found += [f"line {line}: a fused multiply-add takes a masked score, which may overflow" for line in loop.fused_masked]
     return found
 
 
-def resident(gpu: Gpu, warps: int, examined: Examined) -> int:
+def resident(gpu: Gpu, examined: Examined) -> int:
     """Programs that fit on a multiprocessor at once."""
+    warps = examined.warps
     granted = -(examined.code.registers // -8) * 8 * gpu.threads_per_warp * warps
     reserved = 1024 if gpu.threads_per_warp == 32 else 0
     limits = [gpu.max_warps // warps, gpu.registers // granted, gpu.shared_memory // max(examined.shared_memory + reserved, 1)]
@@ -140,7 +146,8 @@ def table(reports: Sequence[Report]) -> str:
         config, tile, prediction = each.configuration, each.configuration.tile, each.prediction
         size = ("", "", "", "")
         if tile:
-            size = str(config.head_dim), f"{tile.block_q}×{tile.block_k}", str(tile.warps), f"{tile.stages}{' TMA' * tile.tma}"
+            stages = f"{tile.stages}{' TMA' * tile.tma}{' WS' * tile.warp_specialize}"
+            size = str(config.head_dim), f"{tile.block_q}×{tile.block_k}", str(tile.warps), stages
         mix = " ".join(f"{name} {count / sum(each.loop.values()):.0%}" for name, count in each.loop.items() if count)
         grid.add_row(
             config.arch, config.kernel, *size, str(each.registers), str(each.spill_instructions), f"{each.shared_memory / 1024:.0f} KB",
@@ -154,9 +161,16 @@ def table(reports: Sequence[Report]) -> str:
     return captured.get()
 
 
+def describe(partitions: Sequence[Sequence[Partition]]) -> list[str]:
+    """One line per warp-specialised loop."""
+    said = lambda loop: ", ".join(f"{each.work}: {each.warps} × {each.registers}" for each in loop)
+    return [f"loop {number} has {len(loop)} partitions (warps × registers): {said(loop)}" for number, loop in enumerate(partitions, 1)]
+
+
 def summary(reports: Sequence[Report], workload: Workload) -> str:
     """Findings, and forward and backward per architecture and head dim."""
     lines = [f"{each.configuration}: {finding}" for each in reports for finding in each.findings] or ["nothing to object to"]
+    lines += [f"{each.configuration}: {line}" for each in reports for line in describe(each.partitions)]
     lines.append(f"predicted, not measured: {workload.tree} tree, {workload.heads}/{workload.key_heads} heads, TFLOP/s on visible pairs")
     groups: dict[tuple[str, int], dict[str, Prediction]] = {}
     for each in reports:

@@ -129,6 +129,11 @@ class TreeMask:
     def parent(self) -> Tensor:
         return self.derive("parent", lambda: moved(parents(self.host), self.device))
 
+    @property
+    def subtree(self) -> Tensor:
+        """int32 [N]: how many queries see each key, its own among them: q sees k ⇔ 0 ≤ q − k < subtree[k]."""
+        return self.derive("subtree", lambda: moved(self.host - torch.arange(len(self.host), dtype=torch.int32), self.device))
+
     def to(self, device: torch.device | str) -> TreeMask:
         return self if torch.device(device) == self.device else TreeMask(self.host, device)
 

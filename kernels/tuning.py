@@ -21,6 +21,7 @@ class Tile:
     warps: int
     stages: int
     tma: bool = False  # tiles are loaded through tensor descriptors
+    warp_specialize: bool = False  # other warps load and multiply while these take the softmax: dQ on sm_100 with `tma`; never timed
 
 
 ATTENTION_KERNELS = ("forward", "grad_query", "grad_key")
@@ -57,6 +58,11 @@ STRETCH = 4096
 STRETCH_WARPS = 8
 
 
+def check(kernel: str, tile: Tile) -> None:
+    if tile.warp_specialize and (kernel != "grad_query" or not tile.tma):
+        raise ValueError(f"warp_specialize is only for grad_query with tma, others fail or spill (docs/kernels.md); got {kernel}, {tile}")
+
+
 def tile_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> Tile:
     if arch == "interpreter":
         tiles = INTERPRETER
@@ -64,7 +70,9 @@ def tile_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> Tile:
         tiles = FP32
     else:
         tiles = TABLE[arch][max(head_dim, 64)]
-    return tiles[ATTENTION_KERNELS.index(kernel)]
+    tile = tiles[ATTENTION_KERNELS.index(kernel)]
+    check(kernel, tile)
+    return tile
 
 
 @functools.cache

@@ -21,6 +21,12 @@ def test_position_counts_visible_keys_and_parent_is_the_nearest(visible_until):
     assert mask.parent.tolist() == [max((k for k in range(q) if visible[q, k]), default=-1) for q in range(len(visible))]
 
 
+@settings(deadline=None, max_examples=60)
+@given(forests())
+def test_subtree_counts_the_queries_that_see_a_key(visible_until):
+    assert TreeMask(visible_until).subtree.tolist() == visible_pairs(visible_until).sum(0).tolist()
+
+
 def is_forest(ends: list[int]) -> bool:
     """Intervals [k, ends[k]) are nested or disjoint, pair by pair."""
     in_range = all(k < end <= len(ends) for k, end in enumerate(ends))

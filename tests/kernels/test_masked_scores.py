@@ -28,8 +28,10 @@ def output_after_an_empty_tile(masked_tile, scale) -> np.ndarray:
 
 
 def test_a_row_whose_first_tile_shows_it_nothing_is_right_for_ten_thousand_scales():
-    masked_tile = np.full_like(SCALES, MASKED), lambda higher: MASKED - higher  # masked after scaling: nothing multiplies it
-    assert (output_after_an_empty_tile(masked_tile, SCALES) == 1).all()
+    """MASKED is added after scaling, so nothing multiplies it, and no score that fp16 or bf16 tensors give changes a bit of it."""
+    hidden = fused_multiply_add(np.full_like(SCALES, 1e20), SCALES, MASKED)
+    masked_tile = hidden, lambda higher: hidden - higher
+    assert (hidden == MASKED).all() and (output_after_an_empty_tile(masked_tile, SCALES) == 1).all()
 
 
 def test_masking_before_scaling_gave_nan_for_a_third_of_the_scales():

@@ -73,8 +73,9 @@ def test_a_gpu_larger_than_the_forest_cuts_all_three_kernels(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tensor_descriptors_give_the_same_results(dtype, monkeypatch):
-    monkeypatch.setattr(tuning, "INTERPRETER", tuple(replace(tile, tma=True) for tile in tuning.INTERPRETER))
+def test_tensor_descriptors_and_specialised_warps_give_the_same_results(dtype, monkeypatch):
+    forward, grad_query, grad_key = (replace(tile, tma=True) for tile in tuning.INTERPRETER)
+    monkeypatch.setattr(tuning, "INTERPRETER", (forward, replace(grad_query, warp_specialize=True), grad_key))
     made = []
     monkeypatch.setattr(attention_triton, "_descriptor", lambda x, block: made.append(block) or described(x, block))
     check(SHARED_PROMPT, inputs(113, 2, 32, dtype, key_heads=2))
