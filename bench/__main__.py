@@ -22,6 +22,7 @@ BENCHMARKS = {
     "kernels": "dccot.bench.kernels",
     "rollout": "dccot.bench.rollout",
     "train": "dccot.bench.step",
+    "token": "dccot.bench.token",
     "eval": "dccot.bench.grading",
     "serve": "dccot.bench.serve",
 }

@@ -20,6 +20,7 @@ import torch
 
 from dccot.kernels.trees import paper_shape
 from dccot.rollout.response import Response, Round, Segment
+from dccot.runtime import keep_freed_memory
 from dccot.train.forest import Forest, forests_of_rank, pack
 
 TOKEN_BUDGET = 32_768
@@ -104,6 +105,7 @@ def run_rows(base: int) -> list[dict]:
 
 def run(quick: bool = False) -> list[dict]:
     torch.set_num_threads(1)
+    keep_freed_memory()  # as training does: otherwise growth would be that of the kernel's new pages
     base = 100 if quick else 1000
     responses = paper_like_responses(base, 6000)
     build_all(responses[:WARM_UP])
