@@ -84,7 +84,7 @@ def empty_model(config: ModelConfig, sharding: ShardingConfig, device: torch.dev
         assert isinstance(block, Block)
         block.recompute, block.self_attn.backend = sharding.activation_checkpointing, sharding.attention
         if compiled:
-            block.compile(dynamic=True)  # one kernel for every number of tokens: a resumed run computes the same bits
+            block.compile(dynamic=True)  # one kernel for every number of tokens, instead of one more for the first
     if dist.is_initialized():
         _shard(model, _mesh(device, sharding.replicate), sharding.reshard_after_forward, compute)
     elif master != compute:

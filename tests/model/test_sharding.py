@@ -156,3 +156,13 @@ def test_a_word_of_the_configuration_chooses_the_attention_backend(checkpoint):
         with torch.no_grad():
             logits.append(model(tokens, mask.position, mask))
     assert max((other - logits[0]).abs().max() for other in logits[1:]) < 1e-4
+
+
+def test_without_a_compiler_a_cpu_runs_uncompiled_and_says_so(checkpoint, monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    wanted = ShardingConfig(compute_dtype="float32", compile=True)
+    mask = TreeMask.causal([5])
+    logits = build_model(checkpoint, wanted, device="cpu")(torch.arange(5), mask.position, mask)
+    assert "neither g++ nor clang++ was found" in caplog.text
+    plain = build_model(checkpoint, ShardingConfig(compute_dtype="float32"), device="cpu")
+    assert torch.equal(logits, plain(torch.arange(5), mask.position, mask))
