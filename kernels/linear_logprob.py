@@ -5,9 +5,9 @@
 
 The M×V matrix is visited block by block, vocabulary first. The forward keeps running softmax statistics per row, the backward computes
 every block again and turns it into its gradient in place; each block yields finished rows of dW. Extra memory is one block, regardless of
-M and V, at the cost of one more matrix product. On a CPU the last block (the only one of a small head) is kept for the backward, which
-comes right after, and is not computed again: two blocks of memory. Matrix products are torch's; between them runs a Triton kernel on
-a GPU (logprob_triton.py) and cache-sized strips of torch operations on a CPU.
+M and V, at the cost of one more matrix product. On a CPU the last blocks of few (all of a small head) are kept for the backward and not
+computed again. Matrix products are torch's; between them runs a Triton kernel on a GPU (logprob_triton.py) and cache-sized strips of torch
+operations on a CPU.
 Legend: M rows, V vocabulary, d hidden size.
 """
 
@@ -23,6 +23,7 @@ from torch import Tensor
 DEFAULT_CHUNK_ROWS = 8192
 BLOCK_ELEMENTS = 2**26  # of logits: 256 MB in fp32
 ALIGNED_VOCAB = 128  # blocks are a multiple of this wide, so that every row of a block starts on a boundary
+KEPT_BLOCKS = 2  # on a CPU, of at most twice as many: two of more would not be worth their memory
 STRIP_ELEMENTS = 2**17  # of logits: fits a CPU core's cache
 
 
@@ -48,15 +49,18 @@ def linear_logprob(
         raise ValueError(f"temperature and chunk_rows must be positive, got {temperature} and {chunk_rows}")
     if not 0 <= skip_below < 1:
         raise ValueError(f"skip_below is a probability below which gradients are left out, got {skip_below}")
-    keep = _kernels(hidden) is Strips and not skip_below and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _forward(hidden, weight, targets, temperature, chunk_rows or DEFAULT_CHUNK_ROWS, skip_below, keep)[:2]
+    chunk_rows = chunk_rows or DEFAULT_CHUNK_ROWS
+    differentiated = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    blocks = math.prod(map(len, _blocks(len(hidden), len(weight), chunk_rows)))
+    keep = differentiated and blocks <= 2 * KEPT_BLOCKS and not skip_below and _kernels(hidden) is Strips
+    return _forward(hidden, weight, targets, temperature, chunk_rows, skip_below, min(blocks, KEPT_BLOCKS) if keep else 0)[:2]
 
 
 @torch.library.custom_op("dccot::linear_logprob", mutates_args=())
 def _forward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_rows: int, skip_below: float = 0.0, keep: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """log-prob, entropy, log-sum-exp and largest z of every row; if `keep`, the last block as z less its row's largest."""
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_rows: int, skip_below: float = 0.0, keep: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """log-prob, entropy and log-sum-exp of every row; z of the last `keep` blocks, block i in row i % keep."""
     if targets.device.type == "cpu" and len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
         raise ValueError(f"targets must lie in [0, {len(weight)}), got {int(targets.min())} to {int(targets.max())}")
     update = _kernels(hidden).update_statistics
@@ -64,46 +68,44 @@ def _forward(
     statistics = hidden.new_zeros(4, len(hidden), dtype=_wide(hidden))
     statistics[0], statistics[3] = -torch.inf, torch.nan
     row_slices, vocab_slices = _blocks(len(hidden), len(weight), chunk_rows)
-    buffer = _buffer(hidden, row_slices, vocab_slices)
-    for vocab, rows in itertools.product(vocab_slices, row_slices):
-        logits = _logits(hidden[rows], weight[vocab], buffer)
+    buffers = _buffers(hidden, row_slices, vocab_slices, max(keep, 1))
+    for number, (vocab, rows) in enumerate(itertools.product(vocab_slices, row_slices)):
+        logits = _logits(hidden[rows], weight[vocab], buffers, number)
         update(logits, targets[rows] - vocab.start, statistics[:, rows], 1 / temperature)
         del logits  # before the next ones come, unless they share a buffer
     largest, total, weighted, chosen = statistics
     lse = largest + total.log()
-    kept = buffer if keep and buffer is not None else hidden.new_empty(0, dtype=lse.dtype)
-    return chosen - lse, total.log() - weighted / total, lse, largest.clone(), kept
+    kept = buffers if keep and buffers is not None else lse.new_empty(0, 0)
+    return chosen - lse, total.log() - weighted / total, lse, kept
 
 
 @_forward.register_fake
-def _(hidden, weight, targets, temperature, chunk_rows, skip_below=0.0, keep=False):
-    tallest, widest = (max((s.stop - s.start for s in slices), default=0) for slices in _blocks(len(hidden), len(weight), chunk_rows))
-    sizes = [len(hidden)] * 4 + [tallest * widest if keep else 0]
-    return tuple(hidden.new_empty(size, dtype=_wide(hidden)) for size in sizes)
+def _(hidden, weight, targets, temperature, chunk_rows, skip_below=0.0, keep=0):
+    rows = [hidden.new_empty(len(hidden), dtype=_wide(hidden)) for _ in range(3)]
+    kept = _buffers(hidden, *_blocks(len(hidden), len(weight), chunk_rows), keep) if keep else rows[0].new_empty(0, 0)
+    return *rows, kept
 
 
 @torch.library.custom_op("dccot::linear_logprob_backward", mutates_args=())
 def _backward(
     grad_logprob: Tensor, grad_entropy: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, entropy: Tensor,
-    largest: Tensor, kept: Tensor, temperature: float, chunk_rows: int, skip_below: float,
+    kept: Tensor, temperature: float, chunk_rows: int, skip_below: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`kept` is what the forward kept; empty: every block is computed again."""
+    """`kept` is what the forward kept; other blocks are computed again."""
     to_gradient = _kernels(hidden).logits_to_gradient
     row_values = torch.stack([lse, entropy, grad_logprob, grad_entropy])
-    after_largest = torch.stack([lse - largest, entropy, grad_logprob, grad_entropy])
     hidden_grad, weight_grad = torch.zeros_like(hidden, dtype=_wide(hidden)), torch.empty_like(weight)
     row_slices, vocab_slices = _blocks(len(hidden), len(weight), chunk_rows)
-    there, buffer = bool(kept.numel()), _buffer(hidden, row_slices, vocab_slices)
-    for vocab in reversed(vocab_slices):  # the last block is the one that may be there
+    buffers, number, first_kept = _buffers(hidden, row_slices, vocab_slices), 0, len(row_slices) * len(vocab_slices) - len(kept)
+    for vocab in vocab_slices:
         vocab_grad = torch.zeros_like(weight[vocab], dtype=_wide(weight))
-        for rows in reversed(row_slices):
-            chosen, factor, dtype = targets[rows] - vocab.start, weight[vocab], hidden.dtype if buffer is None else buffer.dtype
-            if there and buffer is not None:
-                block, out = (_block(memory, hidden[rows], weight[vocab]) for memory in (kept, buffer))
-                gradient = to_gradient(block, chosen, after_largest[:, rows], 1 / temperature, dtype, scaled_into=out)
-                there, columns = False, None
+        for rows in row_slices:
+            chosen, factor, dtype = targets[rows] - vocab.start, weight[vocab], hidden.dtype if buffers is None else buffers.dtype
+            if number >= first_kept and buffers is not None:
+                z, out = (_block(memory, number, hidden[rows], weight[vocab]) for memory in (kept, buffers))
+                gradient, columns = to_gradient(z, chosen, row_values[:, rows], 1 / temperature, dtype, scaled_into=out), None
             else:
-                logits = _logits(hidden[rows], weight[vocab], buffer)
+                logits = _logits(hidden[rows], weight[vocab], buffers, number)
                 columns = _significant(logits, chosen, lse[rows], temperature, skip_below) if skip_below else None
                 if columns is not None:
                     logits, chosen, factor = logits[:, columns[0]], columns[1], factor[columns[0]]
@@ -115,20 +117,21 @@ def _backward(
             else:
                 vocab_grad[columns[0]] += _add_product(torch.zeros_like(factor, dtype=vocab_grad.dtype), gradient.t(), hidden[rows])
             del gradient
+            number += 1
         weight_grad[vocab] = vocab_grad
     return hidden_grad.to(hidden.dtype), weight_grad
 
 
 @_backward.register_fake
-def _(grad_logprob, grad_entropy, hidden, weight, targets, lse, entropy, largest, kept, temperature, chunk_rows, skip_below):
+def _(grad_logprob, grad_entropy, hidden, weight, targets, lse, entropy, kept, temperature, chunk_rows, skip_below):
     return torch.empty_like(hidden), torch.empty_like(weight)
 
 
 def _save(ctx, inputs, output) -> None:
     hidden, weight, targets, *ctx.settings, _ = inputs
-    _, entropy, lse, largest, kept = output
-    ctx.save_for_backward(hidden, weight, targets, lse, entropy, largest, kept)
-    ctx.mark_non_differentiable(lse, largest, kept)
+    _, entropy, lse, kept = output
+    ctx.save_for_backward(hidden, weight, targets, lse, entropy, kept)
+    ctx.mark_non_differentiable(lse, kept)
 
 
 def _gradients(ctx, grad_logprob: Tensor, grad_entropy: Tensor, *_):
@@ -155,23 +158,23 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _buffer(hidden: Tensor, row_slices: list[slice], vocab_slices: list[slice]) -> Tensor | None:
-    """Memory for one block; torch's GPU product of half-precision numbers into fp32 allocates its own."""
+def _buffers(hidden: Tensor, row_slices: list[slice], vocab_slices: list[slice], count: int = 1) -> Tensor | None:
+    """Memory for `count` blocks; torch's GPU product of half-precision numbers into fp32 allocates its own."""
     if hidden.is_cuda and hidden.dtype != _wide(hidden):
         return None
     tallest, widest = (max((s.stop - s.start for s in slices), default=0) for slices in (row_slices, vocab_slices))
-    return hidden.new_empty(tallest * widest, dtype=_wide(hidden))
+    return hidden.new_empty(count, tallest * widest, dtype=_wide(hidden))
 
 
-def _logits(hidden: Tensor, weight: Tensor, buffer: Tensor | None) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, buffers: Tensor | None, number: int) -> Tensor:
     """One block in fp32 or better: logits rounded to bf16 would spoil log-probs."""
-    if buffer is None:
+    if buffers is None:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return torch.mm(hidden.to(buffer.dtype), weight.t().to(buffer.dtype), out=_block(buffer, hidden, weight))
+    return torch.mm(hidden.to(buffers.dtype), weight.t().to(buffers.dtype), out=_block(buffers, number, hidden, weight))
 
 
-def _block(buffer: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
-    return buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
+def _block(buffers: Tensor, number: int, hidden: Tensor, weight: Tensor) -> Tensor:
+    return buffers[number % len(buffers), : len(hidden) * len(weight)].view(len(hidden), len(weight))
 
 
 def _add_product(total: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:
@@ -214,10 +217,10 @@ class Strips:
             # Before the first block the largest is −inf, and everything weighted by it is 0.
             weighted[rows] = shrink * (weighted[rows] + torch.where(shrink > 0, gap, 0.0) * total[rows])
             total[rows] *= shrink
-            z.sub_(higher[:, None])
-            p = z.exp()
+            below = z - higher[:, None]
+            p = below.exp()
             total[rows] += p.sum(1)
-            weighted[rows] += p.mul_(z).sum(1)
+            weighted[rows] += p.mul_(below).sum(1)
             largest[rows] = higher
 
     @staticmethod

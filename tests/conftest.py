@@ -53,6 +53,7 @@ LONGEST = ("tests/serve/", "tests/system/test_demo.py", *SLOW_TESTS)
 
 settings.register_profile("here", deadline=None)  # how long an example takes says more about the machine than about the code
 settings.register_profile("ci", deadline=None, derandomize=True)
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in programs: two tests at a time share two cores
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 

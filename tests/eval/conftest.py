@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -12,8 +11,6 @@ import urllib.error
 import urllib.request
 
 import pytest
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from dccot.bench import bigram as tiny
 from dccot.rollout.settings import EngineConfig

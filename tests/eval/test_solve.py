@@ -2,14 +2,10 @@
 
 import io
 import json
-import os
 import shutil
 import sys
 
 import pytest
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 from rich.console import Console
 
 from dccot.bench.bigram import Chances, save

@@ -99,8 +99,18 @@ def test_no_rows_give_no_results_and_a_zero_gradient():
 def test_the_operator_keeps_torchs_contract_for_custom_operators():
     torch.library.opcheck(torch.ops.dccot.linear_logprob.default, (*problem(6, 11, dtype=torch.float32), 0.6, 4))
     hidden, weight, targets = problem(6, 11, dtype=torch.float32)
-    kept = (hidden.requires_grad_(), weight.requires_grad_(), targets, 0.6, 4, 0.0, True)
+    kept = (hidden.requires_grad_(), weight.requires_grad_(), targets, 0.6, 2, 0.0, 2)
     torch.library.opcheck(torch.ops.dccot.linear_logprob.default, kept)
+
+
+def test_blocks_that_were_kept_give_the_bits_of_blocks_computed_again(monkeypatch):
+    """Three blocks: none, the last two and all kept."""
+    hidden, weight, targets = problem(6, 11, dtype=torch.float32)
+    found = []
+    for kept in (0, 2, 3):
+        monkeypatch.setattr(fused, "KEPT_BLOCKS", kept)
+        found.append(gradients(linear_logprob(hidden, weight, targets, 0.6, chunk_rows=2), (1.0, 0.1), (hidden, weight)))
+    assert all(map(torch.equal, found[0] + found[0], found[1] + found[2]))
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,6 @@ ROPE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="session")
 def raw_config():
     """The contents of a config.json; `spelling` "new" is transformers 5's rope_parameters, "old" the one before."""

@@ -66,7 +66,6 @@ def complaints_about_a_save_that_must_fail(model, out: Path) -> list[str]:
 
 
 def main(folder: Path, out: Path) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     facts = {}
     for name, sharding in CASES.items():

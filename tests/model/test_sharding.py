@@ -39,8 +39,7 @@ def launch(checkpoint: Path, ranks: int) -> Path:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), str(PROGRAM)]
     # a compiler cache of its own: the shared one does not notice when a custom operator changes
     compiler = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(out / "compiled")}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | compiler
-    done = subprocess.run([*command, str(checkpoint), str(out)], capture_output=True, text=True, timeout=900, env=environment)
+    done = subprocess.run([*command, str(checkpoint), str(out)], capture_output=True, text=True, timeout=900, env=os.environ | compiler)
     assert done.returncode == 0, done.stderr[-4000:]
     return out
 

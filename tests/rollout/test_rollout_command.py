@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -58,7 +57,7 @@ def test_every_row_is_a_rollout_of_its_problem(uninterrupted):
 def test_a_killed_run_leaves_whole_lines_and_resume_finishes_the_rest(command, uninterrupted, tmp_path):
     out = tmp_path / "killed.jsonl"
     arguments = [*command, *SETTINGS, "--out", str(out), "engine.max_sequences=3"]  # slow enough to be caught in the middle
-    run = subprocess.Popen([sys.executable, "-m", "dccot.rollouts", *arguments], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    run = subprocess.Popen([sys.executable, "-m", "dccot.rollouts", *arguments])
     deadline = time.monotonic() + 300
     while run.poll() is None and (not out.exists() or out.read_bytes().count(b"\n") < 3):
         assert time.monotonic() < deadline

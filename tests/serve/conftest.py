@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from dccot.bench import bigram as tiny
@@ -85,10 +84,7 @@ def plain(servers):
 def engine(model):
     from dccot.rollout.engine import VllmEngine
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the servers
-    yield VllmEngine(model, EngineConfig(dtype="float32", kv_cache_gb=0.125))
-    torch.set_num_threads(threads)
+    return VllmEngine(model, EngineConfig(dtype="float32", kv_cache_gb=0.125))
 
 
 @pytest.fixture(scope="session")

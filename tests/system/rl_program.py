@@ -53,7 +53,6 @@ def stop_in_a_rollout(out: Path, engine: VllmEngine, runtime: Runtime) -> None:
 
 
 def main(out: Path, steps: int) -> None:
-    torch.set_num_threads(1)
     runtime = Runtime.start()
     if runtime.is_main:
         make_task(out)

@@ -7,13 +7,10 @@ import json
 import sys
 from pathlib import Path
 
-import torch
-
 from dccot.runtime import Runtime
 from dccot.train.sft import main
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     runtime = Runtime.start()
     for arguments in json.loads(Path(sys.argv[1]).read_text()):
         assert main(arguments) == 0, arguments

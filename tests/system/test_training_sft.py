@@ -53,7 +53,7 @@ def two_ranks(world) -> Path:
     runs.append([*arguments(world, "long_whole", LONG), BY_SIGNALS])
     (world / "runs.json").write_text(json.dumps(runs))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(PROGRAM), str(world / "runs.json")]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return world
 
@@ -109,8 +109,7 @@ class Job:
         self.run, self.log = world / name, world / f"{name}.log"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "dccot.train.sft"]
         with self.log.open("a") as said:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            self.process = subprocess.Popen([*command, *arguments(world, name, LONG), *settings], env=environment, stdout=said, stderr=said)
+            self.process = subprocess.Popen([*command, *arguments(world, name, LONG), *settings], stdout=said, stderr=said)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 120

@@ -1,7 +1,6 @@
 """A small decoder in any precision, random parallel responses, and checkpoints to train from."""
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -21,11 +20,6 @@ ARCHITECTURE = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": False,
     "initializer_range": 0.3,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -83,8 +77,7 @@ def torchrun():
         target = ["-m", program] if isinstance(program, str) else [str(program)]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *target]
         command += map(str, arguments)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == code, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
         return done.stdout + done.stderr
 

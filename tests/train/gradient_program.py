@@ -31,7 +31,6 @@ PACKINGS = {
 
 
 def main(checkpoint: Path, responses_file: Path, out: Path) -> None:
-    torch.set_num_threads(1)
     runtime = Runtime.start()
     responses = [Response.from_json(row) for row in json.loads(responses_file.read_text())]
     advantages = torch.linspace(-1.5, 2.0, len(responses))

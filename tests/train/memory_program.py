@@ -72,7 +72,6 @@ def measure(folder: str, tokens: int, runtime: Runtime, **sharding) -> dict[str,
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     runtime = Runtime(0, 2, torch.device("cpu"), owned=False)
     print(json.dumps({name: measure(sys.argv[1], int(sys.argv[2]), runtime, **kind) for name, kind in json.loads(sys.argv[3]).items()}))

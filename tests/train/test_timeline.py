@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -17,7 +16,6 @@ import sys, torch, torch.distributed as dist
 from pathlib import Path
 from dccot.train.phases import Phases, ProfileConfig, profiled
 from dccot.runtime import Runtime
-torch.set_num_threads(1)
 runtime = Runtime.start(60)
 phases = Phases(runtime)
 with profiled(ProfileConfig(steps=[10], phases=["rollout", "update"]), 10, Path(sys.argv[1]), runtime, phases):
@@ -49,7 +47,7 @@ def step_folder(tmp_path_factory):
     program = folder / "program.py"
     program.write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(program), str(folder)]
-    ran = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     return folder / "step_000010"
 
