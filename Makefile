@@ -10,6 +10,8 @@ UV := $(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes
 
 .PHONY: setup test quick lint format demo mini bench bench-peers rehearse gpu-check real-check real torture docs-check clean
 .DELETE_ON_ERROR:
+# Modules are compiled once, whatever the environment says: importing vLLM takes seconds longer from source, and tests start a hundred processes.
+export PYTHONDONTWRITEBYTECODE :=
 
 setup: .venv/ready .venv/system
 
