@@ -288,7 +288,7 @@ def _run_latency(context: Context, config: LatencyStage) -> None:
     for method, path in config.models(context.plan).items():
         sampling = eval_config(method, config.budget, [f"prompt.max_prompt_tokens={config.max_prompt_tokens}", f"seed={config.seed}"])
         engine = context.engines.on(resolve_model(path), config.engine)
-        timings += latency.measure_all(engine, sampling, config.problems, config.concurrency, config.n)
+        timings += latency.measure_all(engine, sampling, config.problems, config.concurrency, config.n, context.runtime.is_main)
     if context.runtime.is_main:
         facts = {"model": config.parallel, "baseline": config.sequential, "budget": config.budget, "device": latency.device()}
         latency.save(context.folder, timings, **facts)

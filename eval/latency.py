@@ -73,7 +73,7 @@ class StopWatch(Watch):
         self.seconds[key] = time.perf_counter() - self.began[key]
 
 
-def measure(engine: Engine, asked: Sequence[Asked], config: EvalConfig, concurrency: int, samples: int) -> list[Timing]:
+def measure(engine: Engine, asked: Sequence[Asked], config: EvalConfig, concurrency: int, samples: int, show: bool = True) -> list[Timing]:
     """`samples` responses to every problem, timed while `concurrency` responses are always in progress."""
     measured = [Request(problem.id, sample, ids, config.prompt.parallel) for sample in range(samples) for problem, ids in asked]
     others = (Request(problem.id, samples + number, ids, config.prompt.parallel) for number, (problem, ids) in zip(count(), cycle(asked)))
@@ -84,7 +84,7 @@ def measure(engine: Engine, asked: Sequence[Asked], config: EvalConfig, concurre
     engine.forget_prefixes()
     running = generate(engine, requests, config.rollout, seed=(config.seed, "latency"), watch=watch, concurrency=concurrency)
     title = f"{config.method}, {concurrency} at a time"
-    with closing(running), LengthProgress(title, len(wanted), active=True) as progress:
+    with closing(running), LengthProgress(title, len(wanted), show) as progress:
         while len(timings) < len(wanted):
             request, response = next(running)
             key = request.problem, request.sample
@@ -94,10 +94,12 @@ def measure(engine: Engine, asked: Sequence[Asked], config: EvalConfig, concurre
     return timings
 
 
-def measure_all(engine: Engine, config: EvalConfig, problems: str | Path, concurrencies: Sequence[int], samples: int) -> list[Timing]:
+def measure_all(
+    engine: Engine, config: EvalConfig, problems: str | Path, concurrencies: Sequence[int], samples: int, show: bool = True
+) -> list[Timing]:
     """The same at each concurrency, on a file of problems."""
     asked = prompts_of(load_problems(problems), engine.tokenizer, config.prompt)
-    return [timing for concurrency in concurrencies for timing in measure(engine, asked, config, concurrency, samples)]
+    return [timing for concurrency in concurrencies for timing in measure(engine, asked, config, concurrency, samples, show)]
 
 
 def measure_model(path: Path, configs: Sequence[EvalConfig], problems: Path, concurrencies: Sequence[int], samples: int) -> list[Timing]:

@@ -25,9 +25,9 @@ def inputs(tokens: int, group: int, dim: int, dtype: torch.dtype, key_heads: int
 
 
 COMBINATIONS = [
-    (32, torch.float32, 6), (32, torch.bfloat16, 1), (32, torch.float16, 2),
-    (64, torch.float32, 2), (64, torch.bfloat16, 6), (64, torch.float16, 1),
-    (128, torch.float32, 1), (128, torch.bfloat16, 2), (128, torch.float16, 6),
+    (32, torch.float32, 3), (32, torch.bfloat16, 1), (32, torch.float16, 2),
+    (64, torch.float32, 2), (64, torch.bfloat16, 3), (64, torch.float16, 1),
+    (128, torch.float32, 1), (128, torch.bfloat16, 2), (128, torch.float16, 3),
 ]  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def test_chosen_shapes(name):
     check(SHAPES[name], inputs(len(SHAPES[name]), 1, 32, torch.float32))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=16)
 @given(forests(70))
 def test_any_forest(visible_until):
     check(visible_until, inputs(len(visible_until), 2, 32, torch.float32))
@@ -61,7 +61,7 @@ SHARED_PROMPT = torch.tensor([113] * 33 + [73] * 40 + [113] * 40)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cut_lists_give_the_same_results(processors, dtype, monkeypatch):
     monkeypatch.setattr(attention_triton, "_processors", lambda _: processors)
-    check(SHARED_PROMPT, inputs(113, 3, 32, dtype, key_heads=2))
+    check(SHARED_PROMPT, inputs(113, 2, 32, dtype, key_heads=2))
 
 
 def test_a_gpu_larger_than_the_forest_cuts_all_three_kernels(monkeypatch):
