@@ -123,6 +123,7 @@ def folder(tmp_path_factory) -> Path:
         shutil.copytree(demo, folder / "runs/demo", symlinks=True)
     else:
         shutil.copytree(model, folder / "runs/demo/stage4")
+        (folder / "runs/demo/stage4/config.yaml").write_text("model: {path: MODEL}\nobjective: {kind: dapo}\n")
         rollouts = [small_rollout(i, tiny.tokenizer("single")).to_json() for i in range(3)]
         write_jsonl_atomic(folder / "runs/demo/stage4/rollouts/step_000000.jsonl", rollouts)
     return folder
