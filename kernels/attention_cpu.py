@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# A run becomes a slice once it and everything below it have this many query-key pairs. Half as many made the forests of the miniature's RL 20%
-# slower (152 and 127 ms for 9,026 tokens, forward and backward, one core), twice as many gained nothing.
+# A run becomes a slice once it and everything below it have this many query-key pairs. Half as many made the forests of the miniature's RL
+# 20% slower (153 and 127 ms for 9,026 tokens, forward and backward, one core), twice as many gained nothing.
 LONG_RUN_PAIRS = 65_536
 # Tokens of a triangle; the last one of a run has up to twice as many. From UNCUT tokens on, torch's kernel uses larger tiles, and cutting
 # costs more than it saves: uncut and cut, 528 tokens reach 48 and 57 GFLOP/s, 1,439 tokens 72 and 68, 4,096 tokens 86 and 66 (one core).
