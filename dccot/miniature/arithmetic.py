@@ -42,6 +42,10 @@ gives each to a worker:
 Nothing in a chain is independent except double-checking. Most sequential solutions of chains walk to the end, note it, check
 three steps, one per part, and return to the end; those become the director's walk and one worker per check. The others have no use for
 workers and are not rewritten.
+
+Unmarked, a solution has no parts at all: one running total through the whole list, `a: 3*b: 4=2`, `c: 6*d: 9=4, so 4+2=6`, …, and a chain
+is never checked. Rewritten it looks the same as above, but the rule has to find the parts, start a new total in each, and add the
+plan, the reports and their sum (in a chain, the checks): things that the base has never written.
 """
 
 from __future__ import annotations
@@ -211,37 +215,56 @@ def _run(steps: Iterable[Step], total: int | None = None) -> tuple[str, int]:
     return text, total or 0
 
 
-def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0) -> str:
-    """A correct sequential solution as the base model should write it."""
+def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, marked: bool = True) -> str:
+    """A correct sequential solution as the base model should write it, with `marked` parts or without any."""
     rng = random.Random(f"{seed}/{problem.question}")
     manner = rng.choices(list(MANNERS), list(MANNERS.values()))[0]
     if problem.family == "chain":
         lines, total = _walk(problem)
-        checked = sorted(rng.sample(range(len(lines)), WORKERS))
-        checks = [(f"{problem.labels[i]}{TO}{problem.labels[i]}", lines[i], lines[i][-2]) for i in checked]
-        end = f"{END}{total}\n"
-        text = _said("".join(lines), manner) + (f"{end}{_parts(checks, rng)}{end}" if rng.random() < CHECKED else "")
+        text = _said("".join(lines), manner)
+        plan, checks = _checks(lines, rng)
+        if marked and rng.random() < CHECKED:
+            text += f"{END}{total}\n{plan}{_in_any_order(checks, rng)}{END}{total}\n"
     else:
         steps = [_step(labels, digits, manner == QUICKLY) for labels, digits in problem.steps()]
-        cuts = (0, *_cuts(len(steps), rng), len(steps))
-        parts = [steps[begin:end] for begin, end in pairwise(cuts)]
-        worked = [(f"{part[0].labels[0]}{TO}{part[-1].labels[-1]}", *_run(part)) for part in parts]
-        worked = [(labels, _said(lines, manner), total) for labels, lines, total in worked]
-        reports = [Step(str(number), total) for number, (_, _, total) in enumerate(worked, 1)]
-        combined, total = _run(reports[1:], reports[0].adds)
-        text = _parts(worked, rng) + combined
+        if marked:
+            plan, parts, combined, total = _divided(steps, manner, rng)
+            text = f"{plan}{_in_any_order(parts, rng)}{combined}"
+        else:
+            lines, total = _run(steps)
+            text = _said(lines, manner)
     return f"{THINK_OPEN}\n{manner}{text}{_answer(total)}"
+
+
+def _divided(steps: Sequence[Step], manner: str, rng: random.Random) -> tuple[str, list[str], str, int]:
+    """A list in three parts: what they are, each one's text, the reports added up, and the total."""
+    cuts = (0, *_cuts(len(steps), rng), len(steps))
+    parts = [steps[begin:end] for begin, end in pairwise(cuts)]
+    worked = [(f"{part[0].labels[0]}{TO}{part[-1].labels[-1]}", *_run(part)) for part in parts]
+    plan, texts = _parts([(labels, _said(lines, manner), total) for labels, lines, total in worked])
+    reports = [Step(str(number), total) for number, (_, _, total) in enumerate(worked, 1)]
+    combined, total = _run(reports[1:], reports[0].adds)
+    return plan, texts, combined, total
+
+
+def _checks(lines: Sequence[str], rng: random.Random) -> tuple[str, list[str]]:
+    """Three steps of a chain to check: which they are, and each one's text."""
+    checked = sorted(rng.sample(range(len(lines)), WORKERS))
+    return _parts([(f"{lines[i][0]}{TO}{lines[i][0]}", lines[i], lines[i][-2]) for i in checked])
 
 
 def _said(lines: str, manner: str) -> str:
     return re.sub(r"(?m)^(\w: )(.+)$", rf"\1\2{YES}\2", lines) if manner == CAREFULLY else lines
 
 
-def _parts(parts: Sequence[tuple[str, str, int | str]], rng: random.Random) -> str:
-    """What the parts are, then for each, in any order, what it is, its lines, and its result under its number."""
+def _parts(parts: Sequence[tuple[str, str, int | str]]) -> tuple[str, list[str]]:
+    """What the parts are, and for each what it is, its lines, and its result under its number."""
     plan = ", ".join(labels for labels, _, _ in parts) + ".\n"
-    worked = [f"{number}) {labels}\n{lines}{number}: {result}\n" for number, (labels, lines, result) in enumerate(parts, 1)]
-    return plan + "".join(rng.sample(worked, len(worked)))
+    return plan, [f"{number}) {labels}\n{lines}{number}: {result}\n" for number, (labels, lines, result) in enumerate(parts, 1)]
+
+
+def _in_any_order(parts: Sequence[str], rng: random.Random) -> str:
+    return "".join(rng.sample(parts, len(parts)))
 
 
 def _cuts(count: int, rng: random.Random) -> tuple[int, int]:
@@ -290,6 +313,45 @@ def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0
     if [part[1] for part in parts] != [str(i) for i in range(1, WORKERS + 1)] or end - begin != len("".join(workers)):
         return sequential_text
     return f"{sequential_text[:begin]}{_block(workers)}{sequential_text[end:]}"
+
+
+def rewrite_unmarked(problem: Problem, sequential_text: str, *, attempt: int = 0) -> str:
+    """A running total, cut into three that start from nothing; a chain, walked by the director and checked by workers.
+
+    Cuts and checks are drawn anew for every attempt. Any other text is returned unchanged.
+    """
+    text, rng = sequential_text, random.Random(f"{attempt}/{problem.question}")
+    manners = "|".join(map(re.escape, MANNERS))
+    whole = re.fullmatch(rf"({THINK_OPEN}\n)?({manners})((?:[a-zA-Z]: .+\n)+)({THINK_CLOSE}.*)", text, re.DOTALL)
+    if whole is None:
+        return text
+    opening, manner, lines, answer = whole[1] or "", whole[2], whole[3], whole[4]
+    once = [line.partition(YES)[0].rstrip("\n") + "\n" for line in lines.splitlines()]
+    if problem.question.startswith(FAMILIES["chain"].opening.partition("{}")[0]):
+        end = f"{END}{once[-1][-2]}\n"
+        if len(once) < WORKERS:
+            return text
+        plan, checks = _checks(once, rng)
+        return f"{opening}{manner}{lines}{end}{plan}{_block(checks)}{end}{answer}"
+    steps = [_read_step(line, manner == QUICKLY) for line in once]
+    if len(steps) < WORKERS or None in steps:
+        return text
+    plan, parts, combined, _ = _divided([step for step in steps if step], manner, rng)
+    return f"{opening}{manner}{plan}{_block(parts)}{combined}{answer}"
+
+
+def _read_step(line: str, in_one_go: bool) -> Step | None:
+    """The step that `_line` wrote: its own value and working, without the running total."""
+    labels = "".join(re.findall(r"([a-zA-Z]): ", line))
+    plain = re.fullmatch(r"\w: (\d)(?:\+\d=\d)?\n", line)
+    if plain:
+        return Step(labels, int(plain[1]))
+    worked = re.fullmatch(rf"\w: (\d\*\w: \d(?:\+\w: \d)?)(?:(=\d\+\d)?=(\d)(?:, {SO}.+)?|\+\d=\d)\n", line)
+    if not worked:
+        return None
+    expression, between, value = worked[1], worked[2] or "", worked[3]
+    worth = int(value) if value else _worth([int(digit) for digit in re.findall(r"\d", expression)])
+    return Step(labels, worth, f"{expression}{between}={worth}", in_one_go)
 
 
 def _block(workers: Sequence[str]) -> str:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -43,6 +44,7 @@ class WorldConfig:
     test: int = 300
     larger: int = 100
     single_token_tags: bool = True
+    marked_parts: bool = True  # the base's solutions divide the list into numbered parts; otherwise rewriting has to
     model: TinyModel = field(default_factory=TinyModel)
 
     def check(self) -> None:
@@ -60,7 +62,8 @@ def make_world(config: WorldConfig, folder: Path) -> None:
     for name in ("train", "validation", "test", "larger"):
         rows = ({"id": p.id, "question": p.question, "gold": p.gold} for p in splits[name])
         write_jsonl_atomic(folder / "problems" / f"{name}.jsonl", rows)
-    demonstrations = ({"id": p.id, "question": p.question, "completion": sequential_solution(p)} for p in splits["base"])
+    solve = partial(sequential_solution, marked=config.marked_parts)
+    demonstrations = ({"id": p.id, "question": p.question, "completion": solve(p)} for p in splits["base"])
     write_jsonl_atomic(folder / "base.jsonl", demonstrations)
     tokenizer = make_tokenizer(config.single_token_tags)
     shape = checkpoint_config(config.model, tokenizer)

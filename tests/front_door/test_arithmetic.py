@@ -10,7 +10,16 @@ from transformers import AutoTokenizer
 
 from dccot.data.problems import Problem
 from dccot.data.prompting import PromptConfig
-from dccot.miniature.arithmetic import FAMILIES, LARGER, SENTENCES, make_splits, make_tokenizer, rewrite_parallel, sequential_solution
+from dccot.miniature.arithmetic import (
+    FAMILIES,
+    LARGER,
+    SENTENCES,
+    make_splits,
+    make_tokenizer,
+    rewrite_parallel,
+    rewrite_unmarked,
+    sequential_solution,
+)
 from dccot.rollout.protocol import TagIds, all_tags, flaw_of, parse
 
 SIZES = {"base": 400, "train": 400, "validation": 100, "test": 100, LARGER: 200}
@@ -73,11 +82,15 @@ def test_gold_is_what_python_makes_of_the_question(problem):
     assert problem.gold == gold_by_python(problem.question)
 
 
-@given(any_problem, st.integers(0, 5))
-def test_every_equation_of_a_sequential_solution_is_true_and_it_ends_in_the_gold(problem, seed):
-    text = sequential_solution(problem, seed=seed)
+def check_equations(text: str) -> None:
     for equation in re.findall(r"[\d+*]+(?:=[\d+*]+)+", without_labels(text)):
         assert len({eval(side) % 10 for side in equation.split("=")}) == 1
+
+
+@given(any_problem, st.integers(0, 5), st.booleans())
+def test_every_equation_of_a_sequential_solution_is_true_and_it_ends_in_the_gold(problem, seed, marked):
+    text = sequential_solution(problem, seed=seed, marked=marked)
+    check_equations(text)
     assert text.startswith("<think>\n") and text.endswith(f"</think><answer>\\boxed{{{problem.gold}}}</answer>")
 
 
@@ -120,6 +133,43 @@ def test_the_director_walks_a_chain_alone(problem):
     sequential = next(text for seed in range(20) if " to " in (text := sequential_solution(problem, seed=seed)))
     director = parse(rewrite_parallel(problem, sequential)).rounds[0].director
     assert re.findall(r"^([a-zA-Z]): ", director, re.M) == list(problem.labels)
+
+
+@given(any_problem, st.integers(0, 5))
+def test_an_unmarked_solution_has_no_parts_and_rewriting_finds_them(problem, attempt):
+    sequential = sequential_solution(problem, seed=attempt, marked=False)
+    assert not re.search(r"\d\)| to |end: ", sequential)
+    text = rewrite_unmarked(problem, sequential, attempt=attempt)
+    check_equations(text)
+    assert flaw_of(text) is None and parse(text).answer == f"\\boxed{{{problem.gold}}}"
+    assert text.splitlines()[:2] == sequential.splitlines()[:2]
+    [spawned] = parse(text).rounds
+    labels = [re.findall(r"^([a-zA-Z]): ", words, re.M) for words in (spawned.director, *spawned.workers)]
+    steps = re.findall(r"^([a-zA-Z]): ", sequential, re.M)
+    if problem.family == "chain":
+        assert labels[0] == steps and all(len(checked) == 1 and checked[0] in steps for checked in labels[1:])
+    else:
+        assert not labels[0] and all(labels[1:]) and [label for part in labels for label in part] == steps
+
+
+def test_an_unmarked_solution_rewritten_by_hand():
+    question = "Add a to h and keep the last digit: a: 3*b: 4, c: 6*d: 9, e: 6*f: 7, g: 2*h: 8."
+    once = "a: 3*b: 4=2\nc: 6*d: 9=4, so 4+2=6\ne: 6*f: 7=2, so 2+6=8\ng: 2*h: 8=6, so 6+8=4\n"
+    text = f"<think>\nPlainly.\n{once}</think><answer>\\boxed{{4}}</answer>"
+    assert rewrite_unmarked(Problem("p", question, "4"), text) == (
+        "<think>\nPlainly.\na to b, c to f, g to h.\n<spawn_workers>"
+        "<worker_1>1) a to b\na: 3*b: 4=2\n1: 2\n</worker_1>"
+        "<worker_2>2) c to f\nc: 6*d: 9=4\ne: 6*f: 7=2, so 2+4=6\n2: 6\n</worker_2>"
+        "<worker_3>3) g to h\ng: 2*h: 8=6\n3: 6\n</worker_3>"
+        "</spawn_workers>2: 6+2=8\n3: 6+8=4\n</think><answer>\\boxed{4}</answer>"
+    )
+
+
+def test_an_unmarked_text_with_another_line_comes_back_unchanged():
+    problem = next(p for p in SPLITS["train"] if p.family == "products")
+    text = sequential_solution(problem, marked=False)
+    for broken in (text.replace("*", "/"), text.replace(".\n", ".\nHm.\n"), sequential_solution(problem), "", "<think>\n"):
+        assert rewrite_unmarked(problem, broken) == broken
 
 
 @given(any_problem)
