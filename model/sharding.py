@@ -9,7 +9,8 @@ Gradients are SUMMED over the ranks, not averaged: the loss divides by a token c
 more, and one process gives the same gradient as many.
 
 With `replicate` = R of W ranks, each group of W/R shards one copy of the model and the R copies reduce their gradients (HSDP): set R to
-the number of machines to keep the weight all-gather within each.
+the number of machines to keep the weight all-gather within each. A model so small that collectives take longer than they save memory can
+stay `whole`: a copy on every rank, and one reduction of all gradients per step.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 @dataclass
 class ShardingConfig:
     replicate: int = 1  # copies of the model; 1 shards it over all ranks
+    whole: bool = False  # every rank has a copy, in one piece instead of by block; for tiny models
     compute_dtype: str = "bfloat16"
     master_dtype: str = "float32"  # a frozen model needs no more than compute_dtype
     activation_checkpointing: bool = True
@@ -58,6 +60,12 @@ class ShardingConfig:
             raise ValueError(f"sharding.skip_below is {self.skip_below}; it must be a probability below 1")
         if self.replicate < 1:
             raise ValueError(f"sharding.replicate is {self.replicate}; it must be at least 1")
+        if self.whole and self.replicate > 1:
+            raise ValueError(f"sharding.replicate is {self.replicate} and sharding.whole is set, which makes a copy per rank; choose one")
+
+    def copies(self, ranks: int) -> int:
+        """Copies of the model on `ranks` ranks."""
+        return ranks if self.whole else self.replicate
 
 
 def build_model(
@@ -86,7 +94,7 @@ def empty_model(config: ModelConfig, sharding: ShardingConfig, device: torch.dev
         if compiled:
             block.compile(dynamic=True)  # one kernel for every number of tokens, instead of one more for the first
     if dist.is_initialized():
-        _shard(model, _mesh(device, sharding.replicate), sharding.reshard_after_forward, compute)
+        _shard(model, _mesh(device, sharding.copies(dist.get_world_size())), sharding, compute)
     elif master != compute:
         raise ValueError(
             f"compute_dtype {sharding.compute_dtype} over master_dtype {sharding.master_dtype} needs FSDP, which needs a process "
@@ -103,13 +111,13 @@ def _can_compile(device: torch.device) -> bool:
     return bool(found)
 
 
-def _shard(model: Transformer, mesh: DeviceMesh, reshard_after_forward: bool, compute: torch.dtype) -> None:
+def _shard(model: Transformer, mesh: DeviceMesh, sharding: ShardingConfig, compute: torch.dtype) -> None:
     # Inputs are not cast: the blocks' are already in compute precision, except the rotation's angles, which stay fp32.
     reduce = torch.promote_types(compute, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
-    modules: list[nn.Module] = [*model.model.layers, model]
+    modules: list[nn.Module] = [model] if sharding.whole else [*model.model.layers, model]
     for module in modules:
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding.reshard_after_forward and not sharding.whole)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

@@ -82,11 +82,10 @@ class Plan:
 
 
 def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan:
-    if gpus % config.sharding.replicate or gpus % config.engine.tensor_parallel:
-        raise ConfigError(
-            f"{gpus} GPUs do not divide by {config.sharding.replicate} replicas and tensor parallel {config.engine.tensor_parallel}"
-        )
-    total, shards, parallel = parameters(model), gpus // config.sharding.replicate, config.engine.tensor_parallel
+    copies = config.sharding.copies(gpus)
+    if gpus % copies or gpus % config.engine.tensor_parallel:
+        raise ConfigError(f"{gpus} GPUs do not divide by {copies} replicas and tensor parallel {config.engine.tensor_parallel}")
+    total, shards, parallel = parameters(model), gpus // copies, config.engine.tensor_parallel
     largest = largest_micro_batch(config, model.max_position)
     reference = bool(config.objective.kl_coefficient)
     memory = TrainingMemory(model, config.sharding, shards, largest.tokens, largest.rows, reference)

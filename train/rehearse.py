@@ -75,7 +75,7 @@ def prepare(paths: Sequence[str], overrides: Sequence[str], model: ModelConfig, 
     groups: dict[str, Rehearsal] = {}
     for path in paths:
         config = load_training(path, overrides)
-        replicate = config.sharding.replicate
+        replicate = config.sharding.copies(gpus)
         if gpus % replicate:
             raise ConfigError(f"sharding.replicate is {replicate}; it must divide the {gpus} GPUs")
         largest = largest_micro_batch(config, model.max_position)

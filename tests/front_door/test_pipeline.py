@@ -104,7 +104,7 @@ SIZES = {
     "steps", "batch", "token_budget", "threads", "budget", "n", "max_prompt_tokens", "first", "cutoff", "context", "max_sequences",
     "gpu_memory", "prompts", "prompts_rolled_out", "learning_rate", "warmup_steps", "every", "samples", "keep", "keep_hf_every", "dtype",
     "compute_dtype", "max_rollout_batches",
-    "activation_checkpointing",
+    "activation_checkpointing", "whole",
 }  # fmt: skip
 PLACES = {"name", "output", "seed", "model", "path", "train", "problems", "benchmarks", "source", "validation", "parallel", "sequential"}
 

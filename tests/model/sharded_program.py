@@ -21,6 +21,7 @@ from dccot.model.sharding import ShardingConfig, build_model
 CASES = {
     "fsdp": ShardingConfig(compute_dtype="float32"),
     "hsdp": ShardingConfig(compute_dtype="float32", replicate=2),
+    "whole": ShardingConfig(compute_dtype="float32", whole=True),
     "compiled": ShardingConfig(compute_dtype="float32", compile=True),
     "bf16, kept gathered": ShardingConfig(compute_dtype="bfloat16", reshard_after_forward=False, activation_checkpointing=False),
 }
