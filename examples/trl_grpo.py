@@ -4,18 +4,21 @@
     python examples/trl_env.py examples/trl_grpo.py --loss padded                    unmodified TRL, to compare
 
 Prints the time and tokens of every step as JSON. trl_env.py creates the environment; trl_compare.py measures both losses on the same rows.
+Two processes: python examples/trl_env.py -m torch.distributed.run --standalone --nproc_per_node 2 examples/trl_grpo.py
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import resource
 import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -24,6 +27,7 @@ from dccot.train.forest import Forest
 from dccot.transformers import compute_logprobs, to_rows
 
 GROUP = 7  # answers to each prompt
+PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 PROMPT = "<｜begin▁of▁sentence｜><｜User｜>{} {}<｜Assistant｜><think>\n"
 INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
 
@@ -82,7 +86,7 @@ def make_trainer(loss: str, model, tokenizer, problems: list[dict], prompts: int
     kind = LOSSES[loss]
     model.set_attn_implementation(kind.attention)
     common = {
-        "output_dir": "runs/trl", "per_device_train_batch_size": prompts * GROUP, "num_generations": GROUP, "temperature": 0.6,
+        "output_dir": "runs/trl", "per_device_train_batch_size": prompts * GROUP // PROCESSES, "num_generations": GROUP, "temperature": 0.6,
         "loss_type": "dapo", "beta": 0.0, "learning_rate": 8e-5, "lr_scheduler_type": "constant", "gradient_checkpointing": False,
         "bf16": False, "use_cpu": not torch.cuda.is_available(), "report_to": "none", "save_strategy": "no", "logging_strategy": "no",
         "disable_tqdm": True, "seed": 0,
@@ -104,6 +108,19 @@ class StopWatch(TrainerCallback):
         whole, (generation, tokens) = time.perf_counter() - self.began, self.trainer.generated
         facts = {"step": whole, "generation": generation, "training": whole - generation}
         self.steps.append({**facts, "generated_tokens": tokens, "computed_tokens": self.trainer.computed_tokens})
+
+
+def of_all_processes(steps: list[dict], memory: float) -> tuple[list[dict], float]:
+    """The slowest process's seconds, all processes' tokens, the largest process's memory."""
+    everybody = [(steps, memory)]
+    if PROCESSES > 1:
+        everybody *= PROCESSES
+        dist.all_gather_object(everybody, (steps, memory))
+    joined = [
+        {name: (sum if name.endswith("tokens") else max)(step[name] for step in same) for name in same[0]}
+        for same in zip(*(steps for steps, _ in everybody))
+    ]
+    return joined, max(memory for _, memory in everybody)
 
 
 def main() -> None:
@@ -128,8 +145,9 @@ def main() -> None:
     trainer.add_callback(watch)
     startup = time.perf_counter() - start
     trainer.train()
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(json.dumps({"startup": startup, "memory_gb": memory, "steps": watch.steps}))
+    steps, memory = of_all_processes(watch.steps, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+    if trainer.accelerator.is_main_process:
+        print(json.dumps({"startup": startup, "memory_gb": memory, "steps": steps}))
 
 
 if __name__ == "__main__":

@@ -220,9 +220,9 @@ def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, marked: bo
     rng = random.Random(f"{seed}/{problem.question}")
     manner = rng.choices(list(MANNERS), list(MANNERS.values()))[0]
     if problem.family == "chain":
-        lines, total = _walk(problem)
-        text = _said("".join(lines), manner)
-        plan, checks = _checks(lines, rng)
+        walk, total = _walk(problem)
+        text = _said("".join(walk), manner)
+        plan, checks = _checks(walk, rng)
         if marked and rng.random() < CHECKED:
             text += f"{END}{total}\n{plan}{_in_any_order(checks, rng)}{END}{total}\n"
     else:
