@@ -26,7 +26,6 @@ from dccot.config import ConfigError, at_least, one_of, require
 from dccot.data import rewrite, sequential
 from dccot.eval import latency
 from dccot.eval.benchmarks import BENCHMARKS, Benchmark, named_benchmark, own_benchmark
-from dccot.eval.report import write_report
 from dccot.eval.results import Evaluation
 from dccot.eval.run import METHODS, EvalConfig, eval_config, evaluate
 from dccot.eval.tables import row_labels
@@ -337,6 +336,8 @@ def _made_by(recipe: Recipe) -> str:
 def _run_report(context: Context, config: ReportStage) -> None:
     if not context.runtime.is_main:
         return
+    from dccot.eval.report import write_report  # it imports matplotlib, which takes longer than all else that a recipe's start imports
+
     recipe = context.plan.recipe
     folder, kinds = recipe.folder, {name: stage.run for name, stage in recipe.all_stages().items()}
     evaluations = [Evaluation.load(folder / name) for name in config.rows]

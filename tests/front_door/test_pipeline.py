@@ -137,6 +137,25 @@ def test_in_the_miniature_the_sequential_base_gets_the_same_rl_as_dc_cot():
     assert {load_stage(plan).budget for name, plan in plans.items() if name.startswith("eval_") or name == "latency"} == {640}
 
 
+def test_the_unmarked_miniature_differs_in_its_solutions_and_in_how_much_sft_it_needs():
+    marked, unmarked = ({plan.name: flat(load_stage(plan)) for plan in load_recipe(f"configs/mini/{name}.yaml")[1]} for name in NAMES)
+    differing = {f"{stage}.{key}" for stage, found in marked.items() for key in found if found[key] != unmarked[stage][key]}
+    sft = {
+        "sft.steps",
+        "sft.checkpoint.every",
+        *(f"sft.optimizer.{key}" for key in ("learning_rate", "warmup_steps", "decay_from", "decay_to")),
+    }
+    assert {key for key in differing if key.rpartition(".")[2] not in PLACES} == {
+        "world.marked_parts",
+        "rewrite.by",
+        "sequential.first",
+        *sft,
+    }
+
+
+NAMES = ("mini", "unmarked")
+
+
 def test_a_recipe_leaves_out_what_it_is_told_to_and_its_rows(tmp_path):
     recipe, plans = load_recipe("configs/mini/demo.yaml", [f"output={tmp_path}"])
     assert not {plan.name for plan in plans} & set(recipe.without)

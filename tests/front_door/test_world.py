@@ -24,6 +24,13 @@ def test_the_same_configuration_gives_the_same_bytes_and_another_seed_others(tmp
     assert len(list(read_jsonl(tmp_path / "one" / "base.jsonl"))) == 30
 
 
+def test_only_marked_solutions_have_numbered_parts(tmp_path):
+    for marked in (True, False):
+        make_world(WorldConfig(base_examples=30, train=1, validation=1, test=1, larger=1, marked_parts=marked), tmp_path / str(marked))
+    marked, unmarked = ([row["completion"] for _, row in read_jsonl(tmp_path / str(kind) / "base.jsonl")] for kind in (True, False))
+    assert sum("\n1) " in text for text in marked) > 20 and not any(") " in text for text in unmarked)
+
+
 def test_two_heads_start_by_looking_one_token_back_and_then_behind_the_same_token(tmp_path):
     make_world(WorldConfig(base_examples=1, train=1, validation=1, test=1, larger=1), tmp_path)
     model = Transformer(read_config(tmp_path / "init"))
