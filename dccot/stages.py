@@ -336,7 +336,7 @@ def _made_by(recipe: Recipe) -> str:
 def _run_report(context: Context, config: ReportStage) -> None:
     if not context.runtime.is_main:
         return
-    from dccot.eval.report import write_report  # it imports matplotlib, which takes longer than all else that a recipe's start imports
+    from dccot.eval.report import write_report  # it imports matplotlib, which no other stage needs
 
     recipe = context.plan.recipe
     folder, kinds = recipe.folder, {name: stage.run for name, stage in recipe.all_stages().items()}

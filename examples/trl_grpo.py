@@ -111,7 +111,7 @@ class StopWatch(TrainerCallback):
 
 
 def of_all_processes(steps: list[dict], memory: float) -> tuple[list[dict], float]:
-    """The slowest process's seconds, all processes' tokens, the largest process's memory."""
+    """All processes' tokens, the largest one's memory, the slowest one's seconds; waiting for it to generate is no training."""
     everybody = [(steps, memory)]
     if PROCESSES > 1:
         everybody *= PROCESSES
@@ -120,6 +120,8 @@ def of_all_processes(steps: list[dict], memory: float) -> tuple[list[dict], floa
         {name: (sum if name.endswith("tokens") else max)(step[name] for step in same) for name in same[0]}
         for same in zip(*(steps for steps, _ in everybody))
     ]
+    for step in joined:
+        step["training"] = step["step"] - step["generation"]
     return joined, max(memory for _, memory in everybody)
 
 
