@@ -73,7 +73,7 @@ bench: .venv/ready
 
 # Beside TRL, which gets an environment of its own in runs/trl-env. Needs the base model of `make demo`; about 15 minutes.
 bench-peers: .venv/ready
-	$(BIN)/python -m dccot.bench.peers
+	$(BIN)/python -m dccot.lab.bench.peers
 
 # The training step of every configuration at its real size, on GPUs that are not here: devices, shapes, memory, waiting.
 REHEARSED := configs/sft.yaml $(filter-out configs/rl/base.yaml,$(wildcard configs/rl/*.yaml))

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dccot.files import BadData, read_jsonl
-from dccot.rollout.protocol import TAG_PATTERN, IllFormed, Parsed, parse
+from dccot.core.files import BadData, read_jsonl
+from dccot.rollout.tags import TAG_PATTERN, IllFormed, Parsed, parse
 
 RUN = 5  # consecutive matching words that count as copied
 NAMED_WORKER = re.compile(r"\bworkers?[ _#]?(\d+)\b|\b(?:the )?other workers?\b", re.IGNORECASE)
@@ -56,7 +56,8 @@ class SetReport:
         rounds = ", ".join(f"{count:,} × {number}" for number, count in sorted(self.rounds.items()))
         lines = [
             f"examples            {self.examples:,}",
-            f"ill-formed          {sum(self.ill_formed.values()):,}" + "".join(f"   {flaw} {n:,}" for flaw, n in self.ill_formed.items()),
+            f"ill-formed          {sum(self.ill_formed.values()):,}"
+            + "".join(f"   {flaw} {n:,}" for flaw, n in self.ill_formed.items()),
             f"rounds              {rounds or 'none'}",
             f"length              {self.total}   ({self.unit})",
             f"longest path        {self.longest_path}",
@@ -74,7 +75,11 @@ class SetReport:
 def check_set(path: str | Path, *, workers: int = 3, tokenizer=None) -> SetReport:
     """Read an SFT set (id, question, completion, and source where known) and measure it."""
     report = SetReport("tokens" if tokenizer else "words")
-    size = (lambda text: len(tokenizer.encode(text, add_special_tokens=False))) if tokenizer else (lambda text: len(text.split()))
+    size = (
+        (lambda text: len(tokenizer.encode(text, add_special_tokens=False)))
+        if tokenizer
+        else (lambda text: len(text.split()))
+    )
     for line, row in read_jsonl(path):
         missing = [name for name in ("id", "question", "completion") if name not in row]
         if missing:
@@ -105,7 +110,9 @@ def _measure(report: SetReport, parsed: Parsed, row: dict, size: Callable[[str],
         report.balance.values.append(min(lengths) / max(1, max(lengths)))
         if source is not None:
             report.verbatim.values += [verbatim_share(text, source) for text in texts]
-        report.leaks += [f"{row['id']}, round {number}, worker {worker}: {what}" for worker, what in leaks_in(texts, known)]
+        report.leaks += [
+            f"{row['id']}, round {number}, worker {worker}: {what}" for worker, what in leaks_in(texts, known)
+        ]
         known += "\n" + "\n".join(texts)
     report.total.values.append(total)
     report.longest_path.values.append(path)
@@ -113,7 +120,9 @@ def _measure(report: SetReport, parsed: Parsed, row: dict, size: Callable[[str],
 
 
 def leaks_in(workers: list[str], known: str) -> Iterable[tuple[int, str]]:
-    """(worker, what) for everything in a block's texts that its writer could not know. `known` is everything read before the block."""
+    """(worker, what) for everything in a block's texts that its writer could not know. `known` is everything read
+    before the block.
+    """
     before = _results(known)
     reached: dict[str, int] = {}  # result → the first worker that states it
     for index, text in enumerate(workers, start=1):
@@ -141,7 +150,9 @@ def word_runs(text: str) -> set[tuple[str, ...]]:
 
 
 def verbatim_share(text: str, source_runs: set[tuple[str, ...]]) -> float:
-    """Share of the words of `text` that are covered by five-word runs of the source; 1 for a text too short to judge."""
+    """Share of the words of `text` that are covered by five-word runs of the source; 1 for a text too short to
+    judge.
+    """
     words = _words(text)
     if len(words) < RUN:
         return 1.0

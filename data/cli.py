@@ -19,25 +19,33 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from dccot.command import run_cleanly
-from dccot.config import load_config, to_yaml
+from dccot.core.command import run_cleanly
+from dccot.core.config import load_config, to_yaml
+from dccot.core.progress import Progress
 from dccot.data.problems import PRESETS, Fields, fetch, load_problems
-from dccot.progress import Progress
 
 C = TypeVar("C")
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(description="Problem sets and the SFT set.", epilog="example: dccot data fetch aime24 math500")
+    top = argparse.ArgumentParser(
+        description="Problem sets and the SFT set.", epilog="example: dccot data fetch aime24 math500"
+    )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    known = "; ".join(f"{name} ({wanted.about}{f', {wanted.count:,}' if wanted.count else ''})" for name, wanted in PRESETS.items())
-    one = commands.add_parser("fetch", help="download problem sets from the Hugging Face hub", epilog="example: dccot data fetch aime24")
+    known = "; ".join(
+        f"{name} ({wanted.about}{f', {wanted.count:,}' if wanted.count else ''})" for name, wanted in PRESETS.items()
+    )
+    one = commands.add_parser(
+        "fetch", help="download problem sets from the Hugging Face hub", epilog="example: dccot data fetch aime24"
+    )
     one.add_argument("names", nargs="+", metavar="NAME", help=known)
     one.add_argument("--folder", default="runs/data", help="where NAME.jsonl is written (default: %(default)s)")
     one.set_defaults(run=_fetch)
 
-    one = commands.add_parser("problems", help="look at a file of problems", epilog="example: dccot data problems train.jsonl --strict")
+    one = commands.add_parser(
+        "problems", help="look at a file of problems", epilog="example: dccot data problems train.jsonl --strict"
+    )
     one.add_argument("file", help="JSONL or parquet")
     for name in ("id", "question", "gold"):
         one.add_argument(f"--{name}", default=name, help=f"the field that holds the {name} (default: %(default)s)")
@@ -48,13 +56,17 @@ def parser() -> argparse.ArgumentParser:
         ("sequential", _sequential, "sequential solutions by rejection sampling"),
         ("rewrite", _rewrite, "sequential solutions rewritten into the parallel format by a stronger model"),
     ):
-        one = commands.add_parser(name, help=about, epilog=f"example: dccot data {name} configs/data/{name}.yaml first=100")
+        one = commands.add_parser(
+            name, help=about, epilog=f"example: dccot data {name} configs/data/{name}.yaml first=100"
+        )
         one.add_argument("config", help="YAML file")
         one.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
         one.add_argument("--print-config", action="store_true", help="show the resolved configuration and stop")
         one.set_defaults(run=run)
 
-    one = commands.add_parser("check", help="report on a finished SFT set", epilog="example: dccot data check runs/data/sft.jsonl")
+    one = commands.add_parser(
+        "check", help="report on a finished SFT set", epilog="example: dccot data check runs/data/sft.jsonl"
+    )
     one.add_argument("file")
     one.add_argument("--tokenizer", help="count tokens of this model instead of words")
     one.add_argument("--workers", type=int, default=3)
@@ -73,7 +85,9 @@ def _problems(arguments: argparse.Namespace) -> None:
     fields = Fields(arguments.id, arguments.question, arguments.gold)
     problems = load_problems(arguments.file, fields=fields, strict=arguments.strict)
     first = problems[0]
-    print(f"{arguments.file}: {len(problems):,} problems; the first is {first.id}: {first.question[:100]!r} → {first.gold!r}")
+    print(
+        f"{arguments.file}: {len(problems):,} problems; the first is {first.id}: {first.question[:100]!r} → {first.gold!r}"
+    )
 
 
 def _sequential(arguments: argparse.Namespace) -> None:

@@ -1,9 +1,9 @@
 """Language models at an HTTP endpoint, through the vendors' SDKs: one coroutine from messages to text.
 
-The SDKs retry rate limits, overload, server errors, time-outs and dropped connections (exponential backoff with jitter, or about as long as
-the server's retry-after says), here until `patience_seconds` have passed without an answer. Errors that retrying cannot fix are
-separate: `Refused` concerns this request only, `Unusable` every request. The key comes from the environment and is removed from every
-message that leaves this file.
+The SDKs retry rate limits, overload, server errors, time-outs and dropped connections (exponential backoff with jitter,
+or about as long as the server's retry-after says), here until `patience_seconds` have passed without an answer. Errors
+that retrying cannot fix are separate: `Refused` concerns this request only, `Unusable` every request. The key comes
+from the environment and is removed from every message that leaves this file.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from dccot.config import ConfigError, check_address, one_of, require, warn_of_plain_http
+from dccot.core.config import ConfigError, check_address, one_of, require, warn_of_plain_http
 
-CLIENTS = {"anthropic": "AsyncAnthropic", "openai": "AsyncOpenAI"}  # protocol, which is the name of its SDK → the client in it
+CLIENTS = {
+    "anthropic": "AsyncAnthropic",
+    "openai": "AsyncOpenAI",
+}  # protocol, which is the name of its SDK → the client in it
 ALL_REQUESTS_FAIL = {401, 403, 404}
 RETRIES = 1_000_000  # patience_seconds ends them
 GARBLED_SECONDS = 1.0  # pause after an invalid reply, which the SDKs do not retry
@@ -32,7 +35,8 @@ class EndpointConfig:
     protocol: str = "anthropic"  # or openai: any OpenAI-compatible server
     model: str = "claude-sonnet-4-5-20250929"
     base_url: str | None = None  # None: the SDK's own
-    key_variable: str = "ANTHROPIC_API_KEY"  # environment variable that holds the key; empty for a server that needs none
+    # environment variable that holds the key; empty for a server that needs none
+    key_variable: str = "ANTHROPIC_API_KEY"
     temperature: float | None = 0.7  # None: leave it to the server
     max_tokens: int = 12_000
     max_tokens_field: str = "max_tokens"  # some OpenAI models need max_completion_tokens
@@ -51,7 +55,10 @@ class EndpointConfig:
     def key(self) -> str:
         if not self.key_variable:
             return "none"
-        require(bool(os.environ.get(self.key_variable)), f"the environment variable {self.key_variable} (endpoint.key_variable) is not set")
+        require(
+            bool(os.environ.get(self.key_variable)),
+            f"the environment variable {self.key_variable} (endpoint.key_variable) is not set",
+        )
         return os.environ[self.key_variable]
 
 
@@ -79,7 +86,9 @@ class Endpoint:
         if config.base_url:
             warn_of_plain_http(config.base_url, "endpoint.base_url")
         self._sdk: Any = importlib.import_module(config.protocol)
-        http = self._sdk.DefaultAsyncHttpxClient(timeout=config.timeout_seconds, event_hooks={"response": [_with_sensible_retry]})
+        http = self._sdk.DefaultAsyncHttpxClient(
+            timeout=config.timeout_seconds, event_hooks={"response": [_with_sensible_retry]}
+        )
         options = {"api_key": self._key, "base_url": config.base_url, "http_client": http, "max_retries": RETRIES}
         options["timeout"] = config.timeout_seconds
         self._client = getattr(self._sdk, CLIENTS[config.protocol])(**options)
@@ -101,11 +110,15 @@ class Endpoint:
                     except _Garbled:
                         await asyncio.sleep(GARBLED_SECONDS * random.uniform(1, 1.25))
         except TimeoutError:
-            raise Refused(f"no answer within {self.config.patience_seconds:.0f} s (endpoint.patience_seconds)") from None
+            raise Refused(
+                f"no answer within {self.config.patience_seconds:.0f} s (endpoint.patience_seconds)"
+            ) from None
         except self._sdk.APIStatusError as error:
             said = self._clean(f"HTTP {error.status_code}: {error.message}")
             if error.status_code in ALL_REQUESTS_FAIL:
-                raise Unusable(f"{self._where()} rejects requests ({said}); check the key, endpoint.model and endpoint.base_url") from None
+                raise Unusable(
+                    f"{self._where()} rejects requests ({said}); check the key, endpoint.model and endpoint.base_url"
+                ) from None
             raise Refused(said) from None
         except self._sdk.APIError as error:
             raise Refused(self._clean(f"{type(error).__name__}: {error}")) from None
@@ -153,11 +166,15 @@ class Endpoint:
 
 
 async def _with_sensible_retry(response: Any) -> None:
-    """A server's retry-after gets a floor, jitter and a limit; for an invalid one (0, negative, nan) the SDK uses its own backoff."""
+    """A server's retry-after gets a floor, jitter and a limit; for an invalid one (0, negative, nan) the SDK uses its
+    own backoff.
+    """
     milliseconds, wait = (_seconds(response.headers.pop(name, "")) for name in ("retry-after-ms", "retry-after"))
     asked = wait if math.isnan(milliseconds) else milliseconds / 1000
     if 0 < asked < math.inf:
-        response.headers["retry-after"] = f"{min(max(asked, SHORTEST_WAIT), LONGEST_WAIT) * random.uniform(1, 1.25):.3f}"
+        response.headers["retry-after"] = (
+            f"{min(max(asked, SHORTEST_WAIT), LONGEST_WAIT) * random.uniform(1, 1.25):.3f}"
+        )
 
 
 def _seconds(wait: str) -> float:

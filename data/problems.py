@@ -4,7 +4,8 @@
     load_problems("rows.parquet", fields=Fields(question="problem", gold="answer"))
     load_problems("runs/data/aime24.jsonl")                                as `dccot data fetch aime24` wrote it
 
-A row without an id gets its index in the file, counted from 0 over good and bad rows alike, so skipping a row does not rename others.
+A row without an id gets its index in the file, counted from 0 over good and bad rows alike, so skipping a row does not
+rename others.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dccot.files import BadData, read_jsonl, write_jsonl_atomic
+from dccot.core.files import BadData, read_jsonl, write_jsonl_atomic
 
 Report = Callable[[str], None]
 
@@ -38,7 +39,9 @@ class Fields:
 
 @dataclass(frozen=True)
 class HubSet:
-    """A problem set on the Hugging Face hub, read from the parquet version that the hub generates for every public set."""
+    """A problem set on the Hugging Face hub, read from the parquet version that the hub generates for every public
+    set.
+    """
 
     repo: str
     split: str
@@ -53,26 +56,47 @@ class HubSet:
 
 
 PRESETS = {
-    "deepscaler": HubSet("agentica-org/DeepScaleR-Preview-Dataset", "train", Fields(question="problem", gold="answer"), about="training"),
-    "aime24": HubSet("HuggingFaceH4/aime_2024", "train", Fields(question="problem", gold="answer"), about="AIME 2024", count=30),
+    "deepscaler": HubSet(
+        "agentica-org/DeepScaleR-Preview-Dataset", "train", Fields(question="problem", gold="answer"), about="training"
+    ),
+    "aime24": HubSet(
+        "HuggingFaceH4/aime_2024", "train", Fields(question="problem", gold="answer"), about="AIME 2024", count=30
+    ),
     "amc23": HubSet("math-ai/amc23", "test", Fields(gold="answer"), about="AMC 23", count=40),
-    "hmmt25": HubSet("MathArena/hmmt_feb_2025", "train", Fields("problem_idx", "problem", "answer"), about="HMMT Feb 2025", count=30),
-    "math500": HubSet("HuggingFaceH4/MATH-500", "test", Fields("unique_id", "problem", "answer"), about="MATH-500", count=500),
+    "hmmt25": HubSet(
+        "MathArena/hmmt_feb_2025", "train", Fields("problem_idx", "problem", "answer"), about="HMMT Feb 2025", count=30
+    ),
+    "math500": HubSet(
+        "HuggingFaceH4/MATH-500", "test", Fields("unique_id", "problem", "answer"), about="MATH-500", count=500
+    ),
     "minerva": HubSet("math-ai/minervamath", "test", Fields(gold="answer"), about="Minerva Math", count=272),
     "olympiadbench": HubSet(
-        "Hothan/OlympiadBench", "train", Fields(gold="final_answer"), "OE_TO_maths_en_COMP", "English, text only, open-ended", count=674
+        "Hothan/OlympiadBench",
+        "train",
+        Fields(gold="final_answer"),
+        "OE_TO_maths_en_COMP",
+        "English, text only, open-ended",
+        count=674,
     ),
-    "gsm8k": HubSet("openai/gsm8k", "train", Fields(gold="answer", gold_after="####"), "main", "grade school, training", count=7473),
+    "gsm8k": HubSet(
+        "openai/gsm8k", "train", Fields(gold="answer", gold_after="####"), "main", "grade school, training", count=7473
+    ),
 }
 
 
 def load_problems(
-    path: str | Path, *, fields: Fields | None = None, preset: str | None = None, strict: bool = False, report: Report = print
+    path: str | Path,
+    *,
+    fields: Fields | None = None,
+    preset: str | None = None,
+    strict: bool = False,
+    report: Report = print,
 ) -> list[Problem]:
-    """Problems of a JSONL or parquet file in file order. Bad rows and repeated ids are reported and skipped; `strict` raises.
+    """Problems of a JSONL or parquet file in file order. Bad rows and repeated ids are reported and skipped; `strict`
+    raises.
 
-    `preset` sets the field names of a raw file of that set; a count that differs from the set's is reported. A file with no usable row
-    is always an error.
+    `preset` sets the field names of a raw file of that set; a count that differs from the set's is reported. A file
+    with no usable row is always an error.
     """
     path = Path(path)
     fields = fields or (hub_set(preset).fields if preset else Fields())
@@ -94,10 +118,14 @@ def load_problems(
         report(f"{path}: {len(problems):,} problems, {skipped:,} rows skipped")
     if not problems:
         wanted = ", ".join((fields.id, fields.question, fields.gold))
-        raise BadData(f"{path}: no usable row; it needs the fields {wanted} (another name: fields.question=…, fields.gold=…)")
+        raise BadData(
+            f"{path}: no usable row; it needs the fields {wanted} (another name: fields.question=…, fields.gold=…)"
+        )
     expected = hub_set(preset).count if preset else None
     if expected not in (None, len(problems)):
-        report(f"{path}: {len(problems):,} problems, {preset} usually has {expected:,}; compare results with that in mind")
+        report(
+            f"{path}: {len(problems):,} problems, {preset} usually has {expected:,}; compare results with that in mind"
+        )
     return list(problems.values())
 
 
@@ -150,7 +178,9 @@ def _marked(value, field: str, mark: str) -> str:
 
 
 def _gold(value) -> str | None:
-    """A gold answer as text; None if it is none. Whole floats lose their `.0`: parquet stores integers as floats when a row is missing."""
+    """A gold answer as text; None if it is none. Whole floats lose their `.0`: parquet stores integers as floats when a
+    row is missing.
+    """
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
     if isinstance(value, float):
@@ -192,7 +222,11 @@ def _download(wanted: HubSet, target: Path) -> Path:
             online = False
     try:
         revision = "refs/convert/parquet"
-        return Path(hf_hub_download(wanted.repo, wanted.file, repo_type="dataset", revision=revision, local_files_only=not online))
+        return Path(
+            hf_hub_download(
+                wanted.repo, wanted.file, repo_type="dataset", revision=revision, local_files_only=not online
+            )
+        )
     except Exception as error:
         if not online:
             raise BadData(

@@ -21,14 +21,14 @@ from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
-from dccot.config import named, require
+from dccot.core.config import named, require
+from dccot.core.files import BadData, JsonlWriter, checksum, read_jsonl, write_atomic, write_jsonl_atomic
+from dccot.core.provenance import record
+from dccot.core.runtime import Runtime
 from dccot.data.endpoints import Endpoint, EndpointConfig, Refused, Reply
-from dccot.data.grading import GradingConfig, Judge, Verdict, open_judge
+from dccot.data.judge import GradingConfig, Judge, Verdict, open_judge
 from dccot.data.problems import Problem
-from dccot.files import BadData, JsonlWriter, checksum, read_jsonl, write_atomic, write_jsonl_atomic
-from dccot.provenance import record
-from dccot.rollout.protocol import flaw_of
-from dccot.runtime import Runtime
+from dccot.rollout.tags import flaw_of
 
 ACCEPTED, FAILED = "accepted", "failed"
 ENDPOINT = "endpoint"
@@ -43,7 +43,8 @@ class RewriteConfig:
     workers: int = 3
     concurrency: int = 16  # concurrent requests
     by: str = ENDPOINT  # endpoint: a stronger model; or your own function, my_package.my_module:my_rule
-    instruction: str | None = None  # a file with your own; with {question} and {assistant_response} it is the whole message; None: ours
+    # a file with your own; with {question} and {assistant_response} it is the whole message; None: ours
+    instruction: str | None = None
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     grading: GradingConfig = field(default_factory=lambda: GradingConfig(workers=1))
 
@@ -54,7 +55,10 @@ class RewriteConfig:
         require(self.attempts > 0, f"attempts is {self.attempts}; it must be at least 1")
         require(self.concurrency > 0, f"concurrency is {self.concurrency}; it must be at least 1")
         ours = self.instruction is None
-        require(not ours or self.workers == 3, f"workers is {self.workers}, our instruction speaks of 3; set instruction=FILE")
+        require(
+            not ours or self.workers == 3,
+            f"workers is {self.workers}, our instruction speaks of 3; set instruction=FILE",
+        )
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,9 @@ class Summary:
     output_tokens: int
 
     def __str__(self) -> str:
-        refused = Counter({reason: count for reason, count in self.outcomes.items() if reason not in (ACCEPTED, FAILED)})
+        refused = Counter(
+            {reason: count for reason, count in self.outcomes.items() if reason not in (ACCEPTED, FAILED)}
+        )
         lines = [
             f"{self.accepted:,} of {self.solutions:,} solutions accepted, {self.exhausted:,} out of attempts, {self.failed:,} failed",
             f"tokens spent: {self.input_tokens:,} read, {self.output_tokens:,} written",
@@ -108,7 +114,9 @@ def rule(rewrite: Callable[..., str]) -> Rewriter:
 
 
 def by_endpoint(endpoint: Endpoint, instruction: str) -> Rewriter:
-    """A rewriter that asks a stronger model: the instruction and then the task, or one message if the instruction is a template."""
+    """A rewriter that asks a stronger model: the instruction and then the task, or one message if the instruction is a
+    template.
+    """
     task = prompt_text("rewrite_task.txt")
 
     async def reply(solution: Solution, attempt: int) -> Reply:
@@ -116,7 +124,9 @@ def by_endpoint(endpoint: Endpoint, instruction: str) -> Rewriter:
             return await endpoint.ask("", fill_template(instruction, solution))
         before, _, rest = task.partition("{{question}}")
         between, _, after = rest.partition("{{solution}}")
-        return await endpoint.ask(instruction, f"{before}{solution.problem.question}{between}{solution.text}{after}".strip())
+        return await endpoint.ask(
+            instruction, f"{before}{solution.problem.question}{between}{solution.text}{after}".strip()
+        )
 
     return reply
 
@@ -162,7 +172,9 @@ async def rewrite_all(
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Summary:
-    """Retry every solution until it is accepted or out of attempts, then write the accepted ones. Safe to kill and call again."""
+    """Retry every solution until it is accepted or out of attempts, then write the accepted ones. Safe to kill and call
+    again.
+    """
     with JsonlWriter(attempts_path(config.output)) as log:
         rows = list(log.rows())
         tried = Counter(row["id"] for row in rows if row["outcome"] != FAILED)
@@ -223,17 +235,28 @@ def summarize(solutions: Sequence[Solution], rows: Sequence[dict], attempts: int
     exhausted = {id_ for id_, count in tried.items() if count >= attempts} - accepted
     failed = {row["id"] for row in rows if row["outcome"] == FAILED} - accepted - exhausted
     spent = {name: sum(row.get(name, 0) for row in rows) for name in ("input_tokens", "output_tokens")}
-    return Summary(len(ids), len(accepted), dict(Counter(row["outcome"] for row in rows)), len(failed), len(exhausted), **spent)
+    return Summary(
+        len(ids), len(accepted), dict(Counter(row["outcome"] for row in rows)), len(failed), len(exhausted), **spent
+    )
 
 
 async def run(config: RewriteConfig, progress: Callable[[int, int], None]) -> Summary:
     """The whole command: read, ask the endpoint or the rule, check, write."""
     solutions = load_solutions(config.source, config.first)
     read = {"source": config.source, "instruction": config.instruction}
-    record(Path(config.output), config, {key: {Path(file).name: checksum(file)} for key, file in read.items() if file}, Runtime.alone())
+    record(
+        Path(config.output),
+        config,
+        {key: {Path(file).name: checksum(file)} for key, file in read.items() if file},
+        Runtime.alone(),
+    )
     async with AsyncExitStack() as stack:
         if config.by == ENDPOINT:
-            instruction = Path(config.instruction).read_text(encoding="utf-8") if config.instruction else prompt_text("rewrite.txt")
+            instruction = (
+                Path(config.instruction).read_text(encoding="utf-8")
+                if config.instruction
+                else prompt_text("rewrite.txt")
+            )
             rewriter = by_endpoint(await stack.enter_async_context(Endpoint(config.endpoint)), instruction)
         else:
             rewriter = rule(named({}, config.by, "by"))

@@ -1,11 +1,12 @@
-"""Problems in, rollouts out: what training, validation, evaluation, `dccot rollout` and `dccot data sequential` have in common.
+"""Problems in, rollouts out: what training, validation, evaluation, `dccot rollout` and `dccot data sequential` have in
+common.
 
     have = {(row["problem"], row["sample"]) for row in …}                     what a file or folder already holds
     for rollout in roll_out(engine, asked, missing_pairs(asked, range(7), have), prompt, config, seed=(run_seed,)):
         writer.write(rollout.to_json())                                       each one as soon as it is finished
 
-A response depends on its seed, (seed, problem, sample), not on what else is generated: an interrupted run is completed by
-generating the missing pairs.
+A response depends on its seed, (seed, problem, sample), not on what else is generated: an interrupted run is completed
+by generating the missing pairs.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 
-from dccot.data.grading import Judge
+from dccot.data.judge import Judge
 from dccot.data.problems import Problem
-from dccot.data.prompting import PromptConfig
+from dccot.data.prompts import PromptConfig
 from dccot.rollout.director import RolloutConfig
+from dccot.rollout.engine import Engine
 from dccot.rollout.generate import Request, Watch, generate
-from dccot.rollout.interface import Engine
-from dccot.rollout.protocol import after_think, flaw_of, sequential_flaw_of
 from dccot.rollout.response import Rollout
+from dccot.rollout.tags import after_think, flaw_of, sequential_flaw_of
 
 Asked = tuple[Problem, list[int]]  # a problem and the ids of its prompt
 Pair = tuple[str, int]  # problem id, sample
@@ -44,7 +45,9 @@ def roll_out(
     seed: tuple[int | str, ...],
     watch: Watch | None = None,
 ) -> Iterator[Rollout]:
-    """These samples of these problems, ungraded, each as soon as it is finished, with its format checked by the rules of its prompt."""
+    """These samples of these problems, ungraded, each as soon as it is finished, with its format checked by the rules
+    of its prompt.
+    """
     known = {problem.id: (problem, ids) for problem, ids in asked}
     requests = [Request(problem, sample, known[problem][1], prompt.parallel) for problem, sample in pairs]
     with closing(generate(engine, requests, config, seed=seed, watch=watch)) as responses:
@@ -58,7 +61,9 @@ def roll_out(
 def grade(rollouts: Sequence[Rollout], judge: Judge, *, thinking_counts: bool = True) -> None:
     """Fill in the verdicts: on whole responses, or only on what follows their thinking (DeepScaleR's rule)."""
     texts = [rollout.text if thinking_counts else after_think(rollout.text) for rollout in rollouts]
-    for rollout, verdict in zip(rollouts, judge.grade([(text, rollout.gold) for text, rollout in zip(texts, rollouts)])):
+    for rollout, verdict in zip(
+        rollouts, judge.grade([(text, rollout.gold) for text, rollout in zip(texts, rollouts)])
+    ):
         rollout.verdict = verdict.value
 
 

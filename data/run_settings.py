@@ -7,14 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dccot.config import read_yaml
-from dccot.data.prompting import PromptConfig
+from dccot.core.config import read_yaml
+from dccot.data.prompts import PromptConfig
 from dccot.model.folder import run_and_checkpoint
 from dccot.rollout.director import RolloutConfig
 
 
 def settings_of(model: str | Path) -> tuple[PromptConfig, RolloutConfig]:
-    """Prompt and rollout settings of a run, whichever checkpoint of it is meant; the defaults for a plain model folder."""
+    """Prompt and rollout settings of a run, whichever checkpoint of it is meant; the defaults for a plain model
+    folder.
+    """
     path = run_and_checkpoint(model)[0] / "config.yaml"
     tree = read_yaml(path) if path.is_file() else {}
 
@@ -23,4 +25,5 @@ def settings_of(model: str | Path) -> tuple[PromptConfig, RolloutConfig]:
         return kind(**{name: value for name, value in (tree.get(key) or {}).items() if name in names})
 
     rollout = own(RolloutConfig, "rollout")
-    return own(PromptConfig, "prompt"), replace(rollout, workers=tree.get("workers", rollout.workers))  # an SFT run has no rollouts
+    # an SFT run has no rollouts
+    return own(PromptConfig, "prompt"), replace(rollout, workers=tree.get("workers", rollout.workers))

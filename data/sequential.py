@@ -1,4 +1,5 @@
-"""Sequential solutions for the SFT set by rejection sampling: up to three attempts per problem, the first correct one is kept.
+"""Sequential solutions for the SFT set by rejection sampling: up to three attempts per problem, the first correct one
+is kept.
 
     dccot data sequential configs/data/sequential.yaml model=MODEL problems=runs/data/deepscaler.jsonl
     torchrun --nproc_per_node 8 -m dccot.data.cli sequential configs/data/sequential.yaml …          # every rank takes its share
@@ -6,7 +7,8 @@
     attempts   <output>.attempts.<rank>.jsonl: every graded attempt as it arrives; a rerun reads them and continues
     output     id, question, gold, solution, attempt, tokens            correct ones in the order of the problems
 
-An attempt's seed is derived from (seed, problem, attempt), so attempts differ and a rerun gives what an uninterrupted run would have.
+An attempt's seed is derived from (seed, problem, attempt), so attempts differ and a rerun gives what an uninterrupted
+run would have.
 """
 
 from __future__ import annotations
@@ -16,19 +18,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dccot.config import require
-from dccot.data.grading import GradingConfig, Judge, Verdict, open_judge
+from dccot.core.config import require
+from dccot.core.files import JsonlWriter, checksum, read_jsonl, write_jsonl_atomic
+from dccot.core.provenance import record
+from dccot.core.runtime import Runtime, require_shared
+from dccot.data.judge import GradingConfig, Judge, Verdict, open_judge
 from dccot.data.problems import Problem, load_problems
-from dccot.data.prompting import PromptConfig, prompts_of
+from dccot.data.prompts import PromptConfig, prompts_of
 from dccot.data.rollouts import graded, missing_pairs, roll_out
-from dccot.files import JsonlWriter, checksum, read_jsonl, write_jsonl_atomic
 from dccot.model.folder import model_checksums, resolve_model
-from dccot.provenance import record
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.interface import Engine, open_engine
+from dccot.rollout.engine import Engine, open_engine
 from dccot.rollout.response import Rollout
 from dccot.rollout.settings import EngineConfig
-from dccot.runtime import Runtime, require_shared
 
 Progress = Callable[[int, int], None]  # (done, total)
 
@@ -53,8 +55,13 @@ class SequentialConfig:
         require(bool(self.model), "model is not set; name a Hugging Face folder or a run, e.g. model=runs/base")
         require(bool(self.problems), "problems is not set; name a JSONL or parquet file")
         require(self.attempts > 0, f"attempts is {self.attempts}; it must be at least 1")
-        require(not self.prompt.parallel, f"prompt.kind is {self.prompt.kind}; sequential solutions are wanted: set it to sequential")
-        require(self.engine.tensor_parallel == 1, "engine.tensor_parallel must be 1 here: every rank solves its own share")
+        require(
+            not self.prompt.parallel,
+            f"prompt.kind is {self.prompt.kind}; sequential solutions are wanted: set it to sequential",
+        )
+        require(
+            self.engine.tensor_parallel == 1, "engine.tensor_parallel must be 1 here: every rank solves its own share"
+        )
 
 
 @dataclass
@@ -74,7 +81,9 @@ def attempts_path(output: str | Path, replica: int) -> Path:
 
 
 def logged_attempts(output: str | Path) -> list[dict]:
-    """Every attempt that any rank of any earlier run has finished. An unfinished last line, left by a kill, does not count."""
+    """Every attempt that any rank of any earlier run has finished. An unfinished last line, left by a kill, does not
+    count.
+    """
     paths = sorted(Path(output).parent.glob(attempts_path(Path(output).name, 0).name.replace(".0.", ".*.")))
     return [row for path in paths if path.stat().st_size for _, row in read_jsonl(path, report=lambda _: None)]
 
@@ -104,7 +113,11 @@ def sample(
 
 
 def attempt_row(rollout: Rollout) -> dict:
-    outcome = {"verdict": rollout.verdict, "finish": rollout.response.finish.value, "tokens": rollout.response.total_tokens}
+    outcome = {
+        "verdict": rollout.verdict,
+        "finish": rollout.response.finish.value,
+        "tokens": rollout.response.total_tokens,
+    }
     return {"id": rollout.problem, "attempt": rollout.sample, **outcome, "text": rollout.text}
 
 
@@ -127,15 +140,22 @@ def keep(problems: Sequence[Problem], config: SequentialConfig) -> SequentialSum
         if problem.id in correct
     ]
     write_jsonl_atomic(config.output, kept)
-    return SequentialSummary(len(problems), len(kept), dict(Counter(row["verdict"] for row in rows)), sum(row["tokens"] for row in rows))
+    return SequentialSummary(
+        len(problems), len(kept), dict(Counter(row["verdict"] for row in rows)), sum(row["tokens"] for row in rows)
+    )
 
 
-def run(config: SequentialConfig, engine: Engine | None = None, *, progress: Progress = _silent) -> SequentialSummary | None:
+def run(
+    config: SequentialConfig, engine: Engine | None = None, *, progress: Progress = _silent
+) -> SequentialSummary | None:
     """The whole command; None on ranks other than the first. A given engine is used and left running."""
     problems = load_problems(config.problems)[: config.first]
     with Runtime.of_workers() as runtime:
         model = resolve_model(config.model)
-        inputs = {"model": model_checksums(model, runtime), "problems": {Path(config.problems).name: checksum(config.problems)}}
+        inputs = {
+            "model": model_checksums(model, runtime),
+            "problems": {Path(config.problems).name: checksum(config.problems)},
+        }
         record(Path(config.output), config, inputs, runtime)
         require_shared(Path(config.output).parent, runtime)  # rank 0 collects what all of them write there
         opened = open_engine(model, config.engine, engine, logs=Path(config.output).parent)

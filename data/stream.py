@@ -1,7 +1,8 @@
 """An endless shuffled stream of problems that can be stopped and resumed anywhere.
 
-Epoch e is a permutation drawn from (seed, e) alone, so the state is two integers and the order does not depend on how many ranks
-read it: every rank draws the same batch and takes its own part, e.g. `batch[rank::ranks]`. Batches can cross epoch boundaries.
+Epoch e is a permutation drawn from (seed, e) alone, so the state is two integers and the order does not depend on how
+many ranks read it: every rank draws the same batch and takes its own part, e.g. `batch[rank::ranks]`. Batches can cross
+epoch boundaries.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import random
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
-from dccot.files import BadData
+from dccot.core.files import BadData
 
 
 class HasId(Protocol):
@@ -59,7 +60,13 @@ class ProblemStream(Generic[P]):
         return self.problems[self._order[self.position - 1]]
 
     def state(self) -> dict:
-        return {"seed": self.seed, "problems": self._fingerprint, "content": self._content, "epoch": self.epoch, "position": self.position}
+        return {
+            "seed": self.seed,
+            "problems": self._fingerprint,
+            "content": self._content,
+            "epoch": self.epoch,
+            "position": self.position,
+        }
 
     def restore(self, state: dict) -> None:
         """Continue right after the last problem drawn when `state` was taken."""

@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from dccot.eval.solve import solve
-    from dccot.kernels.linear_logprob import linear_logprob
+    from dccot.kernels.lm_head import linear_logprob
     from dccot.kernels.mask import TreeMask
     from dccot.kernels.tree_attention import tree_attention
     from dccot.rollout.response import Response
@@ -26,7 +26,7 @@ _HOMES = {
     "Response": "dccot.rollout.response",
     "TreeMask": "dccot.kernels.mask",
     "build_forest": "dccot.train.forest",
-    "linear_logprob": "dccot.kernels.linear_logprob",
+    "linear_logprob": "dccot.kernels.lm_head",
     "objectives": "dccot.train.objectives",
     "solve": "dccot.eval.solve",
     "tree_attention": "dccot.kernels.tree_attention",

@@ -1,6 +1,7 @@
 """`dccot COMMAND …`: one entry point for everything, without remembering module names.
 
-Each command is a module with `main(argv) -> int` and its own --help. Warnings from dependencies go to a log file, not to the terminal.
+Each command is a module with `main(argv) -> int` and its own --help. Warnings from dependencies go to a log file, not
+to the terminal.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dccot.command import quiet
+from dccot.core.command import quiet
 
 COMMANDS = {
-    "demo": ("dccot.miniature.demo", "the whole paper in miniature, on a CPU: base → SFT → RL → evaluation → report"),
+    "demo": ("dccot.lab.worlds.demo", "the whole paper in miniature, on a CPU: base → SFT → RL → evaluation → report"),
     "pipeline": ("dccot.pipeline", "all stages of a training recipe, one after another"),
     "sft": ("dccot.train.sft", "supervised fine-tuning"),
     "rl": ("dccot.train.rl", "one stage of reinforcement learning"),
     "rollout": ("dccot.rollouts", "generate responses to a file of problems"),
-    "eval": ("dccot.eval.run", "accuracy and longest path on benchmarks; `dccot eval latency` for wall-clock"),
+    "eval": ("dccot.eval.evaluate", "accuracy and longest path on benchmarks; `dccot eval latency` for wall-clock"),
     "report": ("dccot.eval.report", "tables, plots and training curves of runs as one HTML page"),
     "solve": ("dccot.eval.solve", "one problem, live in the terminal, workers side by side"),
     "serve": ("dccot.serve.launch", "serve a model, workers included, through the OpenAI API, with a web page"),
@@ -28,17 +29,22 @@ COMMANDS = {
     "model": ("dccot.models", "check a model folder, or create one from a GGUF file"),
     "data": ("dccot.data.cli", "problem sets and the SFT set"),
     "plan": ("dccot.train.plan", "memory and time of a run before it is launched"),
-    "rehearse": ("dccot.train.rehearse", "run the training step at its real size on fake GPUs"),
-    "inspect": ("dccot.kernels.inspect", "registers, shared memory and instruction mix of the kernels, without a GPU"),
-    "gpu-check": ("dccot.bench.gpu_check", "check a machine with GPUs: independent checks, one report"),
-    "bench": ("dccot.bench.__main__", "every benchmark, or one of them"),
+    "rehearse": ("dccot.lab.rehearsal.rehearse", "run the training step at its real size on fake GPUs"),
+    "inspect": (
+        "dccot.lab.critic.inspect",
+        "registers, shared memory and instruction mix of the kernels, without a GPU",
+    ),
+    "gpu-check": ("dccot.lab.gpu_check.run", "check a machine with GPUs: independent checks, one report"),
+    "bench": ("dccot.lab.bench.__main__", "every benchmark, or one of them"),
 }
 
 
 def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items()]
-    return "usage: dccot COMMAND …\n\n" + "\n".join(lines) + "\n\n`dccot COMMAND --help` explains each, with an example."
+    return (
+        "usage: dccot COMMAND …\n\n" + "\n".join(lines) + "\n\n`dccot COMMAND --help` explains each, with an example."
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,9 +2,10 @@
 
     dccot export runs/demo/stage4 FOLDER                        dccot export runs/hlp@180 FOLDER --push NAME/MODEL
 
-The card is computed from the run: the stages that led to it (each run's config.yaml names the previous one), their training data, and
-every evaluation next to the run that measured it or an ancestor. The folder appears only when complete. `--push` also uploads it to
-a hub (HF_TOKEN and, for another hub, HF_ENDPOINT in the environment); the repository is private unless `--public` is given.
+The card is computed from the run: the stages that led to it (each run's config.yaml names the previous one), their
+training data, and every evaluation next to the run that measured it or an ancestor. The folder appears only when
+complete. `--push` also uploads it to a hub (HF_TOKEN and, for another hub, HF_ENDPOINT in the environment); the
+repository is private unless `--public` is given.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import dccot
-from dccot.command import run_cleanly
-from dccot.config import read_yaml
-from dccot.data.prompting import PromptConfig
+from dccot.core.command import run_cleanly
+from dccot.core.config import read_yaml
+from dccot.core.files import BadData
+from dccot.data.prompts import PromptConfig
 from dccot.eval.results import LABELS, SUMMARY, Evaluation, shown
-from dccot.files import BadData
-from dccot.model.checkpoint_io import require_inside
 from dccot.model.folder import find_model, resolve_model
 from dccot.model.tokenizer import open_tokenizer
+from dccot.model.weights import require_inside
 
 MEASURES = ("accuracy", "maj3_accuracy", "longest_path", "total_tokens", "well_formed")
 HEADER = """---
@@ -91,8 +92,14 @@ def _places(start: str, run: Path) -> Iterator[Path]:
 
 
 def evaluations_of(run: Path, ancestors: Sequence[Ancestor], model: Path) -> list[tuple[str, Evaluation]]:
-    """(model's name, evaluation) of every evaluation next to the run that measured this model or the newest weights of an ancestor."""
-    wanted = {_tail(find_model(each.run)): each.name for each in ancestors if each.run is not None and (each.run / "latest").is_file()}
+    """(model's name, evaluation) of every evaluation next to the run that measured this model or the newest weights of
+    an ancestor.
+    """
+    wanted = {
+        _tail(find_model(each.run)): each.name
+        for each in ancestors
+        if each.run is not None and (each.run / "latest").is_file()
+    }
     wanted = {tail: name for tail, name in wanted.items() if name != run.name} | {_tail(model): run.name}
     found = [Evaluation.load(file.parent) for file in sorted(run.parent.glob(f"*/{SUMMARY}"))]
     order = [each.name for each in ancestors]
@@ -111,12 +118,35 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def stages_table(ancestors: Sequence[Ancestor]) -> str:
-    keys = ("steps", "data.train", "optimizer.learning_rate", "objective.kind", "filter", "rollout.budget", "reward.length_penalty", "seed")
-    heads = ("stage", "kind", "steps", "trained on", "learning rate", "objective", "filter", "token budget", "length penalty", "seed")
+    keys = (
+        "steps",
+        "data.train",
+        "optimizer.learning_rate",
+        "objective.kind",
+        "filter",
+        "rollout.budget",
+        "reward.length_penalty",
+        "seed",
+    )
+    heads = (
+        "stage",
+        "kind",
+        "steps",
+        "trained on",
+        "learning rate",
+        "objective",
+        "filter",
+        "token budget",
+        "length penalty",
+        "seed",
+    )
     rows = []
     for each in ancestors:
         values = (each.setting(key) for key in keys)
-        cells = ("" if value is None else Path(value).name if key == "data.train" else str(value) for key, value in zip(keys, values))
+        cells = (
+            "" if value is None else Path(value).name if key == "data.train" else str(value)
+            for key, value in zip(keys, values)
+        )
         rows.append([each.name, each.kind, *cells])
     return table(heads, rows)
 
@@ -138,12 +168,16 @@ def results_table(evaluations: Sequence[tuple[str, Evaluation]]) -> str:
 
 def limits(ancestors: Sequence[Ancestor], evaluations: Sequence[tuple[str, Evaluation]]) -> list[str]:
     newest = ancestors[-1]
-    results = [result for name, evaluation in evaluations if name == newest.name for result in evaluation.results.values()]
+    results = [
+        result for name, evaluation in evaluations if name == newest.name for result in evaluation.results.values()
+    ]
     unjudged = sum(result.unjudged for result in results)
     budget, workers = newest.setting("rollout.budget"), newest.setting("rollout.workers") or newest.setting("workers")
     benchmarks = ", ".join(sorted({result.title for result in results}))
     notes = [
-        f"Measured on {benchmarks} and on nothing else." if results else "No evaluation of these weights was found beside their run.",
+        f"Measured on {benchmarks} and on nothing else."
+        if results
+        else "No evaluation of these weights was found beside their run.",
         "± is the standard error over problems of one training run; another seed may differ by more.",
         f"{unjudged:,} answers could not be judged and are in no accuracy." if unjudged else "",
         f"Trained with {workers} workers and at most {budget:,} tokens on the longest path." if budget else "",
@@ -155,7 +189,11 @@ def limits(ancestors: Sequence[Ancestor], evaluations: Sequence[tuple[str, Evalu
 
 def introduction(model: Path, parallel: bool) -> str:
     facts = json.loads((model / "config.json").read_text())
-    way = "as a director it splits a problem, spawns workers that think in parallel, reads them and answers" if parallel else "sequential"
+    way = (
+        "as a director it splits a problem, spawns workers that think in parallel, reads them and answers"
+        if parallel
+        else "sequential"
+    )
     shape = f"A {facts['model_type']} decoder, {facts['num_hidden_layers']} layers, {facts['hidden_size']} wide"
     return f"{shape}, trained with dccot {dccot.__version__} (Divide-and-Conquer CoT): {way}. Weights: {model.parent.name}."
 
@@ -164,7 +202,9 @@ def card(run: Path, model: Path, license_name: str | None) -> str:
     """README.md of the exported folder."""
     ancestors = lineage(run)
     if not ancestors:
-        raise BadData(f"{run} has no config.yaml: a model card is made from a run of `dccot sft` or `dccot rl`, not from a model alone")
+        raise BadData(
+            f"{run} has no config.yaml: a model card is made from a run of `dccot sft` or `dccot rl`, not from a model alone"
+        )
     evaluations = evaluations_of(run, ancestors, model)
     prompt = PromptConfig(**(ancestors[-1].setting("prompt") or {"open_think": False}))
     sections = {
@@ -175,7 +215,11 @@ def card(run: Path, model: Path, license_name: str | None) -> str:
         "Licence": license_name or UNLICENSED,
     }
     header = HEADER.replace("LICENSE", license_name or "other")
-    body = [f"# {run.name}", introduction(model, prompt.kind == "parallel"), *(f"## {title}\n\n{text}" for title, text in sections.items())]
+    body = [
+        f"# {run.name}",
+        introduction(model, prompt.kind == "parallel"),
+        *(f"## {title}\n\n{text}" for title, text in sections.items()),
+    ]
     return "\n\n".join([header, *body]) + "\n"
 
 
@@ -209,8 +253,12 @@ def push(folder: Path, repository: str, public: bool) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     example = "example: dccot export runs/demo/stage4 FOLDER"
-    parser = argparse.ArgumentParser(prog="dccot export", description="Export a trained model with a model card.", epilog=example)
-    parser.add_argument("run", type=Path, help="a run, or one of its checkpoints: runs/hlp, runs/hlp@180, runs/hlp@best")
+    parser = argparse.ArgumentParser(
+        prog="dccot export", description="Export a trained model with a model card.", epilog=example
+    )
+    parser.add_argument(
+        "run", type=Path, help="a run, or one of its checkpoints: runs/hlp, runs/hlp@180, runs/hlp@best"
+    )
     parser.add_argument("folder", type=Path, help="where the model goes; must not exist yet")
     parser.add_argument("--license", help="of the weights, as hubs spell it: apache-2.0, mit, …")
     parser.add_argument("--push", metavar="NAME/MODEL", help="also upload it to a hub")

@@ -2,9 +2,10 @@
 
     done.json    {"seconds": 12.3, "made_from": {"configuration": …, "inputs": {key: {file: {"sha256", "seen"}}}, "code": …}}
 
-Settings and the content of inputs count; the location of an input or of the recipe's folder does not, and deleted inputs are not compared.
-A code change is reported, not rejected: otherwise nobody could work on one stage of a recipe, and no checksum can tell whether a source
-change would affect a finished stage's result. An input is hashed again only if its size or time has changed.
+Settings and the content of inputs count; the location of an input or of the recipe's folder does not, and deleted
+inputs are not compared. A code change is reported, not rejected: otherwise nobody could work on one stage of a recipe,
+and no checksum can tell whether a source change would affect a finished stage's result. An input is hashed again only
+if its size or time has changed.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dccot.config import to_plain
-from dccot.files import checksum, flush_to_disk, write_atomic
+from dccot.core.config import to_plain
+from dccot.core.files import checksum, flush_to_disk, write_atomic
+from dccot.core.provenance import code_version, differences
 from dccot.model.folder import find_model, model_checksums
-from dccot.provenance import code_version, differences
 from dccot.recipe import StagePlan
-from dccot.stages import KINDS, Need
+from dccot.stages import Need, kind_of
 
 
 def finished(plan: StagePlan) -> dict[str, Any] | None:
@@ -37,25 +38,31 @@ def write_mark(plan: StagePlan, seconds: float, made_from: dict[str, Any]) -> No
 
 
 def made_from(plan: StagePlan, config: Any, before: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Everything that a stage's result depends on, as it is now; checksums are reused from `before`, a mark's, if files are unchanged."""
+    """Everything that a stage's result depends on, as it is now; checksums are reused from `before`, a mark's, if files
+    are unchanged.
+    """
     known = (before or {}).get("inputs", {})
     inputs = {key: _files(need, known.get(key, {})) for key, need in _inputs(plan, config)}
     return {"configuration": _settings(plan, config), "inputs": inputs, "code": code_version()}
 
 
 def changes(plan: StagePlan, config: Any, mark: dict[str, Any]) -> list[tuple[str, str]]:
-    """(key, what differs) of what a finished stage was made from; empty for a mark from an older version, which lacks this."""
+    """(key, what differs) of what a finished stage was made from; empty for a mark from an older version, which lacks
+    this.
+    """
     before = mark.get("made_from")
     if before is None:
         return []
-    now, defaults = made_from(plan, config, before), to_plain(KINDS[plan.stage.run].config())
+    now, defaults = made_from(plan, config, before), to_plain(kind_of(plan.stage.run).config())
     settings = differences(_completed(before["configuration"], now["configuration"], defaults), now["configuration"])
     found = [(key, f"was {was!r} when the stage was finished and is {new!r} now") for key, was, new in settings]
     for key, files in now["inputs"].items():
         known = before["inputs"].get(key, {})
         if files is None or known is None:  # an input that is gone
             continue
-        other = next((name for name in sorted(files.keys() | known.keys()) if _sha(files, name) != _sha(known, name)), None)
+        other = next(
+            (name for name in sorted(files.keys() | known.keys()) if _sha(files, name) != _sha(known, name)), None
+        )
         if other is not None:
             found.append((key, f"has another content than when the stage was finished{f' ({other})' if other else ''}"))
     return found
@@ -81,7 +88,7 @@ def move_aside(plan: StagePlan) -> Path | None:
 def _settings(plan: StagePlan, config: Any) -> dict[str, Any]:
     """The resolved configuration without the paths of inputs, which are compared by content."""
     plain = json.loads(json.dumps(to_plain(config)).replace(str(plan.recipe.folder), "{run}"))
-    for need in KINDS[plan.stage.run].needs(plan, config):
+    for need in kind_of(plan.stage.run).needs(plan, config):
         *groups, last = need.key.split(".")
         inner = plain
         for group in groups:
@@ -92,10 +99,13 @@ def _settings(plan: StagePlan, config: Any) -> dict[str, Any]:
 
 
 def _inputs(plan: StagePlan, config: Any) -> Iterator[tuple[str, Need]]:
-    needs = KINDS[plan.stage.run].needs(plan, config)
+    needs = kind_of(plan.stage.run).needs(plan, config)
     for number, need in enumerate(needs):
         same = [other for other in needs if other.key == need.key]
-        yield f"{need.key}[{sum(other.key == need.key for other in needs[:number])}]" if len(same) > 1 else need.key, need
+        yield (
+            f"{need.key}[{sum(other.key == need.key for other in needs[:number])}]" if len(same) > 1 else need.key,
+            need,
+        )
 
 
 def _files(need: Need, known: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dccot.command import run_cleanly
-from dccot.config import ConfigError
-from dccot.data.prompting import PromptConfig
+from dccot.core.command import run_cleanly
+from dccot.core.config import ConfigError
+from dccot.data.prompts import PromptConfig
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import resolve_model
 from dccot.model.tokenizer import PROBE, open_tokenizer
-from dccot.rollout.protocol import TagIds, all_tags
+from dccot.rollout.tags import TagIds, all_tags
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ Row = tuple[str, str]
 
 
 def shape_rows(config: ModelConfig, folder: Path) -> list[Row]:
-    from dccot.model.checkpoint_io import open_tensors
+    from dccot.model.weights import open_tensors
 
     with open_tensors(folder) as tensors:
         stored = sorted({tensor.get_dtype() for tensor in tensors.values()})
@@ -40,7 +40,10 @@ def shape_rows(config: ModelConfig, folder: Path) -> list[Row]:
     return [
         ("family", config.model_type),
         ("shape", f"{config.layers} layers, width {config.hidden_size:,}, MLP {config.intermediate_size:,}, {heads}"),
-        ("parameters", f"{_parameters(config):,}{', embeddings tied' if config.tied_embeddings else ''}; stored as {', '.join(stored)}"),
+        (
+            "parameters",
+            f"{_parameters(config):,}{', embeddings tied' if config.tied_embeddings else ''}; stored as {', '.join(stored)}",
+        ),
         ("largest context", f"{config.max_position:,} tokens (rope {rope})"),
     ]
 
@@ -57,11 +60,18 @@ def _parameters(config: ModelConfig) -> int:
 def text_rows(config: ModelConfig, folder: Path, workers: int) -> Iterator[Row]:
     """The tokenizer, the prompt it produces and how it tokenizes the tags."""
     tokenizer = open_tokenizer(folder)
-    exact = tokenizer.decode(tokenizer.encode(PROBE, add_special_tokens=False), clean_up_tokenization_spaces=False) == PROBE
-    yield "tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer):,} of {config.vocab_size:,} tokens, eos {tokenizer.eos_token!r}"
+    exact = (
+        tokenizer.decode(tokenizer.encode(PROBE, add_special_tokens=False), clean_up_tokenization_spaces=False) == PROBE
+    )
+    yield (
+        "tokenizer",
+        f"{type(tokenizer).__name__}, {len(tokenizer):,} of {config.vocab_size:,} tokens, eos {tokenizer.eos_token!r}",
+    )
     yield "round trip", "exact" if exact else "white space is kept; other characters of the probe are not"
     if len(tokenizer) > config.vocab_size:
-        raise ConfigError(f"the tokenizer of {folder} has {len(tokenizer):,} tokens, the model embeds {config.vocab_size:,}")
+        raise ConfigError(
+            f"the tokenizer of {folder} has {len(tokenizer):,} tokens, the model embeds {config.vocab_size:,}"
+        )
     prompt = PromptConfig()
     yield "prompt", f"{prompt.chat_format(tokenizer)}: {prompt.text('QUESTION', tokenizer)!r}"
     TagIds.of(tokenizer, workers)
@@ -72,7 +82,9 @@ def text_rows(config: ModelConfig, folder: Path, workers: int) -> Iterator[Row]:
 
 
 def numbers_rows(folder: Path, engine: bool) -> Iterator[Row]:
-    """Our decoder in float32 vs. transformers' on the probe, and vs. vLLM's log-probs; one model in memory at a time."""
+    """Our decoder in float32 vs. transformers' on the probe, and vs. vLLM's log-probs; one model in memory at a
+    time.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -81,18 +93,23 @@ def numbers_rows(folder: Path, engine: bool) -> Iterator[Row]:
     ids = torch.tensor(open_tokenizer(folder).encode(PROBE, add_special_tokens=False))
     with torch.no_grad():
         found = _decoder(folder)(ids, torch.arange(len(ids)), TreeMask.causal([len(ids)]))
-        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(input_ids=ids[None]).logits[0]
+        expected = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(input_ids=ids[None]).logits[0]
+        )
     yield "beside transformers", _said(_gap(found, expected), "transformers", f"logits of {len(ids)} tokens")
     if engine:
         gap, tokens, rate = sampled_gap(folder)
-        yield "beside vLLM", _said(gap, "vLLM", f"log-probs of {tokens} sampled tokens") + f", {rate:.1f} tokens/s alone"
+        yield (
+            "beside vLLM",
+            _said(gap, "vLLM", f"log-probs of {tokens} sampled tokens") + f", {rate:.1f} tokens/s alone",
+        )
 
 
 def _decoder(folder: Path) -> Any:
     import torch
 
-    from dccot.model.checkpoint_io import load_weights
     from dccot.model.transformer import Transformer
+    from dccot.model.weights import load_weights
 
     with torch.device("meta"):
         model = Transformer(read_config(folder))
@@ -102,12 +119,14 @@ def _decoder(folder: Path) -> Any:
 
 
 def sampled_gap(folder: Path, tokens: int = 48) -> tuple[float, int, float]:
-    """The largest difference between the log-probs that vLLM sampled a response with and the trainer's; its length; tokens per second."""
+    """The largest difference between the log-probs that vLLM sampled a response with and the trainer's; its length;
+    tokens per second.
+    """
     import torch
 
     from dccot.rollout.director import RolloutConfig
+    from dccot.rollout.engine import open_engine
     from dccot.rollout.generate import Request, generate
-    from dccot.rollout.interface import open_engine
     from dccot.rollout.settings import EngineConfig
     from dccot.train.forest import build_forest
 
@@ -122,7 +141,9 @@ def sampled_gap(folder: Path, tokens: int = 48) -> tuple[float, int, float]:
     forest = build_forest([[(0, response)]])
     mask, targets = forest.mask, forest.targets
     with torch.no_grad():
-        logprob, _ = _decoder(folder)(forest.tokens, mask.position, mask, mask.parent[targets], forest.tokens[targets], config.temperature)
+        logprob, _ = _decoder(folder)(
+            forest.tokens, mask.position, mask, mask.parent[targets], forest.tokens[targets], config.temperature
+        )
     return _gap(logprob, forest.logprob[targets]), len(targets), len(targets) / seconds
 
 
@@ -132,7 +153,9 @@ def _gap(found: Tensor, expected: Tensor) -> float:
 
 def _said(gap: float, beside: str, what: str) -> str:
     if not gap < LARGEST_GAP[beside]:
-        raise ConfigError(f"{what} are {gap:.2g} away from those of {beside} in float32; at most {LARGEST_GAP[beside]:g} is rounding")
+        raise ConfigError(
+            f"{what} are {gap:.2g} away from those of {beside} in float32; at most {LARGEST_GAP[beside]:g} is rounding"
+        )
     return f"{what} in float32 differ by at most {gap:.1e}"
 
 
@@ -163,21 +186,31 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
     from dccot.model.gguf import import_gguf
 
     config = import_gguf(file, folder, getattr(torch, dtype))
-    print(f"{folder}: {config.model_type}, {_parameters(config):,} parameters in {dtype}; `dccot model check {folder}` compares it")
+    print(
+        f"{folder}: {config.model_type}, {_parameters(config):,} parameters in {dtype}; `dccot model check {folder}` compares it"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     top = argparse.ArgumentParser(description="Model folders.", epilog="example: dccot model check MODEL")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     one = commands.add_parser(
-        "check", help="describe a model folder; compare with transformers and vLLM", epilog="example: dccot model check MODEL"
+        "check",
+        help="describe a model folder; compare with transformers and vLLM",
+        epilog="example: dccot model check MODEL",
     )
     one.add_argument("model", help="a Hugging Face folder, or a run (its newest checkpoint)")
-    one.add_argument("--workers", type=int, default=3, help="number of workers whose tags are shown (default: %(default)s)")
+    one.add_argument(
+        "--workers", type=int, default=3, help="number of workers whose tags are shown (default: %(default)s)"
+    )
     one.add_argument("--no-engine", action="store_true", help="do not compare with vLLM, which takes a while to start")
-    one.add_argument("--no-weights", action="store_true", help="do not compute anything: configuration and tokenizer only")
+    one.add_argument(
+        "--no-weights", action="store_true", help="do not compute anything: configuration and tokenizer only"
+    )
     one.set_defaults(run=lambda a: check(a.model, a.workers, not a.no_engine, not a.no_weights))
-    one = commands.add_parser("import", help="a folder from a GGUF file", epilog="example: dccot model import MODEL.gguf FOLDER")
+    one = commands.add_parser(
+        "import", help="a folder from a GGUF file", epilog="example: dccot model import MODEL.gguf FOLDER"
+    )
     one.add_argument("file", type=Path, help="qwen2, qwen3 or llama, quantised or not")
     one.add_argument("folder", type=Path, help="a new one")
     one.add_argument("--dtype", choices=DTYPES, default="float32", help="of the written weights (default: %(default)s)")

@@ -3,9 +3,10 @@
     dccot pipeline configs/paper.yaml model=MODEL --check                                  what is missing, in seconds
     torchrun --nproc_per_node 8 -m dccot.pipeline configs/paper.yaml model=MODEL           the whole paper
 
-Every start checks all stages first (preflight.py). Stages share one process and, if the model's shape allows, one engine: a new model is
-streamed into it. A finished stage leaves a mark that records what it was made from (marks.py) and is skipped; if that has
-changed since, the start is rejected. `--redo STAGE` moves its results to replaced/ and runs it again.
+Every start checks all stages first (preflight.py). Stages share one process and, if the model's shape allows, one
+engine: a new model is streamed into it. A finished stage leaves a mark that records what it was made from (marks.py)
+and is skipped; if that has changed since, the start is rejected. `--redo STAGE` moves its results to replaced/ and runs
+it again.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from typing import Any
 
 import torch
 
-from dccot.command import run_cleanly
-from dccot.config import ConfigError, one_of, to_yaml
-from dccot.files import write_atomic
+from dccot.core.command import run_cleanly
+from dccot.core.config import ConfigError, one_of, to_yaml
+from dccot.core.files import write_atomic
+from dccot.core.provenance import record
+from dccot.core.runtime import PATIENCE, Runtime, free_memory, on_rank_zero, set_timeout
 from dccot.marks import changes, finished, made_from, move_aside, write_mark
 from dccot.preflight import Checked, check_recipe
-from dccot.provenance import record
 from dccot.recipe import Recipe, StagePlan, load_recipe
-from dccot.runtime import PATIENCE, Runtime, free_memory, on_rank_zero, set_timeout
-from dccot.stages import KINDS, Context, SharedEngine, load_stage
+from dccot.stages import Context, SharedEngine, kind_of, load_stage
 from dccot.train.run import claim, launch_parser, log_to_terminal
 
 
@@ -45,7 +46,9 @@ def run_recipe(path: str | Path, overrides: Sequence[str] = (), redo: Sequence[s
 
 
 def _open(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: Sequence[str]) -> None:
-    """Reject what cannot run, without changing anything; then lock the folder, write the recipe, and move away what is redone."""
+    """Reject what cannot run, without changing anything; then lock the folder, write the recipe, and move away what is
+    redone.
+    """
     checked = checked_recipe(recipe, plans, ranks, redo)
     if taken := claim(recipe.folder):
         raise FileExistsError(taken)
@@ -53,7 +56,9 @@ def _open(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: Sequence
     for remark in checked.remarks():
         print(remark, flush=True)
     for plan in plans:
-        if plan.name in redo and finished(plan) and (moved := move_aside(plan)):  # an unfinished one goes on: it may be this very redo
+        if (
+            plan.name in redo and finished(plan) and (moved := move_aside(plan))
+        ):  # an unfinished one goes on: it may be this very redo
             print(f"{plan.name}: done again; what was there is in {moved}", flush=True)
 
 
@@ -73,7 +78,7 @@ def _run_stage(plan: StagePlan, heading: str, context: Context) -> None:
     context.say(heading)
     source = on_rank_zero(lambda: made_from(plan, config))
     began = time.perf_counter()
-    KINDS[plan.stage.run].run(context, config)
+    kind_of(plan.stage.run).run(context, config)
     free_memory()  # before the next trainer starts next to an engine that is awake
     set_timeout(PATIENCE)  # single-rank work may take hours; training has set its own
     context.runtime.barrier()
@@ -95,8 +100,12 @@ def _seconds_of_finished(plan: StagePlan, config: Any) -> float | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = launch_parser("All stages of a recipe.", "dccot pipeline configs/paper.yaml model=MODEL --check")
-    parser.add_argument("--check", action="store_true", help="report what is missing and the resources needed, and stop")
-    parser.add_argument("--redo", action="append", default=[], metavar="STAGE", help="do a finished stage again; may be repeated")
+    parser.add_argument(
+        "--check", action="store_true", help="report what is missing and the resources needed, and stop"
+    )
+    parser.add_argument(
+        "--redo", action="append", default=[], metavar="STAGE", help="do a finished stage again; may be repeated"
+    )
     arguments = parser.parse_intermixed_args(argv)
     log_to_terminal()
 

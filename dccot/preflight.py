@@ -1,8 +1,9 @@
-"""Checks what a recipe needs before any weights are read: `dccot pipeline RECIPE --check`, and the first step of every start.
+"""Checks what a recipe needs before any weights are read: `dccot pipeline RECIPE --check`, and the first step of every
+start.
 
-Every stage's configuration is resolved and checked; every file, benchmark, model and key that it will need exists or is produced by an
-earlier stage; the run's output fits on disk, and training fits in memory. All problems are reported at once, each with
-its stage and key. A finished stage needs nothing, but must match the recipe (marks.py).
+Every stage's configuration is resolved and checked; every file, benchmark, model and key that it will need exists or is
+produced by an earlier stage; the run's output fits on disk, and training fits in memory. All problems are reported at
+once, each with its stage and key. A finished stage needs nothing, but must match the recipe (marks.py).
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from typing import Any
 
 import torch
 
-from dccot.config import ConfigError
+from dccot.core.config import ConfigError
+from dccot.core.files import BadData, read_jsonl
+from dccot.core.provenance import code_version, describe_code
 from dccot.data.problems import load_problems
-from dccot.files import BadData, read_jsonl
 from dccot.marks import changes, finished
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import find_model
-from dccot.provenance import code_version, describe_code
 from dccot.recipe import SHARED, Recipe, StagePlan
-from dccot.stages import KINDS, Need, load_stage
+from dccot.stages import Need, kind_of, load_stage
 from dccot.train.plan import GB, checkpoint_bytes, parameters, training_peak
 from dccot.train.rl_config import RLConfig, check_context
 from dccot.train.run import open_folder
@@ -71,15 +72,23 @@ class Checked:
         lines = [f"  {message}   ({', '.join(dict.fromkeys(found))})" for message, found in places.items()]
         if self.outdated:
             again = " ".join(f"--redo {name}" for name in self.outdated)
-            lines.append(f"  restore it, change it for later stages only (STAGE.key=…), give the recipe another name, or: {again}")
+            lines.append(
+                f"  restore it, change it for later stages only (STAGE.key=…), give the recipe another name, or: {again}"
+            )
         if lines:
-            raise Unmet("\n".join([f"the recipe cannot run, {len(places)} things are missing or wrong (stage.key):", *lines]))
+            raise Unmet(
+                "\n".join([f"the recipe cannot run, {len(places)} things are missing or wrong (stage.key):", *lines])
+            )
 
     def __str__(self) -> str:
-        lines = [f"{self.stages} stages can run; checkpoints will take {self.disk / GB:,.1f} GB of {self.free / GB:,.1f} GB free"]
+        lines = [
+            f"{self.stages} stages can run; checkpoints will take {self.disk / GB:,.1f} GB of {self.free / GB:,.1f} GB free"
+        ]
         if self.memory:
             stage, peak = max(self.memory.items(), key=lambda each: each[1])
-            lines.append(f"most memory: {stage}, {peak / GB:,.1f} GB per rank while training (estimated; `dccot plan` has the parts)")
+            lines.append(
+                f"most memory: {stage}, {peak / GB:,.1f} GB per rank while training (estimated; `dccot plan` has the parts)"
+            )
         return "\n".join([*lines, *self.remarks()])
 
     def remarks(self) -> list[str]:
@@ -95,14 +104,18 @@ def check_recipe(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: C
     """
     _fault_of.cache_clear()
     found = Checked([], memory={})
-    existing = recipe.folder if recipe.folder.exists() else next(parent for parent in recipe.folder.absolute().parents if parent.exists())
+    existing = (
+        recipe.folder
+        if recipe.folder.exists()
+        else next(parent for parent in recipe.folder.absolute().parents if parent.exists())
+    )
     found.free = shutil.disk_usage(existing).free
     made: dict[str, Any] = {}  # stage → configuration, of earlier stages
     for plan in plans:
         mark = finished(plan) if plan.name not in redo else None
         try:
             config = load_stage(plan)
-            needs = KINDS[plan.stage.run].needs(plan, config)
+            needs = kind_of(plan.stage.run).needs(plan, config)
         except (ConfigError, BadData) as error:
             message = str(error).removeprefix(f"stage {plan.name}: ")
             found.faults.append(Fault(plan.name, "", message))
@@ -124,7 +137,9 @@ def check_recipe(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: C
 
 
 def _compare(found: Checked, plan: StagePlan, config: Any, mark: dict[str, Any]) -> None:
-    """Whether a finished stage still matches the recipe: different settings and inputs are faults, different code is only reported."""
+    """Whether a finished stage still matches the recipe: different settings and inputs are faults, different code is
+    only reported.
+    """
     if changed := changes(plan, config, mark):
         key, what = changed[0]
         more = f", and {len(changed) - 1} more" if changed[1:] else ""
@@ -144,7 +159,7 @@ def _missing(need: Need, recipe: Recipe, made: dict[str, Any]) -> str | None:
     maker, _, step = inside.parts[0].partition("@") if inside else ("", "", "")
     if inside and maker in made:
         whole = need.what == "model" and len(inside.parts) == 1
-        if whole and not KINDS[recipe.all_stages()[maker].run].trains:
+        if whole and not kind_of(recipe.all_stages()[maker].run).trains:
             return f"stage {maker} trains no model; name one that does"
         return _step_is_kept(maker, step, made[maker]) if step else None
     if inside and maker in recipe.all_stages():
@@ -186,21 +201,32 @@ def _problems(path: str) -> str | None:
 def _examples(path: str) -> str | None:
     row = next((row for _, row in read_jsonl(path, report=lambda message: None)), None)
     lacking = [name for name in ("question", "completion") if row is None or not isinstance(row.get(name), str)]
-    return f"{path} holds no row with {' and '.join(lacking)}; an SFT row has id, question and completion" if lacking else None
+    return (
+        f"{path} holds no row with {' and '.join(lacking)}; an SFT row has id, question and completion"
+        if lacking
+        else None
+    )
 
 
 def _file(path: str) -> str | None:
     return None if Path(path).is_file() else f"no file {path!r}"
 
 
-CHECKS: dict[str, Callable[[str], str | None]] = {"model": _model, "problems": _problems, "examples": _examples, "file": _file}
+CHECKS: dict[str, Callable[[str], str | None]] = {
+    "model": _model,
+    "problems": _problems,
+    "examples": _examples,
+    "file": _file,
+}
 
 
-# ---- resources -----------------------------------------------------------------------------------------------------------------
+# ---- resources ----
 
 
 def _shape(plan: StagePlan, plans: Sequence[StagePlan], made: dict[str, Any]) -> tuple[Path, ModelConfig] | None:
-    """The folder and shape of the model that a stage's training begins with, if it is on disk; training keeps the shape."""
+    """The folder and shape of the model that a stage's training begins with, if it is on disk; training keeps the
+    shape.
+    """
     by_folder = {str(other.folder): other for other in plans}
     start = plan.start
     for _ in plans:
@@ -233,14 +259,20 @@ def _estimate(found: Checked, plan: StagePlan, config: Any, model: tuple[Path, M
         room, where = _memory_per_rank()
         if peak > room:
             message = f"training needs about {peak / GB:,.1f} GB per rank, {where} has {room / GB:,.1f} GB: "
-            message += "lower it, rollout.budget or rollout.total_tokens (the largest response counts), or use more ranks"
+            message += (
+                "lower it, rollout.budget or rollout.total_tokens (the largest response counts), or use more ranks"
+            )
             found.faults.append(Fault(plan.name, "batch.token_budget", message))
 
 
 def _memory_per_rank() -> tuple[float, str]:
-    """What a rank may use here. A check on a machine without GPUs, for a run elsewhere, only reports what training will need."""
+    """What a rank may use here. A check on a machine without GPUs, for a run elsewhere, only reports what training will
+    need.
+    """
     if torch.cuda.is_available():
         return float(torch.cuda.get_device_properties(0).total_memory), "the GPU"
     if "RANK" not in os.environ:
         return math.inf, "this machine"
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "this machine"
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(
+        os.environ.get("LOCAL_WORLD_SIZE", "1")
+    ), "this machine"

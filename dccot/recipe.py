@@ -7,12 +7,13 @@
       sft: {run: sft, config: sft.yaml}             starts from the last stage that trained, or from the recipe's model
       eval_sft: {run: eval, set: {model: sft}}      a stage's name is its folder below the recipe's; sft@600 is a checkpoint of it
 
-A stage's keys, later ones win: its own file, what the pipeline gives every stage of its kind (name, folder, seed, model, problems),
-`common.KIND`, its `set`, `settings.STAGE`, `STAGE.key=value` on the command line. In all values {run} stands for the recipe's folder,
-{model}, {train} and {validation} for the recipe's own. A recipe that extends another (`base:`) changes stages by name, and drops
-those that it lists in `without`, including their rows in the report.
+A stage's keys, later ones win: its own file, what the pipeline gives every stage of its kind (name, folder, seed,
+model, problems), `common.KIND`, its `set`, `settings.STAGE`, `STAGE.key=value` on the command line. In all values {run}
+stands for the recipe's folder, {model}, {train} and {validation} for the recipe's own. A recipe that extends another
+(`base:`) changes stages by name, and drops those that it lists in `without`, including their rows in the report.
 
-Each stage has its own seed, derived from the recipe's seed and its name: no two stages draw the same problems or samples.
+Each stage has its own seed, derived from the recipe's seed and its name: no two stages draw the same problems or
+samples.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dccot.config import ConfigError, find_config, load_config, one_of, read_yaml, require
+from dccot.core.config import ConfigError, find_config, load_config, one_of, read_yaml, require
 
 C = TypeVar("C")
 SHARED = ("model", "train", "validation")  # keys of a recipe that its stages may name
@@ -35,7 +36,8 @@ SHARED = ("model", "train", "validation")  # keys of a recipe that its stages ma
 class Stage:
     run: str = ""  # kind of stage: one of stages.KINDS
     config: str | None = None  # YAML file, relative to the recipe or to configs/
-    start: str | None = None  # stage or folder of the model it starts from; None: the last stage that trained, or the recipe's model
+    # stage or folder of the model it starts from; None: the last stage that trained, or the recipe's model
+    start: str | None = None
     set: dict[str, Any] = field(default_factory=dict)  # keys of the stage's configuration that the recipe sets
 
 
@@ -47,16 +49,19 @@ class Recipe:
     model: str | None = None  # the model that everything starts from
     train: str | None = None  # problems that training and the SFT set draw from
     validation: str | None = None  # problems for validation during RL
-    benchmarks: list[str] = field(default_factory=list)  # benchmarks to evaluate on: names of the paper's, or files of problems
+    # benchmarks to evaluate on: names of the paper's, or files of problems
+    benchmarks: list[str] = field(default_factory=list)
     benchmark_folder: str = "runs/data"  # where the paper's benchmarks are, as `dccot data fetch` writes them
-    prepare: dict[str, Stage] = field(default_factory=dict)  # stages before all others, which make the model and the problems
+    # stages before all others, which make the model and the problems
+    prepare: dict[str, Stage] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=dict)
     common: dict[str, Any] = field(default_factory=dict)  # kind of stage → keys that all stages of this kind share
-    settings: dict[str, Any] = field(default_factory=dict)  # stage → its keys: what a smaller version of a recipe changes
+    # stage → its keys: what a smaller version of a recipe changes
+    settings: dict[str, Any] = field(default_factory=dict)
     without: list[str] = field(default_factory=list)  # stages of the extended recipe to drop
 
     def check(self) -> None:
-        from dccot.stages import KINDS
+        from dccot.stages import KINDS, kind_of
 
         require(bool(self.stages), "the recipe has no stages")
         require(bool(self.name.strip()), f"name is {self.name!r}; it names the recipe's folder below output")
@@ -65,14 +70,23 @@ class Recipe:
             raise ConfigError(f"{twice!r} is both in prepare and in stages; give each stage its own name")
         for name, stage in self.all_stages().items():
             plain = re.fullmatch(r"\w[\w-]*", name)
-            require(plain is not None, f"a stage is called {name!r}; a name is letters, digits, '_' and '-': it names a folder")
-            one_of(stage.run, KINDS, f"run of stage {name}")
+            require(
+                plain is not None,
+                f"a stage is called {name!r}; a name is letters, digits, '_' and '-': it names a folder",
+            )
+            kind_of(stage.run)
         for name in self.without:
             one_of(name, self.all_stages(), "a name in without")
-        for section, known in (("common", KINDS), ("settings", self.all_stages())):
+        for section, known in (
+            ("common", {stage.run for stage in self.all_stages().values()} | set(KINDS)),
+            ("settings", self.all_stages()),
+        ):
             for name, keys in getattr(self, section).items():
                 one_of(name, known, f"a key of {section}")
-                require(isinstance(keys, dict), f"{section}.{name} is {keys!r}; it must be keys and values of a stage's configuration")
+                require(
+                    isinstance(keys, dict),
+                    f"{section}.{name} is {keys!r}; it must be keys and values of a stage's configuration",
+                )
 
     @property
     def folder(self) -> Path:
@@ -89,11 +103,15 @@ class Recipe:
         for report in (stage.set for stage in self.stages.values() if stage.run == "report"):
             gone = [report.get("rows", {}).pop(name, None) for name in self.without]
             report["baselines"] = {
-                row: other for row, other in report.get("baselines", {}).items() if row not in gone and other not in gone
+                row: other
+                for row, other in report.get("baselines", {}).items()
+                if row not in gone and other not in gone
             }
 
     def filled_in(self, text: str) -> str:
-        """A value with its placeholders filled in; {model} may itself hold {run}. Unset ones stay: preflight reports them."""
+        """A value with its placeholders filled in; {model} may itself hold {run}. Unset ones stay: preflight reports
+        them.
+        """
         for name in SHARED:
             text = text.replace(f"{{{name}}}", getattr(self, name) or f"{{{name}}}")
         return text.replace("{run}", str(self.folder))
@@ -133,8 +151,10 @@ def stage_seed(seed: int, stage: str) -> int:
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe, list[StagePlan]]:
-    """The recipe and its stages in order. Settings of a stage are not checked here: loading its configuration does that."""
-    from dccot.stages import KINDS
+    """The recipe and its stages in order. Settings of a stage are not checked here: loading its configuration does
+    that.
+    """
+    from dccot.stages import kind_of
 
     file = find_config(path)
     tree = read_yaml(file)
@@ -151,11 +171,15 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe
     recipe.leave_out()
     plans, trained = [], None
     for name, each in recipe.all_stages().items():
-        start = recipe.place(each.start) if each.start else trained or (recipe.filled_in(recipe.model) if recipe.model else None)
+        start = (
+            recipe.place(each.start)
+            if each.start
+            else trained or (recipe.filled_in(recipe.model) if recipe.model else None)
+        )
         config = _config_file(file.parent, each.config, name) if each.config else None
         plan = StagePlan(recipe, name, each, config, start, [])
-        plan.overrides = KINDS[each.run].given(plan) + _chosen(recipe, name, each) + extra.get(name, [])
-        if KINDS[each.run].trains and name in recipe.stages:
+        plan.overrides = kind_of(each.run).given(plan) + _chosen(recipe, name, each) + extra.get(name, [])
+        if kind_of(each.run).trains and name in recipe.stages:
             trained = str(plan.folder)
         plans.append(plan)
     return recipe, plans

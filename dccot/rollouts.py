@@ -2,8 +2,8 @@
 
     dccot rollout MODEL PROBLEMS.jsonl --n 4 --budget 7500 --out rollouts.jsonl [--resume] [--method sequential] [key=value …]
 
-Every response is one line, written whole when it is finished. An interrupted run continues with --resume: existing responses stay,
-and the rest get the seeds they would have had.
+Every response is one line, written whole when it is finished. An interrupted run continues with --resume: existing
+responses stay, and the rest get the seeds they would have had.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dccot.command import positive, run_cleanly
-from dccot.config import ConfigError, load_config, to_plain
+from dccot.core.command import positive, run_cleanly
+from dccot.core.config import ConfigError, load_config, to_plain
+from dccot.core.files import JsonlWriter, checksum
+from dccot.core.provenance import record
+from dccot.core.runtime import Runtime
 from dccot.data.problems import load_problems
-from dccot.data.prompting import PromptConfig, prompts_of
+from dccot.data.prompts import PromptConfig, prompts_of
 from dccot.data.rollouts import Asked, Pair, missing_pairs, roll_out
-from dccot.files import JsonlWriter, checksum
 from dccot.model.folder import model_checksums, resolve_model
 from dccot.model.tokenizer import open_tokenizer
-from dccot.provenance import record
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.interface import open_engine
+from dccot.rollout.engine import open_engine
 from dccot.rollout.progress import RolloutProgress
 from dccot.rollout.response import Rollout
 from dccot.rollout.settings import EngineConfig
-from dccot.runtime import Runtime
 
 
 @dataclass
@@ -51,7 +51,9 @@ def run(model: str, problems: Path, samples: int, out: Path, resume: bool, setti
         pairs = missing_pairs(asked, range(samples), pairs_in(writer, asked))
         if pairs:
             with open_engine(folder, settings.engine) as engine, RolloutProgress(len(pairs)) as progress:
-                for rollout in roll_out(engine, asked, pairs, settings.prompt, settings.rollout, seed=(settings.seed,), watch=progress):
+                for rollout in roll_out(
+                    engine, asked, pairs, settings.prompt, settings.rollout, seed=(settings.seed,), watch=progress
+                ):
                     writer.write(rollout.to_json())
     return len(pairs)
 
@@ -77,10 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("model", help="a Hugging Face folder, or a run (its newest checkpoint)")
     parser.add_argument("problems", type=Path, help="JSONL or parquet with id, question, gold")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="e.g. rollout.temperature=1 engine.dtype=float32 seed=1")
+    parser.add_argument(
+        "settings", nargs="*", metavar="key=value", help="e.g. rollout.temperature=1 engine.dtype=float32 seed=1"
+    )
     parser.add_argument("--n", type=positive, default=1, help="responses per problem (default: 1)")
     parser.add_argument("--budget", type=positive, default=7500, help="tokens on the longest path (default: 7500)")
-    parser.add_argument("--method", choices=("parallel", "sequential"), default="parallel", help="how the model is prompted")
+    parser.add_argument(
+        "--method", choices=("parallel", "sequential"), default="parallel", help="how the model is prompted"
+    )
     parser.add_argument("--out", type=Path, default=Path("rollouts.jsonl"), help="default: rollouts.jsonl")
     parser.add_argument("--resume", action="store_true", help="finish a file that an earlier run started")
     arguments = parser.parse_intermixed_args(argv)

@@ -1,6 +1,5 @@
 """The kinds of stages in a recipe. Each writes its results to its own folder.
 
-world        problems, base demonstrations and an untrained model of the miniature world
 sft, rl      training runs
 sequential   sequential solutions by rejection sampling        → solutions.jsonl
 rewrite      solutions in the parallel format                  → sft.jsonl
@@ -8,7 +7,8 @@ eval         accuracy and longest path on the benchmarks       → summary.json
 latency      wall-clock, parallel vs. sequential               → latency.json
 report       everything above as one page
 
-A kind of stage is one entry of KINDS: its configuration, the settings from the pipeline, what it needs, and what it does.
+A kind of stage is one entry of KINDS: its configuration, the settings from the pipeline, what it needs, and what it
+does.
 """
 
 from __future__ import annotations
@@ -22,22 +22,20 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dccot.config import ConfigError, at_least, one_of, require
+from dccot.core.config import ConfigError, at_least, named, one_of, require
+from dccot.core.provenance import describe_code
+from dccot.core.runtime import Runtime
 from dccot.data import rewrite, sequential
 from dccot.eval import latency
 from dccot.eval.benchmarks import BENCHMARKS, Benchmark, named_benchmark, own_benchmark
+from dccot.eval.evaluate import METHODS, EvalConfig, eval_config, evaluate
 from dccot.eval.results import Evaluation
-from dccot.eval.run import METHODS, EvalConfig, eval_config, evaluate
 from dccot.eval.tables import row_labels
-from dccot.miniature.lists import ListsConfig, make_lists
-from dccot.miniature.world import WorldConfig, make_world
-from dccot.model.checkpoint_io import stored_parameters
 from dccot.model.folder import resolve_model
-from dccot.provenance import describe_code
+from dccot.model.weights import stored_parameters
 from dccot.recipe import Recipe, StagePlan, stage_seed
-from dccot.rollout.interface import Engine, open_engine
+from dccot.rollout.engine import Engine, open_engine
 from dccot.rollout.settings import EngineConfig
-from dccot.runtime import Runtime
 from dccot.train import rl, sft
 from dccot.train.rl_config import RLConfig
 from dccot.train.sft import SFTConfig
@@ -46,13 +44,14 @@ from dccot.train.sft import SFTConfig
 class SharedEngine:
     """One engine for all stages. A model of the same shape is streamed into it; another shape needs a new engine.
 
-    It uses no more GPU memory than any stage allows, and can sleep if one of them trains, so neither requires a new engine.
+    It uses no more GPU memory than any stage allows, and can sleep if one of them trains, so neither requires a new
+    engine.
     """
 
     def __init__(self, plans: Sequence[StagePlan], logs: Path) -> None:
         configs = [config for plan in plans if (config := getattr(load_stage(plan), "engine", None))]
         self.gpu_memory = min((config.gpu_memory for config in configs), default=1.0)
-        self.sleeps = any(KINDS[plan.stage.run].config is RLConfig for plan in plans)
+        self.sleeps = any(kind_of(plan.stage.run).config is RLConfig for plan in plans)
         self.logs = logs
         self.engine: Engine | None = None
         self._shape: tuple | None = None
@@ -60,7 +59,11 @@ class SharedEngine:
 
     def on(self, model: Path, config: EngineConfig) -> Engine:
         config = replace(config, gpu_memory=self.gpu_memory)
-        shape = (json.loads((model / "config.json").read_text()), (model / "tokenizer.json").read_bytes(), asdict(config))
+        shape = (
+            json.loads((model / "config.json").read_text()),
+            (model / "tokenizer.json").read_bytes(),
+            asdict(config),
+        )
         if self.engine is not None and self._shape == shape:
             self.engine.load(stored_parameters(model))
             return self.engine
@@ -113,7 +116,7 @@ class Kind:
     trains: bool = False  # it produces a model, from which the next stage starts
 
 
-def _seed(plan: StagePlan) -> str:
+def seed_setting(plan: StagePlan) -> str:
     return f"seed={stage_seed(plan.recipe.seed, plan.name)}"
 
 
@@ -121,24 +124,16 @@ def _set(key: str, value: str | None, plan: StagePlan) -> list[str]:
     return [f"{key}={json.dumps(plan.recipe.filled_in(value))}"] if value else []
 
 
-# ---- worlds of problems -------------------------------------------------------------------------------------------------------
-
-
-def _run_world(context: Context, config: WorldConfig) -> None:
-    if context.runtime.is_main:
-        make_world(config, context.folder)
-
-
-def _run_lists(context: Context, config: ListsConfig) -> None:
-    if context.runtime.is_main:
-        make_lists(config, context.folder)
-
-
-# ---- training ------------------------------------------------------------------------------------------------------------------
+# ---- training ----
 
 
 def _given_training(plan: StagePlan) -> list[str]:
-    return [f"name={plan.name}", f"output={plan.recipe.folder}", _seed(plan), *_set("model.path", plan.start, plan)]
+    return [
+        f"name={plan.name}",
+        f"output={plan.recipe.folder}",
+        seed_setting(plan),
+        *_set("model.path", plan.start, plan),
+    ]
 
 
 def _given_rl(plan: StagePlan) -> list[str]:
@@ -148,7 +143,11 @@ def _given_rl(plan: StagePlan) -> list[str]:
 
 def _sft_needs(plan: StagePlan, config: SFTConfig) -> list[Need]:
     validation = [Need("data.validation", config.data.validation, "examples")] if config.data.validation else []
-    return [Need("model.path", config.model.path, "model"), Need("data.train", config.data.train, "examples"), *validation]
+    return [
+        Need("model.path", config.model.path, "model"),
+        Need("data.train", config.data.train, "examples"),
+        *validation,
+    ]
 
 
 def _rl_needs(plan: StagePlan, config: RLConfig) -> list[Need]:
@@ -165,11 +164,11 @@ def _run_rl(context: Context, config: RLConfig) -> None:
     rl.train(config, context.engines.on(resolve_model(config.model.path), config.engine))
 
 
-# ---- the SFT set ---------------------------------------------------------------------------------------------------------------
+# ---- the SFT set ----
 
 
 def _given_sequential(plan: StagePlan) -> list[str]:
-    place = [f"output={plan.folder}/solutions.jsonl", _seed(plan)]
+    place = [f"output={plan.folder}/solutions.jsonl", seed_setting(plan)]
     return [*place, *_set("model", plan.start, plan), *_set("problems", plan.recipe.train, plan)]
 
 
@@ -197,7 +196,7 @@ def _run_rewrite(context: Context, config: rewrite.RewriteConfig) -> None:
     context.say(asyncio.run(rewrite.run(config, lambda done, total: None)))
 
 
-# ---- evaluation ----------------------------------------------------------------------------------------------------------------
+# ---- evaluation ----
 
 
 @dataclass
@@ -218,7 +217,10 @@ class EvalStage:
         one_of(self.method, METHODS, "method")
         require(bool(self.benchmarks), "benchmarks is not set; list names of benchmarks or files of problems")
         names = [Path(file).stem for file in self.benchmarks]
-        require(len(set(names)) == len(names), f"two benchmarks are called {max(names, key=names.count)!r}; rename one of the files")
+        require(
+            len(set(names)) == len(names),
+            f"two benchmarks are called {max(names, key=names.count)!r}; rename one of the files",
+        )
         at_least(1, self.budget, "budget")
         at_least(1, self.max_prompt_tokens, "max_prompt_tokens")
         if self.n is not None:
@@ -227,11 +229,16 @@ class EvalStage:
     def named(self) -> list[Benchmark]:
         known = lambda name: name in BENCHMARKS
         return [
-            named_benchmark(name, self.benchmark_folder, self.n) if known(name) else own_benchmark(name, self.n) for name in self.benchmarks
+            named_benchmark(name, self.benchmark_folder, self.n) if known(name) else own_benchmark(name, self.n)
+            for name in self.benchmarks
         ]
 
     def evaluation(self) -> EvalConfig:
-        rest = [f"rollout.top_p={self.top_p}", f"prompt.max_prompt_tokens={self.max_prompt_tokens}", f"seed={self.seed}"]
+        rest = [
+            f"rollout.top_p={self.top_p}",
+            f"prompt.max_prompt_tokens={self.max_prompt_tokens}",
+            f"seed={self.seed}",
+        ]
         config = eval_config(self.method, self.budget, rest)
         config.engine = self.engine
         return config
@@ -239,11 +246,18 @@ class EvalStage:
 
 def _given_eval(plan: StagePlan) -> list[str]:
     benchmarks = [plan.recipe.filled_in(name) for name in plan.recipe.benchmarks]
-    return [_seed(plan), f"benchmarks={json.dumps(benchmarks)}", f"benchmark_folder={plan.recipe.benchmark_folder}"]
+    return [
+        seed_setting(plan),
+        f"benchmarks={json.dumps(benchmarks)}",
+        f"benchmark_folder={plan.recipe.benchmark_folder}",
+    ]
 
 
 def _eval_needs(plan: StagePlan, config: EvalStage) -> list[Need]:
-    return [Need("model", plan.recipe.place(config.model), "model"), *(Need("benchmarks", str(b.file), "problems") for b in config.named())]
+    return [
+        Need("model", plan.recipe.place(config.model), "model"),
+        *(Need("benchmarks", str(b.file), "problems") for b in config.named()),
+    ]
 
 
 def _run_eval(context: Context, config: EvalStage) -> None:
@@ -266,7 +280,10 @@ class LatencyStage:
 
     def check(self) -> None:
         for name in ("parallel", "sequential", "problems"):
-            require(bool(getattr(self, name)), f"{name} is not set; latency compares a parallel with a sequential model on problems")
+            require(
+                bool(getattr(self, name)),
+                f"{name} is not set; latency compares a parallel with a sequential model on problems",
+            )
         require(bool(self.concurrency), "concurrency is empty; list numbers of responses at a time, e.g. [1, 4]")
         for number in self.concurrency:
             at_least(1, number, "concurrency")
@@ -285,15 +302,24 @@ def _latency_needs(plan: StagePlan, config: LatencyStage) -> list[Need]:
 def _run_latency(context: Context, config: LatencyStage) -> None:
     timings = []
     for method, path in config.models(context.plan).items():
-        sampling = eval_config(method, config.budget, [f"prompt.max_prompt_tokens={config.max_prompt_tokens}", f"seed={config.seed}"])
+        sampling = eval_config(
+            method, config.budget, [f"prompt.max_prompt_tokens={config.max_prompt_tokens}", f"seed={config.seed}"]
+        )
         engine = context.engines.on(resolve_model(path), config.engine)
-        timings += latency.measure_all(engine, sampling, config.problems, config.concurrency, config.n, context.runtime.is_main)
+        timings += latency.measure_all(
+            engine, sampling, config.problems, config.concurrency, config.n, context.runtime.is_main
+        )
     if context.runtime.is_main:
-        facts = {"model": config.parallel, "baseline": config.sequential, "budget": config.budget, "device": latency.device()}
+        facts = {
+            "model": config.parallel,
+            "baseline": config.sequential,
+            "budget": config.budget,
+            "device": latency.device(),
+        }
         latency.save(context.folder, timings, **facts)
 
 
-# ---- the report ----------------------------------------------------------------------------------------------------------------
+# ---- the report ----
 
 
 @dataclass
@@ -308,7 +334,9 @@ class ReportStage:
     def check(self) -> None:
         require(bool(self.rows), "rows is not set; map evaluation stages to their names in the tables")
         shown = list(self.rows.values())
-        require(len(set(shown)) == len(shown), f"two rows are called {max(shown, key=shown.count)!r}; rename one of them")
+        require(
+            len(set(shown)) == len(shown), f"two rows are called {max(shown, key=shown.count)!r}; rename one of them"
+        )
         for name in (*self.baselines, *self.baselines.values()):
             one_of(name, row_labels(shown), "a name in baselines")
         try:
@@ -328,7 +356,11 @@ def _report_needs(plan: StagePlan, config: ReportStage) -> list[Need]:
 
 def _made_by(recipe: Recipe) -> str:
     """Which code made the finished stages: the page should say if several versions did."""
-    marks = [json.loads(mark.read_text()) for name in recipe.all_stages() if (mark := recipe.folder / name / "done.json").is_file()]
+    marks = [
+        json.loads(mark.read_text())
+        for name in recipe.all_stages()
+        if (mark := recipe.folder / name / "done.json").is_file()
+    ]
     codes = {describe_code(mark["made_from"]["code"]) for mark in marks if "made_from" in mark}
     return f"Made by {'; '.join(sorted(codes))}." if codes else ""
 
@@ -348,7 +380,10 @@ def _run_report(context: Context, config: ReportStage) -> None:
         [folder / name for name, kind in kinds.items() if kind == "rl"],
         context.folder,
         config.title,
-        [f"The recipe {recipe.name} with seed {recipe.seed}; its own ± are those of one run. {_made_by(recipe)}", *config.notes],
+        [
+            f"The recipe {recipe.name} with seed {recipe.seed}; its own ± are those of one run. {_made_by(recipe)}",
+            *config.notes,
+        ],
         baseline=config.baselines,
         latencies=[folder / name for name, kind in kinds.items() if kind == "latency"],
         kind=config.kind,
@@ -358,21 +393,27 @@ def _run_report(context: Context, config: ReportStage) -> None:
 
 
 KINDS: dict[str, Kind] = {
-    "world": Kind(WorldConfig, _run_world, lambda plan: [_seed(plan)]),
-    "lists": Kind(ListsConfig, _run_lists, lambda plan: [_seed(plan)]),
     "sft": Kind(SFTConfig, lambda context, config: sft.train(config), _given_training, _sft_needs, trains=True),
     "rl": Kind(RLConfig, _run_rl, _given_rl, _rl_needs, trains=True),
     "sequential": Kind(sequential.SequentialConfig, _run_sequential, _given_sequential, _sequential_needs),
-    "rewrite": Kind(rewrite.RewriteConfig, _run_rewrite, lambda plan: [f"output={plan.folder}/sft.jsonl"], _rewrite_needs),
+    "rewrite": Kind(
+        rewrite.RewriteConfig, _run_rewrite, lambda plan: [f"output={plan.folder}/sft.jsonl"], _rewrite_needs
+    ),
     "eval": Kind(EvalStage, _run_eval, _given_eval, _eval_needs),
-    "latency": Kind(LatencyStage, _run_latency, lambda plan: [_seed(plan)], _latency_needs),
+    "latency": Kind(LatencyStage, _run_latency, lambda plan: [seed_setting(plan)], _latency_needs),
     "report": Kind(ReportStage, _run_report, needs=_report_needs),
 }
+
+
+def kind_of(name: str) -> Kind:
+    """An entry of KINDS, or your own: `my_package.my_module:my_kind`, a function that returns a Kind."""
+    found = named(KINDS, name, "run of a stage")
+    return found if isinstance(found, Kind) else found()
 
 
 def load_stage(plan: StagePlan) -> Any:
     """A stage's configuration, checked; an error names the stage."""
     try:
-        return plan.load(KINDS[plan.stage.run].config)
+        return plan.load(kind_of(plan.stage.run).config)
     except ConfigError as error:
         raise ConfigError(f"stage {plan.name}: {error}") from None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dccot.config import one_of
+from dccot.core.config import one_of
 from dccot.data.problems import Problem, load_problems
 
 

@@ -1,4 +1,5 @@
-"""A small document (headings, paragraphs, tables, figures, folds) and its two forms: Markdown, and one self-contained HTML page.
+"""A small document (headings, paragraphs, tables, figures, folds) and its two forms: Markdown, and one self-contained
+HTML page.
 
     page = Document("Title", [Heading("Results"), Table(…), Figure(…)])
     page.markdown(folder)                              figures become PNG files next to it
@@ -52,7 +53,9 @@ class Row:
 class Table:
     caption: str
     corner: str  # heading of the first column
-    groups: Sequence[tuple[str, Sequence[str]]]  # heading over several columns, and the columns' own; an empty heading spans nothing
+    groups: Sequence[
+        tuple[str, Sequence[str]]
+    ]  # heading over several columns, and the columns' own; an empty heading spans nothing
     rows: Sequence[Row]
 
 
@@ -92,7 +95,7 @@ class Document:
         return template.substitute(title=escape(self.title), style=style, body=_html_of(self.blocks))
 
 
-# ---- Markdown ------------------------------------------------------------------------------------------------------------
+# ---- Markdown ----
 
 
 def _plain(text: str) -> str:
@@ -128,7 +131,7 @@ def _markdown_table(table: Table) -> str:
     return f"**{_plain(table.caption)}**\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-# ---- HTML ----------------------------------------------------------------------------------------------------------------
+# ---- HTML ----
 
 
 def _html_of(blocks: Sequence[Block]) -> str:
@@ -162,14 +165,17 @@ def _data_uri(png: bytes) -> str:
 
 def _html_table(table: Table) -> str:
     grouped = any(heading for heading, _ in table.groups)
-    first = {sum(len(names) for _, names in table.groups[:i]) for i in range(len(table.groups))}  # columns that begin a group
+    first = {
+        sum(len(names) for _, names in table.groups[:i]) for i in range(len(table.groups))
+    }  # columns that begin a group
 
     def kind(column: int) -> str:
         words = table.rows and table.rows[0].cells[column].kind == "words"
         return " ".join(name for name, holds in (("edge", grouped and column in first), ("words", words)) if holds)
 
     over = "".join(
-        f'<th class="group edge" colspan="{len(names)}" scope="colgroup">{escape(heading)}</th>' for heading, names in table.groups
+        f'<th class="group edge" colspan="{len(names)}" scope="colgroup">{escape(heading)}</th>'
+        for heading, names in table.groups
     )
     names = [name for _, group in table.groups for name in group]
     corner = f'<th class="name" rowspan="{1 + grouped}" scope="col">{escape(table.corner)}</th>'

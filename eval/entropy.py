@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from dccot.model.checkpoint_io import load_weights
 from dccot.model.config import read_config
 from dccot.model.transformer import Transformer
+from dccot.model.weights import load_weights
 from dccot.rollout.response import Response
 from dccot.train.forest import forests_of_rank, pack
 from dccot.train.update import compute_logprobs
@@ -37,7 +37,9 @@ class Scorer:
         return self._differences / max(1, self._tokens)
 
     def check(self, response: Response) -> None:
-        """ValueError if the model cannot compute with these ids: one such response would fail those that are packed with it."""
+        """ValueError if the model cannot compute with these ids: one such response would fail those that are packed
+        with it.
+        """
         vocab = self._model.config.vocab_size
         ids = [*response.prompt, *(token for segment in response.segments() for token in segment.tokens)]
         outside = [token for token in ids if not 0 <= token < vocab]

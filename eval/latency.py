@@ -2,9 +2,9 @@
 
     dccot eval latency runs/hlp --baseline runs/base --problems mine.jsonl --concurrency 1,4,16
 
-At concurrency c the engine always works on c responses: each one that finishes makes room for the next. c extra responses run first
-to warm up the engine, and more run afterwards, so that the last measured one still runs under load. A response's
-time runs from its first call to its last token.
+At concurrency c the engine always works on c responses: each one that finishes makes room for the next. c extra
+responses run first to warm up the engine, and more run afterwards, so that the last measured one still runs under load.
+A response's time runs from its first call to its last token.
 
     seconds ≈ intercept + seconds per token · longest path      r²: the share of the variance of seconds that this line explains
     ratio   = parallel / sequential, of the means               standard errors over problems, paired
@@ -29,18 +29,18 @@ from itertools import chain, count, cycle, islice
 from multiprocessing import get_context
 from pathlib import Path
 
-from dccot.command import positive, print_table, run_cleanly
-from dccot.config import require
+from dccot.core.command import positive, print_table, run_cleanly
+from dccot.core.config import require
+from dccot.core.files import write_atomic, write_jsonl_atomic
+from dccot.core.statistics import ByProblem, Estimate, fit_line, mean, over_problems, plain, relative_change
 from dccot.data.problems import load_problems
-from dccot.data.prompting import prompts_of
+from dccot.data.prompts import prompts_of
 from dccot.data.rollouts import Asked
-from dccot.eval.run import METHODS, EvalConfig, default_name, eval_config
+from dccot.eval.evaluate import METHODS, EvalConfig, default_name, eval_config
 from dccot.eval.terminal import LengthProgress
-from dccot.files import write_atomic, write_jsonl_atomic
 from dccot.model.folder import resolve_model
+from dccot.rollout.engine import Engine, open_engine
 from dccot.rollout.generate import Request, Watch, generate
-from dccot.rollout.interface import Engine, open_engine
-from dccot.statistics import ByProblem, Estimate, fit_line, mean, over_problems, plain, relative_change
 
 REPORT = "latency.json"
 
@@ -73,40 +73,72 @@ class StopWatch(Watch):
         self.seconds[key] = time.perf_counter() - self.began[key]
 
 
-def measure(engine: Engine, asked: Sequence[Asked], config: EvalConfig, concurrency: int, samples: int, show: bool = True) -> list[Timing]:
+def measure(
+    engine: Engine, asked: Sequence[Asked], config: EvalConfig, concurrency: int, samples: int, show: bool = True
+) -> list[Timing]:
     """`samples` responses to every problem, timed while `concurrency` responses are always in progress."""
-    measured = [Request(problem.id, sample, ids, config.prompt.parallel) for sample in range(samples) for problem, ids in asked]
-    others = (Request(problem.id, samples + number, ids, config.prompt.parallel) for number, (problem, ids) in zip(count(), cycle(asked)))
+    measured = [
+        Request(problem.id, sample, ids, config.prompt.parallel) for sample in range(samples) for problem, ids in asked
+    ]
+    others = (
+        Request(problem.id, samples + number, ids, config.prompt.parallel)
+        for number, (problem, ids) in zip(count(), cycle(asked))
+    )
     requests = chain(islice(others, concurrency), measured, others)
     wanted = {(request.problem, request.sample) for request in measured}
     watch = StopWatch()
     timings: list[Timing] = []
     engine.forget_prefixes()
-    running = generate(engine, requests, config.rollout, seed=(config.seed, "latency"), watch=watch, concurrency=concurrency)
+    running = generate(
+        engine, requests, config.rollout, seed=(config.seed, "latency"), watch=watch, concurrency=concurrency
+    )
     title = f"{config.method}, {concurrency} at a time"
     with closing(running), LengthProgress(title, len(wanted), show) as progress:
         while len(timings) < len(wanted):
             request, response = next(running)
             key = request.problem, request.sample
             if key in wanted:
-                timings.append(Timing(config.method, concurrency, *key, watch.seconds[key], response.longest_path, response.total_tokens))
+                timings.append(
+                    Timing(
+                        config.method,
+                        concurrency,
+                        *key,
+                        watch.seconds[key],
+                        response.longest_path,
+                        response.total_tokens,
+                    )
+                )
                 progress.advance(response.longest_path)
     return timings
 
 
 def measure_all(
-    engine: Engine, config: EvalConfig, problems: str | Path, concurrencies: Sequence[int], samples: int, show: bool = True
+    engine: Engine,
+    config: EvalConfig,
+    problems: str | Path,
+    concurrencies: Sequence[int],
+    samples: int,
+    show: bool = True,
 ) -> list[Timing]:
     """The same at each concurrency, on a file of problems."""
     asked = prompts_of(load_problems(problems), engine.tokenizer, config.prompt)
-    return [timing for concurrency in concurrencies for timing in measure(engine, asked, config, concurrency, samples, show)]
+    return [
+        timing for concurrency in concurrencies for timing in measure(engine, asked, config, concurrency, samples, show)
+    ]
 
 
-def measure_model(path: Path, configs: Sequence[EvalConfig], problems: Path, concurrencies: Sequence[int], samples: int) -> list[Timing]:
+def measure_model(
+    path: Path, configs: Sequence[EvalConfig], problems: Path, concurrencies: Sequence[int], samples: int
+) -> list[Timing]:
     """One engine, one or both methods."""
-    require(not configs[0].engine.url, "engine.url is set; seconds are measured on an engine in this process: leave engine.url out")
+    require(
+        not configs[0].engine.url,
+        "engine.url is set; seconds are measured on an engine in this process: leave engine.url out",
+    )
     with open_engine(path, configs[0].engine) as engine:
-        return [timing for config in configs for timing in measure_all(engine, config, problems, concurrencies, samples)]
+        return [
+            timing for config in configs for timing in measure_all(engine, config, problems, concurrencies, samples)
+        ]
 
 
 def by_problem(timings: Sequence[Timing], quantity: str) -> ByProblem:
@@ -135,12 +167,20 @@ def compare(timings: Sequence[Timing]) -> list[dict]:
     """Per concurrency: both methods, their ratio, and the line through both."""
     levels = []
     for concurrency in sorted({t.concurrency for t in timings}):
-        here = {method: [t for t in timings if t.concurrency == concurrency and t.method == method] for method in METHODS}
+        here = {
+            method: [t for t in timings if t.concurrency == concurrency and t.method == method] for method in METHODS
+        }
         together = here["parallel"] + here["sequential"]
-        change = {q: relative_change(*(by_problem(here[method], q) for method in METHODS)) for q in ("seconds", "longest_path")}
+        change = {
+            q: relative_change(*(by_problem(here[method], q) for method in METHODS))
+            for q in ("seconds", "longest_path")
+        }
         levels.append(
             {"concurrency": concurrency, **{method: side(found) for method, found in here.items()}}
-            | {f"{quantity}_ratio": Estimate(1 + found.value, found.stderr).to_json() for quantity, found in change.items()}
+            | {
+                f"{quantity}_ratio": Estimate(1 + found.value, found.stderr).to_json()
+                for quantity, found in change.items()
+            }
             | {"r2": plain(fit_line([t.longest_path for t in together], [t.seconds for t in together]).r2)}
         )
     return levels
@@ -190,8 +230,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("settings", nargs="*", metavar="key=value", help="e.g. engine.dtype=float32 rollout.workers=3")
     parser.add_argument("--baseline", required=True, help="answers sequentially; a Hugging Face folder or a run")
     parser.add_argument("--problems", required=True, type=Path, metavar="FILE", help="JSONL with id, question, gold")
-    parser.add_argument("--concurrency", type=levels_of, default="1,4,16", help="responses in progress at once (default: 1,4,16)")
-    parser.add_argument("--n", type=positive, default=1, help="measured responses per problem and concurrency (default: 1)")
+    parser.add_argument(
+        "--concurrency", type=levels_of, default="1,4,16", help="responses in progress at once (default: 1,4,16)"
+    )
+    parser.add_argument(
+        "--n", type=positive, default=1, help="measured responses per problem and concurrency (default: 1)"
+    )
     parser.add_argument("--budget", type=positive, default=12_000, help="tokens on the longest path (default: 12000)")
     parser.add_argument("--baseline-budget", type=positive, help="default: the same")
     parser.add_argument("--out", type=Path, help="default: runs/latency/MODEL-METHOD-BUDGET")
@@ -205,7 +249,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         paths = [resolve_model(arguments.model), resolve_model(arguments.baseline)]
         load_problems(arguments.problems)
         out = arguments.out or Path("runs/latency") / default_name(paths[0], configs[0])
-        jobs = [(paths[0], configs)] if paths[0] == paths[1] else [(path, [config]) for path, config in zip(paths, configs)]
+        jobs = (
+            [(paths[0], configs)]
+            if paths[0] == paths[1]
+            else [(path, [config]) for path, config in zip(paths, configs)]
+        )
         with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
             load = arguments.problems, arguments.concurrency, arguments.n
             found = [processes.submit(measure_model, path, asked, *load) for path, asked in jobs]
@@ -220,7 +268,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def save(out: Path, timings: Sequence[Timing], **facts: object) -> None:
     write_jsonl_atomic(out / "timings.jsonl", map(asdict, timings))
-    write_atomic(out / REPORT, json.dumps({"name": out.name, **facts, "levels": compare(timings)}, indent=1, ensure_ascii=False))
+    write_atomic(
+        out / REPORT, json.dumps({"name": out.name, **facts, "levels": compare(timings)}, indent=1, ensure_ascii=False)
+    )
 
 
 if __name__ == "__main__":

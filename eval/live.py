@@ -1,7 +1,7 @@
 """A response on the terminal while it is being written: director above, workers side by side.
 
-Finished parts scroll up in full; the current part stays live below, showing at least its last lines. If the output is not a
-terminal, every part is printed as plain text when it is finished.
+Finished parts scroll up in full; the current part stays live below, showing at least its last lines. If the output is
+not a terminal, every part is printed as plain text when it is finished.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dccot.eval.trace import Lane, Timeline
+from dccot.eval.timeline import Lane, Timeline
 
 DIRECTOR_COLOUR, WORKER_COLOURS = "cyan", ("green", "yellow", "magenta", "blue", "red")
 REFRESH_SECONDS = 0.1
 TAIL_TOKENS = 1200  # a screen shows no more, and decoding everything ten times per second would slow down the engine
 NARROWEST_COLUMN = 24
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model may write terminal escapes; they are shown, not interpreted
+# a model may write terminal escapes; they are shown, not interpreted
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 Decode = Callable[[list[int]], str]
 Lines = Sequence[tuple[str, str]]  # (label, text)
@@ -96,7 +97,9 @@ class TerminalView:
             return
         self._done += len(finished)
         running = found[self._done :]
-        self._live.update(self._part(running[0], height=max(3, self._console.height - 4)) if running else Text(), refresh=True)
+        self._live.update(
+            self._part(running[0], height=max(3, self._console.height - 4)) if running else Text(), refresh=True
+        )
         for part in finished:
             self._console.print(self._part(part, height=None))
         self._drawn = time.monotonic()
@@ -107,7 +110,9 @@ class TerminalView:
             self._console.print(Text.assemble((f"{label:<8}", "dim"), (printable(text), style)))
 
     def _part(self, lanes: list[Lane], height: int | None) -> RenderableType:
-        """One panel, or one per worker, as high as the longest text but no higher than `height`, which keeps the last lines."""
+        """One panel, or one per worker, as high as the longest text but no higher than `height`, which keeps the last
+        lines.
+        """
         across = len(lanes) if self._console.width // len(lanes) >= NARROWEST_COLUMN else 1
         width = self._console.width // across
         room = None if height is None else max(1, height // (len(lanes) // across) - 2)

@@ -6,7 +6,7 @@ unit, so ours are larger for the same data; `results.pooled_errors` computes the
 
 from __future__ import annotations
 
-from dccot.statistics import Estimate
+from dccot.core.statistics import Estimate
 
 COLUMNS = ("aime24", "amc23", "hmmt25", "math500", "minerva", "olympiadbench")
 
@@ -27,7 +27,10 @@ Point = tuple[Estimate, Estimate]  # accuracy in %, longest path in tokens
 def _read(line: str) -> tuple[str, dict[str, Point]]:
     method, *cells = line.split()
     numbers = [float(cell) for cell in cells]
-    points = {name: (Estimate(*numbers[4 * i : 4 * i + 2]), Estimate(*numbers[4 * i + 2 : 4 * i + 4])) for i, name in enumerate(COLUMNS)}
+    points = {
+        name: (Estimate(*numbers[4 * i : 4 * i + 2]), Estimate(*numbers[4 * i + 2 : 4 * i + 4]))
+        for i, name in enumerate(COLUMNS)
+    }
     return method, points
 
 
@@ -35,7 +38,18 @@ RESULTS: dict[str, dict[str, Point]] = dict(map(_read, _ROWS.strip().splitlines(
 COMPARED_WITH = {"DC-CoT": "DSR-32K", "DC-CoT-HLP": "DSR-HLP-12K", "DC-CoT-Maj": "Maj-DSR-3"}  # table 2
 VOTES = {"DSR-12K": "Maj-DSR-3", "DC-CoT": "DC-CoT-Maj"}  # whose responses vote → the row of the votes
 # Ours adds SFT and the sequential base after the RL of DC-CoT.
-LAYOUT = ("DSR-32K", "DSR-12K", "Maj-DSR-3", "DSR-RL", "DSR-HLP-24K", "DSR-HLP-12K", "SFT", "DC-CoT", "DC-CoT-HLP", "DC-CoT-Maj")
+LAYOUT = (
+    "DSR-32K",
+    "DSR-12K",
+    "Maj-DSR-3",
+    "DSR-RL",
+    "DSR-HLP-24K",
+    "DSR-HLP-12K",
+    "SFT",
+    "DC-CoT",
+    "DC-CoT-HLP",
+    "DC-CoT-Maj",
+)
 TOTAL_TOKENS = {
     "DC-CoT": dict(zip(COLUMNS, (6831, 4185, 7603, 2554, 3526, 4489))),
     "DC-CoT-HLP": dict(zip(COLUMNS, (6185, 4022, 6411, 2537, 3401, 4154))),

@@ -19,7 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.transforms import Bbox
 
-from dccot.statistics import PERCENTILES, Estimate, pareto_front
+from dccot.core.statistics import PERCENTILES, Estimate, pareto_front
 
 MARKED = "o-"  # measured at some steps only: marked there, and joined
 
@@ -69,7 +69,7 @@ def _png(draw: Callable[[Theme], Canvas], theme: Theme) -> bytes:
     return buffer.getvalue()
 
 
-# ---- accuracy against longest path ---------------------------------------------------------------------------------------
+# ---- accuracy against longest path ----
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,14 @@ def tradeoff(title: str, points: Sequence[Point]) -> Picture:
         canvas = Canvas(figsize=(4.4, 3.1 + 0.17 * math.ceil(len(ours) / 2)), layout="constrained")
         axes = canvas.subplots()
         for point in theirs:
-            axes.plot(point.longest_path.value, point.accuracy.value, "^" if point.vote else "o", color=theme.quiet, fillstyle="none", ms=5)
+            axes.plot(
+                point.longest_path.value,
+                point.accuracy.value,
+                "^" if point.vote else "o",
+                color=theme.quiet,
+                fillstyle="none",
+                ms=5,
+            )
         axes.plot(*_steps(front), color=theme.ink, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         for point in ours:
             colour = theme.series[(point.series or 0) % len(theme.series)]
@@ -107,8 +114,12 @@ def tradeoff(title: str, points: Sequence[Point]) -> Picture:
     return both_themes(draw)
 
 
-def _name_where_there_is_room(canvas: Canvas, axes: Axes, named: Sequence[Point], points: Sequence[Point], theme: Theme) -> None:
-    """Labels next to points, on the first of four sides where they cover no mark or other label; none if all are taken."""
+def _name_where_there_is_room(
+    canvas: Canvas, axes: Axes, named: Sequence[Point], points: Sequence[Point], theme: Theme
+) -> None:
+    """Labels next to points, on the first of four sides where they cover no mark or other label; none if all are
+    taken.
+    """
     FigureCanvasAgg(canvas).draw()
     marks = [axes.transData.transform((p.longest_path.value, p.accuracy.value)) for p in points]
     taken = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in marks]
@@ -136,7 +147,7 @@ def _finite(error: float) -> float:
     return 0.0 if math.isnan(error) else error
 
 
-# ---- training ------------------------------------------------------------------------------------------------------------
+# ---- training ----
 
 
 @dataclass(frozen=True)
@@ -166,15 +177,24 @@ def _rollouts_and_validation(training: str, validation: str) -> tuple[Line, Line
     return Line(training, "training rollouts", 0), Line(validation, "validation", 1, MARKED)
 
 
-SUPERVISED = Panel("Loss of supervised fine-tuning", (Line("policy/loss", "training", 0), Line("validation/loss", "held out", 1, MARKED)))
+SUPERVISED = Panel(
+    "Loss of supervised fine-tuning",
+    (Line("policy/loss", "training", 0), Line("validation/loss", "held out", 1, MARKED)),
+)
 PANELS = [
     SUPERVISED,
     Panel("Accuracy (%)", _rollouts_and_validation("reward/correct", "validation/accuracy"), scale=100),
     Panel("Longest path (tokens)", _rollouts_and_validation("length/longest_path", "validation/longest_path")),
-    Panel("Parallelism: total tokens / longest path", _rollouts_and_validation("parallel/degree", "validation/parallelism")),
+    Panel(
+        "Parallelism: total tokens / longest path",
+        _rollouts_and_validation("parallel/degree", "validation/parallelism"),
+    ),
     Panel(
         "Entropy per token (nats): mean and percentiles",
-        (Line("policy/entropy", "mean", 0, "--"), *(Line(f"policy/entropy_p{p}", f"p{p}", i) for i, p in enumerate(PERCENTILES, start=1))),
+        (
+            Line("policy/entropy", "mean", 0, "--"),
+            *(Line(f"policy/entropy_p{p}", f"p{p}", i) for i, p in enumerate(PERCENTILES, start=1)),
+        ),
         log=True,
     ),
 ]
@@ -187,7 +207,9 @@ def training(stages: Sequence[Stage]) -> Picture:
 
 
 def draw_training(stages: Sequence[Stage], theme: Theme) -> Canvas:
-    """All panels that have something to show, over one axis on which every stage begins where the previous one ended."""
+    """All panels that have something to show, over one axis on which every stage begins where the previous one
+    ended.
+    """
     starts = [0]
     for stage in stages:
         starts.append(starts[-1] + stage.rows[-1]["step"] + 1)
@@ -273,7 +295,7 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
     return [sum(part) / len(part) for i in range(len(values)) for part in [values[max(0, i - window) : i + window + 1]]]
 
 
-# ---- latency -------------------------------------------------------------------------------------------------------------
+# ---- latency ----
 
 
 def latency(timings: Sequence[dict]) -> Picture:
@@ -287,7 +309,11 @@ def latency(timings: Sequence[dict]) -> Picture:
                 here = [t for t in timings if t["concurrency"] == level and t["method"] == method]
                 x, y = [t["longest_path"] for t in here], [t["seconds"] for t in here]
                 axes.plot(x, y, "o", ms=3.5, alpha=0.7, color=theme.series[number], label=method)
-            axes.set(title=f"{level} at a time", xlabel="longest path (tokens)", ylabel="seconds" if level == levels[0] else None)
+            axes.set(
+                title=f"{level} at a time",
+                xlabel="longest path (tokens)",
+                ylabel="seconds" if level == levels[0] else None,
+            )
             axes.set_xlim(left=0)
             axes.set_ylim(bottom=0)
         axes.legend(loc="lower right")

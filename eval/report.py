@@ -1,9 +1,11 @@
-"""The report of runs: the paper's tables with our rows next to the paper's, trade-off plots, training curves, wall-clock.
+"""The report of runs: the paper's tables with our rows next to the paper's, trade-off plots, training curves,
+wall-clock.
 
     dccot report runs/eval/dc-cot runs/eval/dsr runs/stage1 runs/stage2 --baseline dsr --out report/
 
-A RUN is an evaluation (summary.json), a training run (metrics.jsonl) or a latency measurement (latency.json). Training runs share
-one axis in the order given, as long as each starts from the one before it; one that does not gets its own figure.
+A RUN is an evaluation (summary.json), a training run (metrics.jsonl) or a latency measurement (latency.json). Training
+runs share one axis in the order given, as long as each starts from the one before it; one that does not gets its own
+figure.
 
 Writes report.html, one file that opens offline, and report.md with its figures next to it.
 """
@@ -16,8 +18,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dccot.command import run_cleanly
-from dccot.config import read_yaml, require
+from dccot.core.command import run_cleanly
+from dccot.core.config import read_yaml, require
+from dccot.core.files import BadData, read_jsonl
+from dccot.core.statistics import ByProblem, Estimate, over_problems
 from dccot.eval import latency, paper, plots
 from dccot.eval.benchmarks import BENCHMARKS
 from dccot.eval.document import Block, Cell, Document, Figure, Heading, Paragraph, Row, Table
@@ -36,8 +40,6 @@ from dccot.eval.tables import (
     table_2,
     totals_table,
 )
-from dccot.files import BadData, read_jsonl
-from dccot.statistics import ByProblem, Estimate, over_problems
 
 ERRORS = (
     "± is the standard error of the mean with problems as the independent unit, however many responses each has; changes are paired by "
@@ -64,13 +66,15 @@ def write_report(
 ) -> Path:
     """Write report.html and report.md into `out` and return the path of the page. `notes` open it, a paragraph each.
 
-    `baseline` names the evaluation that the others are compared with, or says for each row of table 1 which row is its baseline.
-    `kind`: a regular expression whose group extracts the kind of problem from its id, if ids contain it.
+    `baseline` names the evaluation that the others are compared with, or says for each row of table 1 which row is its
+    baseline. `kind`: a regular expression whose group extracts the kind of problem from its id, if ids contain it.
     `seeds`: folders of finished recipes that differ only in their seed; their spread is shown.
     """
     names = [evaluation.name for evaluation in evaluations]
     repeated = [name for name in names if names.count(name) > 1]
-    require(not repeated, f"two evaluations are called {repeated[0] if repeated else ''!r}; rename one of their folders")
+    require(
+        not repeated, f"two evaluations are called {repeated[0] if repeated else ''!r}; rename one of their folders"
+    )
     blocks: list[Block] = [Paragraph(note) for note in notes]
     if evaluations:
         blocks += _results(evaluations, baseline, kind, seeds)
@@ -109,7 +113,11 @@ def _results(
         blocks += [Heading("Change against the baseline"), table_2(pairs, titles)]
     hollow = "; hollow marks are the paper's." if known else "."
     how = Paragraph(f"Up and to the left is better. The dashed line is the Pareto front of our points{hollow}")
-    blocks += [Heading("Accuracy against longest path"), how, *(_tradeoff(name, titles[name], methods) for name in titles)]
+    blocks += [
+        Heading("Accuracy against longest path"),
+        how,
+        *(_tradeoff(name, titles[name], methods) for name in titles),
+    ]
     blocks += [Heading("The responses"), totals_table(methods, titles), responses_table(evaluations, titles)]
     if kind:
         blocks.append(kinds_table(evaluations, titles, kind))
@@ -139,8 +147,12 @@ def _tradeoff(name: str, title: str, methods: Sequence[Method]) -> Figure:
         for method in methods
         if (found := method.point(name))
     ]
-    theirs = [plots.Point(label, *rows[name], vote="Maj" in label) for label, rows in paper.RESULTS.items() if name in rows]
-    return Figure(f"tradeoff_{name}", f"{title}: accuracy against longest path", *plots.tradeoff(title, [*points, *theirs]))
+    theirs = [
+        plots.Point(label, *rows[name], vote="Maj" in label) for label, rows in paper.RESULTS.items() if name in rows
+    ]
+    return Figure(
+        f"tradeoff_{name}", f"{title}: accuracy against longest path", *plots.tradeoff(title, [*points, *theirs])
+    )
 
 
 def _latency(folder: Path) -> list[Block]:
@@ -149,16 +161,26 @@ def _latency(folder: Path) -> list[Block]:
         rows = [latency.cells(level) for level in found["levels"]]
         timings = [row for _, row in read_jsonl(folder / "timings.jsonl")]
     except (ValueError, KeyError, FileNotFoundError) as error:
-        raise BadData(f"{folder} is not what `dccot eval latency` writes ({type(error).__name__}: {error}); run it again") from None
+        raise BadData(
+            f"{folder} is not what `dccot eval latency` writes ({type(error).__name__}: {error}); run it again"
+        ) from None
     corner, *columns = rows[0]
     caption = f"{found['name']}, on {found['device']}: the same problems both ways. Pairs of figures are parallel / sequential."
-    table = Table(caption, corner, [("", columns)], [Row(row[corner], [Cell(row[column]) for column in columns]) for row in rows])
+    table = Table(
+        caption, corner, [("", columns)], [Row(row[corner], [Cell(row[column]) for column in columns]) for row in rows]
+    )
     caption = "Every measured response: how well longest path predicts seconds."
-    return [Heading("Wall-clock per response"), table, Figure(f"latency_{folder.name}", caption, *plots.latency(timings), wide=True)]
+    return [
+        Heading("Wall-clock per response"),
+        table,
+        Figure(f"latency_{folder.name}", caption, *plots.latency(timings), wide=True),
+    ]
 
 
 def chains(runs: Sequence[Path]) -> list[list[plots.Stage]]:
-    """Training runs as figures: a run stays in the figure of the run before it if it says, or does not deny, that it started from it."""
+    """Training runs as figures: a run stays in the figure of the run before it if it says, or does not deny, that it
+    started from it.
+    """
     found: list[list[plots.Stage]] = []
     for index, run in enumerate(runs):
         try:
@@ -186,7 +208,12 @@ def _training(stages: Sequence[plots.Stage]) -> Figure:
 
 def _penalised(figures: Sequence[Sequence[plots.Stage]]) -> list[Figure]:
     """The runs under the high length penalty in one figure, if there are several."""
-    runs = [stage for stages in figures for stage in stages if (stage.config.get("reward") or {}).get("kind") == "high_length_penalty"]
+    runs = [
+        stage
+        for stages in figures
+        for stage in stages
+        if (stage.config.get("reward") or {}).get("kind") == "high_length_penalty"
+    ]
     if len(runs) < 2:
         return []
     caption = "Under the high length penalty: " + ", ".join(run.name for run in runs) + "; marks are validation."
@@ -198,7 +225,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Tables, plots and training curves of runs as one HTML page and as Markdown.",
         epilog="example: dccot report runs/eval/dc-cot runs/eval/dsr runs/stage1 runs/stage2 --baseline dsr",
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of an evaluation, a training run or a latency run")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="folder of an evaluation, a training run or a latency run"
+    )
     parser.add_argument("--baseline", help="name of the evaluation to compare with; default: the first sequential one")
     parser.add_argument("--title", default="Divide-and-Conquer CoT")
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder to write to (default: report)")
@@ -208,7 +237,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         kinds: dict[str, list[Path]] = {SUMMARY: [], "metrics.jsonl": [], latency.REPORT: []}
         for run in arguments.runs:
             here = [folders for file, folders in kinds.items() if (run / file).is_file()]
-            require(bool(here), f"{run} holds neither {', '.join(kinds)}; name folders that `dccot eval`, `dccot rl` or `dccot sft` wrote")
+            require(
+                bool(here),
+                f"{run} holds neither {', '.join(kinds)}; name folders that `dccot eval`, `dccot rl` or `dccot sft` wrote",
+            )
             for folders in here:
                 folders.append(run)
         evaluations = [Evaluation.load(folder) for folder in kinds[SUMMARY]]

@@ -4,7 +4,8 @@
     runs/eval/NAME/settings.json                    what decides a response: model, prompt, sampling, seed
     runs/eval/NAME/summary.json                     this file's Evaluation                   read by reports
 
-An answer that the grader could not judge (timed out, crashed) counts as wrong in the accuracies; their number is shown separately.
+An answer that the grader could not judge (timed out, crashed) counts as wrong in the accuracies; their number is shown
+separately.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from dataclasses import dataclass, field
 from math import comb
 from pathlib import Path
 
-from dccot.data.grading import Verdict
+from dccot.core.files import BadData, write_atomic
+from dccot.core.statistics import ByProblem, Estimate, mean, over_problems
+from dccot.data.judge import Verdict
 from dccot.eval.benchmarks import Benchmark
 from dccot.eval.majority import majority_of_three
-from dccot.files import BadData, write_atomic
 from dccot.rollout.response import Finish
-from dccot.statistics import ByProblem, Estimate, mean, over_problems
 
 SUMMARY = "summary.json"
 UNJUDGED = (Verdict.TIMED_OUT, Verdict.CRASHED)
@@ -82,7 +83,9 @@ LABELS = {
 def shown(measure: str, estimate: Estimate) -> tuple[str, str]:
     """Value and standard error in human-readable form; the error is empty if there is none."""
     scale, decimals = (100, 2) if "%" in LABELS[measure] else (1, 2) if measure == "parallelism" else (1, 0)
-    value, error = ("" if math.isnan(number) else f"{scale * number:.{decimals}f}" for number in (estimate.value, estimate.stderr))
+    value, error = (
+        "" if math.isnan(number) else f"{scale * number:.{decimals}f}" for number in (estimate.value, estimate.stderr)
+    )
     return value, error
 
 
@@ -93,7 +96,8 @@ class BenchmarkResult:
     samples: int  # per problem
     verdicts: dict[str, int]
     by_problem: dict[str, dict[str, float]]  # measure → problem → mean over its responses
-    pooled: dict[str, float] = field(default_factory=dict)  # measure → standard error as the paper computes it: every response independent
+    # measure → standard error as the paper computes it: every response independent
+    pooled: dict[str, float] = field(default_factory=dict)
 
     @property
     def problems(self) -> int:
@@ -114,7 +118,9 @@ class BenchmarkResult:
 
 
 def summarise(benchmark: Benchmark, samples: Iterable[Sample], classes: Mapping[str, Sequence[int]]) -> BenchmarkResult:
-    """The table of one benchmark. `classes` has, per problem, the equivalence class of every answer in order of its sample."""
+    """The table of one benchmark. `classes` has, per problem, the equivalence class of every answer in order of its
+    sample.
+    """
     groups = by_problem(samples)
     verdicts = Counter(s.verdict for group in groups.values() for s in group)
     table: dict[str, dict[str, float]] = {}
@@ -123,7 +129,9 @@ def summarise(benchmark: Benchmark, samples: Iterable[Sample], classes: Mapping[
     votes = {}
     for problem, group in groups.items():
         if len(group) >= 3:
-            votes[problem] = majority_of_three(classes[problem], [s.correct for s in group], [s.longest_path for s in group])
+            votes[problem] = majority_of_three(
+                classes[problem], [s.correct for s in group], [s.longest_path for s in group]
+            )
     table["maj3_accuracy"] = {problem: vote.accuracy for problem, vote in votes.items()}
     table["maj3_longest_path"] = {problem: vote.longest_path for problem, vote in votes.items()}
     table["maj3_total_tokens"] = {problem: 3 * table["total_tokens"][problem] for problem in votes}
@@ -148,7 +156,9 @@ def pooled_errors(groups: Sequence[Sequence[Sample]], votes: ByProblem) -> dict[
         count = sum(subsets.values())
         found["maj3_accuracy"] = _share_error(sum(votes[problem] * n for problem, n in subsets.items()) / count, count)
         paths = [sorted(sample.longest_path for sample in group) for group in groups if len(group) >= 3]
-        found["maj3_longest_path"] = _length_error([(path, comb(rank, 2)) for group in paths for rank, path in enumerate(group)])
+        found["maj3_longest_path"] = _length_error(
+            [(path, comb(rank, 2)) for group in paths for rank, path in enumerate(group)]
+        )
     return {name: error for name, error in found.items() if not math.isnan(error)}
 
 
@@ -201,10 +211,15 @@ class Evaluation:
         path = Path(folder) / SUMMARY
         try:
             found = json.loads(path.read_text())
-            rows = [{name: row[name] for name in BenchmarkResult.__dataclass_fields__ if name in row} for row in found["benchmarks"]]
+            rows = [
+                {name: row[name] for name in BenchmarkResult.__dataclass_fields__ if name in row}
+                for row in found["benchmarks"]
+            ]
             results = {row["name"]: BenchmarkResult(**row) for row in rows}
             return cls(found["name"], found["model"], found["method"], found["budget"], results)
         except FileNotFoundError:
             raise BadData(f"{path} does not exist; `dccot eval` writes it when all responses are there") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise BadData(f"{path} is not what `dccot eval` writes ({type(error).__name__}: {error}); run it again") from None
+            raise BadData(
+                f"{path} is not what `dccot eval` writes ({type(error).__name__}: {error}); run it again"
+            ) from None

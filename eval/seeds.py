@@ -2,8 +2,8 @@
 
     python -m dccot.eval.seeds runs/mini runs/mini-seed1
 
-Rows and their names are those of the recipe's report stage. A seed changes the task, the base model and every later draw, so the
-spread is that of the whole method, not just of the test problems.
+Rows and their names are those of the recipe's report stage. A seed changes the task, the base model and every later
+draw, so the spread is that of the whole method, not just of the test problems.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dccot.command import run_cleanly
-from dccot.config import read_yaml, require
+from dccot.core.command import run_cleanly
+from dccot.core.config import read_yaml, require
 from dccot.eval.results import LABELS, Evaluation
 
 MEASURES = ("accuracy", "maj3_accuracy", "longest_path", "total_tokens", "parallelism", "well_formed")
@@ -33,7 +33,9 @@ def by_seed(runs: Sequence[Path], benchmark: str) -> dict[str, list[str]]:
     by_run = [rows_of(run) for run in runs]
     for run, rows in zip(runs, by_run):
         lacking = [name for name in by_run[0] if name not in rows or benchmark not in rows[name].results]
-        require(not lacking, f"{run} has no results of {', '.join(lacking)} on {benchmark!r}; compare runs of one recipe")
+        require(
+            not lacking, f"{run} has no results of {', '.join(lacking)} on {benchmark!r}; compare runs of one recipe"
+        )
     shown = {}
     for name in by_run[0]:
         cells = []

@@ -1,4 +1,5 @@
-"""One problem, live in the terminal: the director above, its workers side by side, then the answer and the speedup from parallelism.
+"""One problem, live in the terminal: the director above, its workers side by side, then the answer and the speedup from
+parallelism.
 
     dccot solve MODEL "What is 2 + 3?"                 dccot solve MODEL "What is 2 + 3?" --json --trace solve.json
 
@@ -8,8 +9,8 @@ Wall-clock is compared with what writing the same tokens one after another would
 
     sequential = total tokens × seconds per token decoded alone
 
-where the second factor is measured in the same run, over the engine steps that had a single sequence in their batch (the director
-writing, or the last worker of a round), prefills aside. The engine is warmed up before the clock starts.
+where the second factor is measured in the same run, over the engine steps that had a single sequence in their batch
+(the director writing, or the last worker of a round), prefills aside. The engine is warmed up before the clock starts.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dccot.command import positive, run_cleanly
-from dccot.config import ConfigError
-from dccot.data.prompting import PromptConfig
+from dccot.core.command import positive, run_cleanly
+from dccot.core.config import ConfigError
+from dccot.data.prompts import PromptConfig
 from dccot.data.run_settings import settings_of
 from dccot.eval.live import view_for
-from dccot.eval.trace import Timeline
+from dccot.eval.timeline import Timeline
 from dccot.model.config import read_config
 from dccot.model.folder import explain_best, resolve_model
 from dccot.rollout.director import Call, RolloutConfig
+from dccot.rollout.engine import Engine, open_engine
 from dccot.rollout.generate import Request, generate
-from dccot.rollout.interface import Engine, open_engine
-from dccot.rollout.protocol import ANSWER_CLOSE, ANSWER_OPEN, flaw_of, sequential_flaw_of
 from dccot.rollout.response import Finish, Response
 from dccot.rollout.settings import EngineConfig
+from dccot.rollout.tags import ANSWER_CLOSE, ANSWER_OPEN, flaw_of, sequential_flaw_of
 
 NO_LIMIT = sys.maxsize  # the model's context is the limit here, not a setting
 
@@ -98,10 +99,11 @@ def solve(
     >>> solution.response.longest_path <= 300, solution.seconds > 0
     (True, True)
 
-    `model` is a Hugging Face folder, or a run, whose own prompt, budget and temperature are then the defaults. `budget` bounds the
-    longest path in tokens. `sequential` prompts without workers. The same `seed` gives the same tokens. A given `engine` is used
-    and left running, so that several problems share one; otherwise one is started for this call. `show` is called with the growing
-    timeline. Raises FileNotFoundError for a missing model and ConfigError for invalid input.
+    `model` is a Hugging Face folder, or a run, whose own prompt, budget and temperature are then the defaults. `budget`
+    bounds the longest path in tokens. `sequential` prompts without workers. The same `seed` gives the same tokens. A
+    given `engine` is used and left running, so that several problems share one; otherwise one is started for this call.
+    `show` is called with the growing timeline. Raises FileNotFoundError for a missing model and ConfigError for invalid
+    input.
     """
     asked = _ask(model, problem, budget, temperature, sequential)
     return _answer(asked, seed, engine, Timeline(show))
@@ -134,7 +136,9 @@ def _ask(model: str | Path, problem: str, budget: int | None, temperature: float
     prompt = replace(prompt, max_prompt_tokens=NO_LIMIT, kind="sequential" if sequential else prompt.kind)
     rollout.check()
     if not problem.strip():
-        raise ConfigError('the problem is empty; write it in quotes after the model: dccot solve MODEL "What is 2 + 3?"')
+        raise ConfigError(
+            'the problem is empty; write it in quotes after the model: dccot solve MODEL "What is 2 + 3?"'
+        )
     try:
         limit = read_config(folder).max_position
         tokenizer = open_tokenizer(folder)
@@ -161,11 +165,15 @@ def _answer(asked: _Asked, seed: int, engine: Engine | None, timeline: Timeline)
 
 
 def _warm_up(engine: Engine, asked: _Asked) -> None:
-    """The first steps of an engine take seconds; keep them out of the timing. The prompt is computed again afterwards."""
+    """The first steps of an engine take seconds; keep them out of the timing. The prompt is computed again
+    afterwards.
+    """
     for batch in (1, asked.rollout.workers):
         for number in range(batch):
             call = Call((0, number), asked.ids, [], None, 3, Finish.BUDGET)
-            engine.add(f"warm-up {number}", call, seed=number, temperature=asked.rollout.temperature, top_p=asked.rollout.top_p)
+            engine.add(
+                f"warm-up {number}", call, seed=number, temperature=asked.rollout.temperature, top_p=asked.rollout.top_p
+            )
         while engine.pending:
             engine.step()
     engine.forget_prefixes()
@@ -188,7 +196,10 @@ def summary(solution: Solution) -> list[tuple[str, str]]:
     response, timeline = solution.response, solution.timeline
     lines = [("answer", solution.answer or "none: the text has neither \\boxed{…} nor an answer block")]
     if solution.flaw or response.finish is not Finish.ANSWERED:
-        ended = {Finish.BUDGET: "the budget is used up; raise --budget", Finish.CONTEXT: "the model's context is full"}.get(response.finish)
+        ended = {
+            Finish.BUDGET: "the budget is used up; raise --budget",
+            Finish.CONTEXT: "the model's context is full",
+        }.get(response.finish)
         flaw = f"not well-formed ({solution.flaw})" if solution.flaw else None
         lines.append(("form", "; ".join(filter(None, (flaw, ended)))))
     tokens = f"longest path {response.longest_path:,}, total {response.total_tokens:,}: parallelism {response.parallelism:.2f}"
@@ -198,7 +209,9 @@ def summary(solution: Solution) -> list[tuple[str, str]]:
         return [*lines, ("time", f"{solution.seconds:.2f} s")]
     sequential = each * response.total_tokens
     times = sequential / solution.seconds
-    lines.append(("time", f"{solution.seconds:.2f} s; one token after another {sequential:.2f} s: {times:.2f}× as fast"))
+    lines.append(
+        ("time", f"{solution.seconds:.2f} s; one token after another {sequential:.2f} s: {times:.2f}× as fast")
+    )
     how = f"{response.total_tokens:,} tokens × {1e3 * each:.2f} ms, the mean of the {alone:,} tokens of this run that were decoded alone"
     return [*lines, ("", f"one after another = {how}")]
 
@@ -215,14 +228,22 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> int
         description="Solve one problem, live: director above, workers side by side, then the answer and what parallelism bought.",
         epilog='example: dccot solve runs/demo/stage4 "What is 2 + 3?" --trace solve.json',
     )
-    parser.add_argument("model", help="a Hugging Face folder, or a run (its newest checkpoint, prompted as in training)")
+    parser.add_argument(
+        "model", help="a Hugging Face folder, or a run (its newest checkpoint, prompted as in training)"
+    )
     parser.add_argument("problem", help="the problem, in quotes; - reads it from standard input")
-    parser.add_argument("--budget", type=positive, metavar="N", help="tokens on the longest path; default: the run's own, or 7500")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token; default: the run's own, or 0.6")
+    parser.add_argument(
+        "--budget", type=positive, metavar="N", help="tokens on the longest path; default: the run's own, or 7500"
+    )
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="0 takes the likeliest token; default: the run's own, or 0.6"
+    )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same tokens (default 0)")
     parser.add_argument("--sequential", action="store_true", help="ask without workers")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument("--trace", metavar="FILE", type=Path, help="write the timeline, to be opened in https://ui.perfetto.dev")
+    parser.add_argument(
+        "--trace", metavar="FILE", type=Path, help="write the timeline, to be opened in https://ui.perfetto.dev"
+    )
     return run_cleanly(lambda: _run(parser.parse_args(argv), engine))
 
 

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dccot.config import ConfigError
+from dccot.core.config import ConfigError
+from dccot.core.statistics import ByProblem, Estimate, difference, over_problems, relative_change
 from dccot.eval import paper
 from dccot.eval.benchmarks import BENCHMARKS
 from dccot.eval.document import Cell, Fold, Row, Table
 from dccot.eval.results import LABELS, Evaluation, shown
 from dccot.eval.seeds import MEASURES, by_seed
 from dccot.model.folder import best_checkpoint, kept_steps, validated_checkpoints
-from dccot.statistics import ByProblem, Estimate, difference, over_problems, relative_change
 
 PAPER = "paper"
 PAIR = ("accuracy", "longest_path")
@@ -59,7 +59,9 @@ def vote_label(name: str) -> str:
 
 
 def row_labels(names: Sequence[str]) -> list[str]:
-    """The rows of evaluations with these names: each and its votes; the paper's rows in its order, if all are named as in the paper."""
+    """The rows of evaluations with these names: each and its votes; the paper's rows in its order, if all are named as
+    in the paper.
+    """
     if all(name in paper.LAYOUT for name in names):
         return [label for label in paper.LAYOUT if label in names or label in [paper.VOTES.get(name) for name in names]]
     return [label for name in names for label in (name, vote_label(name))]
@@ -78,7 +80,11 @@ def compared_pairs(methods: Sequence[Method], baseline: str | Mapping[str, str] 
     """Each row with its baseline row. By default the first sequential evaluation, or the first; votes with votes."""
     by_label = {method.label: method for method in methods}
     wanted = baseline if isinstance(baseline, Mapping) else {}
-    unknown = [name for name in ({baseline} if isinstance(baseline, str) else {*wanted, *wanted.values()}) if name not in by_label]
+    unknown = [
+        name
+        for name in ({baseline} if isinstance(baseline, str) else {*wanted, *wanted.values()})
+        if name not in by_label
+    ]
     if unknown:
         raise ConfigError(f"no evaluation is called {unknown[0]!r}; there are {', '.join(by_label)}")
     if isinstance(baseline, Mapping):
@@ -130,7 +136,9 @@ def papers_rows(titles: Titles) -> list[Row]:
 
 
 def _papers_cells(accuracy: Estimate, longest: Estimate) -> tuple[Cell, Cell]:
-    return Cell(f"{accuracy.value:.2f}", pooled=f"{accuracy.stderr:.2f}"), Cell(f"{longest.value:.0f}", pooled=f"{longest.stderr:g}")
+    return Cell(f"{accuracy.value:.2f}", pooled=f"{accuracy.stderr:.2f}"), Cell(
+        f"{longest.value:.0f}", pooled=f"{longest.stderr:g}"
+    )
 
 
 def table_2(pairs: Sequence[tuple[Method, Method]], titles: Titles) -> Table:
@@ -140,8 +148,13 @@ def table_2(pairs: Sequence[tuple[Method, Method]], titles: Titles) -> Table:
         for name in titles:
             if (found := ours.point(name)) and (base := theirs.point(name)):
                 points, percent = _points(difference(found[0], base[0])), _percent(relative_change(found[1], base[1]))
-                pooled = _pooled_changes(*((ours.estimate(name, measure), theirs.estimate(name, measure)) for measure in PAIR))
-                cells += [replace(points, pooled=_error(100 * pooled[0], 2)), replace(percent, pooled=_error(100 * pooled[1], 1))]
+                pooled = _pooled_changes(
+                    *((ours.estimate(name, measure), theirs.estimate(name, measure)) for measure in PAIR)
+                )
+                cells += [
+                    replace(points, pooled=_error(100 * pooled[0], 2)),
+                    replace(percent, pooled=_error(100 * pooled[1], 1)),
+                ]
             else:
                 cells += NOT_MEASURED
         rows.append(Row(ours.label, cells))
@@ -160,10 +173,17 @@ def papers_changes(titles: Titles) -> list[Row]:
             if name not in paper.COLUMNS:
                 cells += NOT_MEASURED
                 continue
-            (accuracy, longest), (base_accuracy, base_longest) = paper.RESULTS[method][name], paper.RESULTS[compared][name]
+            (accuracy, longest), (base_accuracy, base_longest) = (
+                paper.RESULTS[method][name],
+                paper.RESULTS[compared][name],
+            )
             pooled = _pooled_changes((accuracy, base_accuracy), (longest, base_longest))
             cells.append(Cell(_signed(accuracy.value - base_accuracy.value, 2), pooled=_error(pooled[0], 2)))
-            cells.append(Cell(f"{_signed(100 * (longest.value / base_longest.value - 1), 1)}%", pooled=_error(100 * pooled[1], 1)))
+            cells.append(
+                Cell(
+                    f"{_signed(100 * (longest.value / base_longest.value - 1), 1)}%", pooled=_error(100 * pooled[1], 1)
+                )
+            )
         rows.append(Row(method, cells, tag=PAPER, begins_block=number == 0))
     return rows
 
@@ -171,7 +191,9 @@ def papers_changes(titles: Titles) -> list[Row]:
 def _pooled_changes(accuracy: tuple[Estimate, Estimate], longest: tuple[Estimate, Estimate]) -> tuple[float, float]:
     """Errors of a difference and of a ratio − 1 from those of the two sides, treated as independent."""
     (ours, theirs), (top, bottom) = accuracy, longest
-    ratio = math.hypot(top.stderr, top.value / bottom.value * bottom.stderr) / bottom.value if bottom.value else math.nan
+    ratio = (
+        math.hypot(top.stderr, top.value / bottom.value * bottom.stderr) / bottom.value if bottom.value else math.nan
+    )
     return math.hypot(ours.stderr, theirs.stderr), ratio
 
 
@@ -195,7 +217,10 @@ def _error(error: float, decimals: int) -> str:
 
 def totals_table(methods: Sequence[Method], titles: Titles) -> Table:
     """Total tokens per response; of votes, those of all three."""
-    rows = [Row(method.label, [_cell("total_tokens", method.means(name, "total_tokens")) for name in titles]) for method in methods]
+    rows = [
+        Row(method.label, [_cell("total_tokens", method.means(name, "total_tokens")) for name in titles])
+        for method in methods
+    ]
     caption = "Total tokens per response, workers included; a vote counts its three responses."
     return Table(caption, "Method", [("", tuple(titles.values()))], rows + papers_totals(titles))
 
@@ -204,7 +229,12 @@ def papers_totals(titles: Titles) -> list[Row]:
     if not set(titles) & set(paper.COLUMNS):
         return []
     return [
-        Row(method, [Cell(str(totals[name]) if name in totals else "–") for name in titles], PAPER, begins_block=number == 0)
+        Row(
+            method,
+            [Cell(str(totals[name]) if name in totals else "–") for name in titles],
+            PAPER,
+            begins_block=number == 0,
+        )
         for number, (method, totals) in enumerate(paper.TOTAL_TOKENS.items())
     ]
 
@@ -216,7 +246,12 @@ def responses_table(evaluations: Sequence[Evaluation], titles: Titles) -> Table:
         ours = [evaluation for evaluation in evaluations if name in evaluation.results]
         for number, evaluation in enumerate(ours):
             result = evaluation.results[name]
-            asked = [_words(title), _words(evaluation.method), Cell(f"{evaluation.budget:,}"), Cell(f"{result.problems}×{result.samples}")]
+            asked = [
+                _words(title),
+                _words(evaluation.method),
+                Cell(f"{evaluation.budget:,}"),
+                Cell(f"{result.problems}×{result.samples}"),
+            ]
             measured = [_cell(measure, result.by_problem[measure]) for measure in measures]
             rows.append(Row(evaluation.name, [*asked, *measured], begins_block=number == 0 and bool(rows)))
     columns = ("Benchmark", "method", "budget", "responses", *(LABELS[measure] for measure in measures))
@@ -236,7 +271,13 @@ def kinds_table(evaluations: Sequence[Evaluation], titles: Titles, kind: str) ->
             for number, evaluation in enumerate(ours):
                 table = evaluation.results[name].by_problem
                 cells = [{p: v for p, v in table[measure].items() if kinds.get(p) == each} for measure in measures]
-                rows.append(Row(evaluation.name, [_words(title), _words(each), *map(_cell, measures, cells)], begins_block=number == 0))
+                rows.append(
+                    Row(
+                        evaluation.name,
+                        [_words(title), _words(each), *map(_cell, measures, cells)],
+                        begins_block=number == 0,
+                    )
+                )
     columns = ("Benchmark", "kind", *(LABELS[measure] for measure in measures))
     return Table("The same by kind of problem.", "Method", [("", columns)], rows)
 
@@ -257,7 +298,11 @@ def stages_table(stages: Sequence[tuple[str, Mapping, Sequence[Mapping]]]) -> Ta
     rows = []
     for name, config, steps in stages:
         quarter = max(1, len(steps) // 4)
-        cells = [Cell(str(len(steps))), _words((config.get("objective") or {}).get("kind", "")), _words(config.get("filter") or "")]
+        cells = [
+            Cell(str(len(steps))),
+            _words((config.get("objective") or {}).get("kind", "")),
+            _words(config.get("filter") or ""),
+        ]
         for metric, scale, digits in STAGE_MEASURES.values():
             values = [scale * row[metric] for row in steps if metric in row]
             ends = [sum(part) / len(part) for part in (values[:quarter], values[-quarter:]) if part]
@@ -277,13 +322,18 @@ def checkpoints_table(run: Path) -> Fold | None:
     for step in sorted({*validated, *kept}):
         found = validated.get(step)
         accuracy, longest = (100 * found.accuracy, found.longest_path) if found else (math.nan, math.nan)
-        cells = [Cell("–" if math.isnan(accuracy) else f"{accuracy:.2f}"), Cell("–" if math.isnan(longest) else f"{longest:,.0f}")]
+        cells = [
+            Cell("–" if math.isnan(accuracy) else f"{accuracy:.2f}"),
+            Cell("–" if math.isnan(longest) else f"{longest:,.0f}"),
+        ]
         weights = f"{run.name}@{step}" + (" (= @best)" if step == best else "") if step in kept else "not kept"
         rows.append(Row(str(step), [*cells, _words(weights)]))
     chosen = f"@best is step {best}" if best is not None else "no checkpoint that was validated is still there"
     caption = "Validation of the weights after each step. @best: the highest accuracy of those still there, of equal ones the shortest."
     columns = ("validation accuracy (%)", "longest path", "weights")
-    return Fold(f"{run.name}: {len(validated)} checkpoints validated; {chosen}", [Table(caption, "Step", [("", columns)], rows)])
+    return Fold(
+        f"{run.name}: {len(validated)} checkpoints validated; {chosen}", [Table(caption, "Step", [("", columns)], rows)]
+    )
 
 
 def seeds_table(runs: Sequence[Path], benchmark: str, title: str) -> Table:

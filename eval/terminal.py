@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dccot.command import print_table
+from dccot.core.command import print_table
+from dccot.core.progress import Progress
 from dccot.eval.results import LABELS, Evaluation, shown
-from dccot.progress import Progress
 
 
 class LengthProgress(Progress):

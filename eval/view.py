@@ -1,15 +1,17 @@
-"""One HTML page to browse rollouts: a list with filters and search, and every response as a tree drawn to scale with its texts.
+"""One HTML page to browse rollouts: a list with filters and search, and every response as a tree drawn to scale with
+its texts.
 
     dccot view runs/rl/rollouts/step_000010.jsonl                        →  runs/rl/rollouts/step_000010.html
     dccot view a.jsonl b.jsonl --out page.html --model runs/rl --entropy
 
-The page needs no server or network, and its policy forbids any request. Its data is compressed, as base64 in script elements:
+The page needs no server or network, and its policy forbids any request. Its data is compressed, as base64 in script
+elements:
 
     index        one column per fact (problem, verdict, reward, lengths, …): everything the list, filters and sorting need
     block 0…     the texts and log-probs of BLOCK responses each; unpacked when one of them is opened
 
-Tokens are coloured one by one when their tokenizer is known: from --model, or from the run that contains the file. Otherwise texts are
-split at the tags, and only the lanes of the tree can be coloured.
+Tokens are coloured one by one when their tokenizer is known: from --model, or from the run that contains the file.
+Otherwise texts are split at the tags, and only the lanes of the tree can be coloured.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dccot.command import run_cleanly
-from dccot.config import ConfigError
+from dccot.core.command import run_cleanly
+from dccot.core.config import ConfigError
+from dccot.core.files import BadData, read_jsonl, write_atomic
 from dccot.data.run_settings import settings_of
 from dccot.eval.solve import Parser, answer_in
-from dccot.files import BadData, read_jsonl, write_atomic
-from dccot.rollout.protocol import SPAWN_CLOSE, SPAWN_OPEN, overshoots, worker_close, worker_open
 from dccot.rollout.response import Response, Rollout
+from dccot.rollout.tags import SPAWN_CLOSE, SPAWN_OPEN, overshoots, worker_close, worker_open
 
 if TYPE_CHECKING:
     from dccot.eval.entropy import Scorer
@@ -92,7 +94,9 @@ def cut(text: str, response: Response) -> list[str]:
 
 
 class Pieces:
-    """Token ids → the piece of text that each stands for. A character made of several tokens belongs to the last of them."""
+    """Token ids → the piece of text that each stands for. A character made of several tokens belongs to the last of
+    them.
+    """
 
     LONGEST_CHARACTER = 8  # tokens
 
@@ -173,11 +177,20 @@ class Page:
         """Write the page, whole or not at all; its size in bytes."""
         if self._waiting:
             self._close_block()
-        index = {"block": BLOCK, "tokens": self.pieces is not None, "problems": list(self.problems), "columns": self.columns}
+        index = {
+            "block": BLOCK,
+            "tokens": self.pieces is not None,
+            "problems": list(self.problems),
+            "columns": self.columns,
+        }
         data = {"index": packed(index)} | {f"block-{number}": block for number, block in enumerate(self._blocks)}
-        scripts = "\n".join(f'<script type="text/plain" id="{name}">{content}</script>' for name, content in data.items())
+        scripts = "\n".join(
+            f'<script type="text/plain" id="{name}">{content}</script>' for name, content in data.items()
+        )
         pages = files("dccot.eval") / "pages"
-        part = {name: (pages / name).read_text("utf-8") for name in ("view.html", "view.css", "view.response.js", "view.js")}
+        part = {
+            name: (pages / name).read_text("utf-8") for name in ("view.html", "view.css", "view.response.js", "view.js")
+        }
         filling = {"title": html.escape(title), "data": scripts, "style": part["view.css"]}
         filling["script"] = part["view.response.js"] + part["view.js"]
         page = re.sub(r"\{\{(\w+)\}\}", lambda blank: filling[blank[1]], part["view.html"])
@@ -198,7 +211,10 @@ class Page:
         texts = cut(rollout.text, rollout.response) if self.pieces is None else []
         rows = []
         for number, segment in enumerate(segments):
-            row: dict[str, Any] = {"inserted": len(segment.inserted), "logprobs": [_centinats(-value) for value in segment.logprobs]}
+            row: dict[str, Any] = {
+                "inserted": len(segment.inserted),
+                "logprobs": [_centinats(-value) for value in segment.logprobs],
+            }
             if self.pieces is None:
                 row["text"] = texts[number]
             else:
@@ -279,14 +295,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("rollouts", nargs="+", type=Path, help="JSONL files as rl, eval and rollout write them")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: the first file's name with .html")
-    parser.add_argument("--model", metavar="PATH", help="its tokenizer splits texts into tokens; default: the run that the file lies in")
-    parser.add_argument("--entropy", action="store_true", help="compute every token's entropy with the model's weights (slow)")
+    parser.add_argument(
+        "--model", metavar="PATH", help="its tokenizer splits texts into tokens; default: the run that the file lies in"
+    )
+    parser.add_argument(
+        "--entropy", action="store_true", help="compute every token's entropy with the model's weights (slow)"
+    )
     arguments = parser.parse_args(argv)
 
     def work() -> None:
         for path in arguments.rollouts:
             if not path.is_file():
-                raise FileNotFoundError(f"{path} is {'a folder' if path.is_dir() else 'not there'}; name a file of rollouts (.jsonl)")
+                raise FileNotFoundError(
+                    f"{path} is {'a folder' if path.is_dir() else 'not there'}; name a file of rollouts (.jsonl)"
+                )
         out = arguments.out or arguments.rollouts[0].with_suffix(".html")
         if out in arguments.rollouts or out.is_dir() or not out.absolute().parent.is_dir():
             raise ConfigError(f"--out {out} cannot be written; name a new .html file in a folder that exists")

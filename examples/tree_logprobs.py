@@ -2,8 +2,9 @@
 
     python examples/tree_logprobs.py [FOLDER]              FOLDER: a Transformers model; without it, a small random Llama
 
-Seven samples of one prompt, three of them continued (a conversation that branches): log-probs and one step of REINFORCE, first on the
-rows one by one, then on one forest. Both print the same numbers; the forest computes each shared token once.
+Seven samples of one prompt, three of them continued (a conversation that branches): log-probs and one step of
+REINFORCE, first on the rows one by one, then on one forest. Both print the same numbers; the forest computes each
+shared token once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ def load(folder: str | None):
     if folder:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=1000, max_position_embeddings=4096, **sizes))
 
 
@@ -58,7 +65,9 @@ def main() -> None:
         model.zero_grad()
         start = time.perf_counter()
         logprobs = compute(model, rows)
-        loss = -sum(advantage * values.sum() for advantage, values in zip(advantages, logprobs)) / sum(map(len, logprobs))
+        loss = -sum(advantage * values.sum() for advantage, values in zip(advantages, logprobs)) / sum(
+            map(len, logprobs)
+        )
         loss.backward()
         seconds, norm = time.perf_counter() - start, torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
         print(f"{compute.__name__:12} loss {loss.item():+.6f}   gradient norm {norm.item():.6f}   {seconds:.2f} s")

@@ -2,8 +2,9 @@
 
     python examples/trl_env.py examples/trl_compare.py
 
-Two shapes of batch: a group of seven answers to a long prompt, and the calls behind seven parallel responses (three workers, and the
-director that reads them). Model: qwen2, 4M parameters, random. Both sides compute the same numbers: the gradients' difference is shown.
+Two shapes of batch: a group of seven answers to a long prompt, and the calls behind seven parallel responses (three
+workers, and the director that reads them). Model: qwen2, 4M parameters, random. Both sides compute the same numbers:
+the gradients' difference is shown.
 """
 
 from __future__ import annotations
@@ -17,20 +18,30 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl_grpo import GROUP, LOSSES, make_trainer
 
 VOCABULARY = 1000
-SHAPE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 Row = tuple[list[int], int]  # tokens, and how many of them are the prompt
 
 
 def group_of_seven(rng: random.Random, prompt: int = 1024, longest: int = 256) -> list[Row]:
     shared = rng.choices(range(VOCABULARY), k=prompt)
-    return [(shared + rng.choices(range(VOCABULARY), k=rng.randint(longest // 4, longest)), prompt) for _ in range(GROUP)]
+    return [
+        (shared + rng.choices(range(VOCABULARY), k=rng.randint(longest // 4, longest)), prompt) for _ in range(GROUP)
+    ]
 
 
 def director_and_workers(rng: random.Random, prompt: int = 250, unit: int = 64) -> list[Row]:
     rows, shared = [], rng.choices(range(VOCABULARY), k=prompt)
     for _ in range(GROUP):
-        plan, last, *workers = (rng.choices(range(VOCABULARY), k=rng.randint(unit // 2, unit * 3 // 2)) for _ in range(5))
+        plan, last, *workers = (
+            rng.choices(range(VOCABULARY), k=rng.randint(unit // 2, unit * 3 // 2)) for _ in range(5)
+        )
         rows += [(shared + plan + worker, prompt + len(plan)) for worker in workers]
         read = [token for worker in workers for token in worker]
         rows.append((shared + plan + read + last, prompt))
@@ -63,13 +74,20 @@ def measure(loss: str, model, tokenizer, rows: list[Row], repeats: int = 3) -> t
 
 def main() -> None:
     words = {"a": 0, "</s>": 1}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "a")), eos_token="</s>", pad_token="</s>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, "a")), eos_token="</s>", pad_token="</s>"
+    )
     print(f"{'':32}{'padded':>18}{'forest':>18}{'fewer tokens':>14}{'faster':>9}{'gradient differs by':>21}")
-    for name, make in (("group of 7, prompt of 1,024", group_of_seven), ("7 director/worker trees", director_and_workers)):
+    for name, make in (
+        ("group of 7, prompt of 1,024", group_of_seven),
+        ("7 director/worker trees", director_and_workers),
+    ):
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, max_position_embeddings=4096, **SHAPE))
         rows = make(random.Random(0))
-        (tokens, seconds, gradient), (own, own_seconds, own_gradient) = (measure(loss, model, tokenizer, rows) for loss in LOSSES)
+        (tokens, seconds, gradient), (own, own_seconds, own_gradient) = (
+            measure(loss, model, tokenizer, rows) for loss in LOSSES
+        )
         difference = ((gradient - own_gradient).norm() / gradient.norm()).item()
         sides = (f"{count:,} in {spent:.2f} s" for count, spent in ((tokens, seconds), (own, own_seconds)))
         ratios = f"{tokens / own:>13.2f}×{seconds / own_seconds:>8.2f}×"

@@ -1,10 +1,12 @@
-"""GRPO in TRL with the loss computed on forests: every prompt once per group, no padding. The change to TRL is one method.
+"""GRPO in TRL with the loss computed on forests: every prompt once per group, no padding. The change to TRL is one
+method.
 
     python examples/trl_env.py examples/trl_grpo.py --model runs/demo/base --problems runs/demo/world/problems/train.jsonl
     python examples/trl_env.py examples/trl_grpo.py --loss padded                    unmodified TRL, to compare
 
-Prints the time and tokens of every step as JSON. trl_env.py creates the environment; trl_compare.py measures both losses on the same rows.
-Two processes: python examples/trl_env.py -m torch.distributed.run --standalone --nproc_per_node 2 examples/trl_grpo.py
+Prints the time and tokens of every step as JSON. trl_env.py creates the environment; trl_compare.py measures both
+losses on the same rows. Two processes: python examples/trl_env.py -m torch.distributed.run --standalone
+--nproc_per_node 2 examples/trl_grpo.py
 """
 
 from __future__ import annotations
@@ -111,7 +113,9 @@ class StopWatch(TrainerCallback):
 
 
 def of_all_processes(steps: list[dict], memory: float) -> tuple[list[dict], float]:
-    """All processes' tokens, the largest one's memory, the slowest one's seconds; waiting for it to generate is no training."""
+    """All processes' tokens, the largest one's memory, the slowest one's seconds; waiting for it to generate is no
+    training.
+    """
     everybody = [(steps, memory)]
     if PROCESSES > 1:
         everybody *= PROCESSES
@@ -128,7 +132,9 @@ def of_all_processes(steps: list[dict], memory: float) -> tuple[list[dict], floa
 def main() -> None:
     parser = argparse.ArgumentParser(description="GRPO in TRL with the loss computed on forests.")
     parser.add_argument("--model", default="runs/demo/base", help="a Transformers folder, or a run of dccot")
-    parser.add_argument("--problems", default="runs/demo/world/problems/train.jsonl", help="JSON lines with question and gold")
+    parser.add_argument(
+        "--problems", default="runs/demo/world/problems/train.jsonl", help="JSON lines with question and gold"
+    )
     parser.add_argument("--loss", choices=sorted(LOSSES), default="forest")
     parser.add_argument("--prompts", type=int, default=8, help="prompts per step, each answered 7 times")
     parser.add_argument("--budget", type=int, default=448, help="tokens per answer")
@@ -142,7 +148,9 @@ def main() -> None:
     problems = [json.loads(line) for line in Path(arguments.problems).read_text().splitlines()]
     rows = [{"prompt": PROMPT.format(row["question"], INSTRUCTION), "gold": row["gold"]} for row in problems]
     sizes = {"max_completion_length": arguments.budget, "max_steps": arguments.steps}
-    trainer = make_trainer(arguments.loss, model, AutoTokenizer.from_pretrained(folder), rows, arguments.prompts, **sizes)
+    trainer = make_trainer(
+        arguments.loss, model, AutoTokenizer.from_pretrained(folder), rows, arguments.prompts, **sizes
+    )
     watch = StopWatch(trainer)
     trainer.add_callback(watch)
     startup = time.perf_counter() - start

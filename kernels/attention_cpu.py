@@ -1,19 +1,20 @@
 """Fast tree attention on a CPU: the forest is cut into pieces of ordinary attention, none of which needs a mask.
 
-Everything below a token is one contiguous range after it. So a run of tokens without a branch is seen by two ranges of queries, itself
-(causally) and everything below it (fully), and all of that is plain slices:
+Everything below a token is one contiguous range after it. So a run of tokens without a branch is seen by two ranges of
+queries, itself (causally) and everything below it (fully), and all of that is plain slices:
 
     prompt S1 | W2 | W3 | W1 W2' W3' S2       prompt S1:  causal on itself, full for all that follows
                                               W2, W3, W1…S2:  causal on themselves
 
-Causal calls reach half the speed of full ones, so a run of medium length is cut again, into triangles along its diagonal (a batched
-causal call) and for each of them the rectangle of the run's earlier keys. Pieces of one row are merged by their log-sum-exps. In the
-backward each piece gets the row's final output and log-sum-exp, so that gradients of pieces simply add up. No query-key pair is
-wasted except what the causal kernel itself wastes along the diagonal.
+Causal calls reach half the speed of full ones, so a run of medium length is cut again, into triangles along its
+diagonal (a batched causal call) and for each of them the rectangle of the run's earlier keys. Pieces of one row are
+merged by their log-sum-exps. In the backward each piece gets the row's final output and log-sum-exp, so that gradients
+of pieces simply add up. No query-key pair is wasted except what the causal kernel itself wastes along the diagonal.
 
-In subtrees that are too small for their own calls (a forest of hundreds of short responses) call overhead dominates instead. These are
-cut into chains: a branch with everything it sees inside the small subtree, gathered. Chains of similar length run as one batched
-causal call, padded on the right, where causality hides the padding; rows that belong to another chain are dropped.
+In subtrees that are too small for their own calls (a forest of hundreds of short responses) call overhead dominates
+instead. These are cut into chains: a branch with everything it sees inside the small subtree, gathered. Chains of
+similar length run as one batched causal call, padded on the right, where causality hides the padding; rows that belong
+to another chain are dropped.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# A run becomes a slice once it and everything below it have this many query-key pairs. Half as many made the forests of the miniature's RL
-# 20% slower (153 and 127 ms for 9,026 tokens, forward and backward, one core), twice as many gained nothing.
+# A run becomes a slice once it and everything below it have this many query-key pairs. Half as many made the forests of
+# the miniature's RL 20% slower (153 and 127 ms for 9,026 tokens, forward and backward, one core), twice as many gained
+# nothing.
 LONG_RUN_PAIRS = 65_536
-# Tokens of a triangle; the last one of a run has up to twice as many. From UNCUT tokens on, torch's kernel uses larger tiles, and cutting
-# costs more than it saves: uncut and cut, 528 tokens reach 48 and 57 GFLOP/s, 1,439 tokens 72 and 68, 4,096 tokens 86 and 66 (one core).
+# Tokens of a triangle; the last one of a run has up to twice as many. From UNCUT tokens on, torch's kernel uses larger
+# tiles, and cutting costs more than it saves: uncut and cut, 528 tokens reach 48 and 57 GFLOP/s, 1,439 tokens 72 and
+# 68, 4,096 tokens 86 and 66 (one core).
 TRIANGLE, UNCUT = 128, 768
 # Chains whose lengths differ by at most this factor share a call.
 PADDING_FACTOR = 1.125
@@ -71,7 +74,9 @@ def cut(visible_until: Tensor) -> Paths:
         full += [(slice(*rows), slice(start, rows[0])) for rows in itertools.pairwise(corners[1:])]
         full.append((slice(stop, int(ends[start])), slice(start, stop)))
     chains = _chains(ends, np.repeat(~long, stops - starts))
-    return Paths(chains, [piece for piece in causal if piece[1]], [piece for piece in full if piece[0].start < piece[0].stop])
+    return Paths(
+        chains, [piece for piece in causal if piece[1]], [piece for piece in full if piece[0].start < piece[0].stop]
+    )
 
 
 def _above_any(marked: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -117,7 +122,9 @@ def _pad(batch: list[tuple[np.ndarray, int]]) -> Chains:
     first = np.cumsum(lengths, axis=0) - lengths
     tokens = np.concatenate([chain for chain, _ in batch])[first + np.minimum(column, lengths - 1)]
     slots = np.flatnonzero((seen <= column) & (column < lengths))
-    return Chains(torch.from_numpy(tokens.ravel()), tokens.shape, torch.from_numpy(slots), torch.from_numpy(tokens.ravel()[slots]))
+    return Chains(
+        torch.from_numpy(tokens.ravel()), tokens.shape, torch.from_numpy(slots), torch.from_numpy(tokens.ravel()[slots])
+    )
 
 
 def _gather(x: Tensor, chains: Chains) -> Tensor:
@@ -161,13 +168,17 @@ def backward(
     dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in (q, k, v))
     for chains in paths.chains:
         # Rows of other chains, and padding, get no gradient here.
-        own = grad.new_zeros(chains.tokens.shape + grad.shape[1:]).index_copy_(0, chains.slots, grad.index_select(0, chains.rows))
+        own = grad.new_zeros(chains.tokens.shape + grad.shape[1:]).index_copy_(
+            0, chains.slots, grad.index_select(0, chains.rows)
+        )
         own = own.unflatten(0, chains.shape).transpose(1, 2)
         chain_lse = lse.index_select(1, chains.tokens).unflatten(1, chains.shape).transpose(0, 1)
         parts = _flash_backward(own, *(_gather(x, chains) for x in (q, k, v, out)), chain_lse, 0.0, True, scale=scale)
         for total, part in zip((dq, dk, dv), parts, strict=True):
             total.index_add_(0, chains.tokens, _rows_first(part).to(total.dtype))
-    for rows, keys, count in [(rows, rows, count) for rows, count in paths.causal] + [(*piece, 0) for piece in paths.full]:
+    for rows, keys, count in [(rows, rows, count) for rows, count in paths.causal] + [
+        (*piece, 0) for piece in paths.full
+    ]:
         slices = (_heads_first(x, max(1, count)) for x in (grad[rows], q[rows], k[keys], v[keys], out[rows]))
         row_lse = lse[:, rows].unflatten(1, (max(1, count), -1)).transpose(0, 1)
         parts = _flash_backward(*slices, row_lse, 0.0, count > 0, scale=scale)

@@ -1,16 +1,18 @@
-"""The Triton kernels of tree attention: forward, dQ and dK/dV.  FlashAttention-2 over the tiles of a schedule (schedule.py, balance.py).
+"""The Triton kernels of tree attention: forward, dQ and dK/dV.  FlashAttention-2 over the tiles of a schedule
+(schedule.py, balance.py).
 
     S = scale·QKᵀ   P = exp(S − lse)   O = P V
     dP = dO Vᵀ   Δ = rowsum(dO∘O)   dS = P∘(dP − Δ)   dQ = scale·dS K   dK = scale·dSᵀ Q   dV = Pᵀ dO
 
-Softmax runs in base 2 and log-sum-exps are stored in base 2. One program owns one query tile and query head (forward, dQ) or one key
-tile and key head (dK/dV), or a piece of its list: then it writes fp32 to a slot, and the slots of a list are merged in a fixed
-order. Results need no atomics. Masked scores are a large negative number, not −inf: a row that has seen nothing yet then carries a finite
-maximum, and its sum so far is wiped out by its first visible key. It is added after scaling, so that no product ever rounds it; scores
-are too small to change it.
-Loops carry the next tile's bounds along instead of loading their own: an address that comes from a load in the same iteration would cost
-keys and values a stage of the pipeline. With TMA, tensors arrive as descriptors over [N, row], where row is all heads of a token.
-Legend: N tokens, H heads, D head dim; `*_n` and `*_h` are strides over tokens and heads, the last one is 1; LSE and Δ are [H, N].
+Softmax runs in base 2 and log-sum-exps are stored in base 2. One program owns one query tile and query head (forward,
+dQ) or one key tile and key head (dK/dV), or a piece of its list: then it writes fp32 to a slot, and the slots of a list
+are merged in a fixed order. Results need no atomics. Masked scores are a large negative number, not −inf: a row that
+has seen nothing yet then carries a finite maximum, and its sum so far is wiped out by its first visible key. It is
+added after scaling, so that no product ever rounds it; scores are too small to change it. Loops carry the next tile's
+bounds along instead of loading their own: an address that comes from a load in the same iteration would cost keys and
+values a stage of the pipeline. With TMA, tensors arrive as descriptors over [N, row], where row is all heads of a
+token. Legend: N tokens, H heads, D head dim; `*_n` and `*_h` are strides over tokens and heads, the last one is 1; LSE
+and Δ are [H, N].
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ DYNAMIC = ["N", "starts", "stops", "slots", "firsts", "middles", "lasts", "tile_
 
 @triton.jit
 def _dot(a, b, acc, UPCAST: tl.constexpr):
-    """a b + acc in fp32.  Triton's interpreter cannot multiply bf16: there, operands are widened first, which changes no result."""
+    """a b + acc in fp32.  Triton's interpreter cannot multiply bf16: there, operands are widened first, which changes
+    no result.
+    """
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -81,7 +85,9 @@ def _slot(base, slot, head, ROWS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _per_key(values, start, stop, BLOCK_K: tl.constexpr):
-    """Keys of a tile and their `visible_until` or `subtree`; 0 (never visible) for those that belong to the next tile."""
+    """Keys of a tile and their `visible_until` or `subtree`; 0 (never visible) for those that belong to the next
+    tile.
+    """
     keys = start + tl.arange(0, BLOCK_K)
     return keys, tl.load(values + keys, mask=keys < stop, other=0)
 
@@ -97,8 +103,9 @@ def _attend(
         k = _load(K, k_n, k_h, head, start, N, BLOCK_K, D, EDGE, TMA)
         scores = _dot(q, k.T, None, UPCAST)
         if EDGE:
-            # 0 ≤ query − key < subtree is one unsigned comparison. It becomes a number before the scores are there: kept as 64 predicates,
-            # which an sm_100 packs into bits and unpacks, the mask costs more than the rest of the tile.
+            # 0 ≤ query − key < subtree is one unsigned comparison. It becomes a number before the scores are there:
+            # kept as 64 predicates, which an sm_100 packs into bits and unpacks, the mask costs more than the rest of
+            # the tile.
             _, subtrees = _per_key(subtree, start, stop, BLOCK_K)
             after = (queries - start)[:, None] - tl.arange(0, BLOCK_K)[None, :]
             visible = after.to(tl.uint32) < subtrees.to(tl.uint32)[None, :]
@@ -149,7 +156,9 @@ def forward_kernel(
 
 
 @triton.jit(do_not_specialize=DYNAMIC)
-def merge_kernel(PART, PART_LSE, OUT, LSE, starts, stops, firsts, lasts, N, o_n, o_h, D: tl.constexpr, BLOCK: tl.constexpr):
+def merge_kernel(
+    PART, PART_LSE, OUT, LSE, starts, stops, firsts, lasts, N, o_n, o_h, D: tl.constexpr, BLOCK: tl.constexpr
+):
     """Output and log-sum-exp of one query tile from those of the pieces of its list."""
     head, program = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(starts + program), tl.load(stops + program)
@@ -270,7 +279,9 @@ def grad_key_kernel(
     N, scale, q_n, q_h, k_n, k_h, v_n, v_h, g_n, g_h, dk_n, dk_h, dv_n, dv_h,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one key tile, summed over the GROUP query heads that share its key head: a visit is a query tile and one of them."""
+    """dK and dV of one key tile, summed over the GROUP query heads that share its key head: a visit is a query tile and
+    one of them.
+    """
     key_head, program = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(starts + program), tl.load(stops + program)
     first, middle, last = tl.load(firsts + program), tl.load(middles + program), tl.load(lasts + program)
@@ -308,7 +319,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> tu
         *_strides(q, k, v, out), heads // k.shape[1], dim, *_constants(tile, q, k, v), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if plan.slots:
-        merge_kernel[heads, len(plan.merges.start)](part, part_lse, out, lse, *plan.merges, tokens, *_strides(out), dim, tile.block_q)
+        merge_kernel[heads, len(plan.merges.start)](
+            part, part_lse, out, lse, *plan.merges, tokens, *_strides(out), dim, tile.block_q
+        )
     return out, lse
 
 
@@ -345,7 +358,9 @@ def backward(
 
 def _sum_slots(plan: Plan, part: Tensor, out: Tensor, block: int) -> None:
     if plan.slots:
-        sum_kernel[out.shape[1], len(plan.merges.start)](part, out, *plan.merges, len(out), *_strides(out), out.shape[2], block)
+        sum_kernel[out.shape[1], len(plan.merges.start)](
+            part, out, *plan.merges, len(out), *_strides(out), out.shape[2], block
+        )
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -387,7 +402,9 @@ def _sources(tile: Tile, q: tuple[Tensor, ...], k: tuple[Tensor, ...]) -> list:
 def _use_tma(tile: Tile, tensors: Sequence[Tensor]) -> bool:
     """TMA needs rows that hold all heads of a token and are 16-byte aligned; other layouts use plain pointers."""
     row = lambda x: (x.shape[1] - 1) * x.stride(1) + x.shape[2]
-    return tile.tma and all(row(x) <= x.stride(0) and x.stride(0) * x.itemsize % 16 == x.data_ptr() % 16 == 0 for x in tensors)
+    return tile.tma and all(
+        row(x) <= x.stride(0) and x.stride(0) * x.itemsize % 16 == x.data_ptr() % 16 == 0 for x in tensors
+    )
 
 
 def _descriptor(x: Tensor, block: int) -> TensorDescriptor:

@@ -1,12 +1,14 @@
 """Splits a schedule's longest lists so that every multiprocessor stays busy until the end.
 
-A key tile of a prompt that many responses share is visited by every one of their query tiles: its list can be longer than all the work a
-multiprocessor should get. Such lists are split into pieces, each a separate program that writes fp32 partial results to a slot; a small
-kernel then adds the slots of a list in a fixed order, so results need no atomics and are bit-reproducible.
+A key tile of a prompt that many responses share is visited by every one of their query tiles: its list can be longer
+than all the work a multiprocessor should get. Such lists are split into pieces, each a separate program that writes
+fp32 partial results to a slot; a small kernel then adds the slots of a list in a fixed order, so results need no
+atomics and are bit-reproducible.
 
-The piece size is decided by simulation: programs start in the order given here, each on the first free multiprocessor. The unit of cost
-is a visit of an unmasked tile. Candidates split what is longer than some fraction of a multiprocessor's share of the work, or what runs in
-the last, incomplete wave; the first that keeps the GPU busy wins, otherwise the fastest.
+The piece size is decided by simulation: programs start in the order given here, each on the first free multiprocessor.
+The unit of cost is a visit of an unmasked tile. Candidates split what is longer than some fraction of a
+multiprocessor's share of the work, or what runs in the last, incomplete wave; the first that keeps the GPU busy wins,
+otherwise the fastest.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ BUSY = 0.97  # share of time spent on work of the unsplit schedule that ends the
 
 
 class Programs(NamedTuple):
-    """Program p owns tokens start[p]:stop[p], visits [first[p], middle[p]) without, [middle[p], last[p]) with the mask, and writes to
-    slot[p], or directly to the result if that is −1.  A visit means tile visit // repeat and head visit % repeat."""
+    """Program p owns tokens start[p]:stop[p], visits [first[p], middle[p]) without, [middle[p], last[p]) with the mask,
+    and writes to slot[p], or directly to the result if that is −1.  A visit means tile visit // repeat and head visit %
+    repeat."""
 
     start: Tensor
     stop: Tensor
@@ -77,7 +80,9 @@ def plan(lists: Lists, processors: int, copies: int, repeat: int, device: torch.
     return _cut(lists, first, middle, last, *fastest, device)
 
 
-def _candidates(work: np.ndarray, visits: np.ndarray, share: float, copies: int, processors: int) -> Iterator[np.ndarray]:
+def _candidates(
+    work: np.ndarray, visits: np.ndarray, share: float, copies: int, processors: int
+) -> Iterator[np.ndarray]:
     """How many pieces each list is split into; lists are sorted longest first."""
     in_last_wave = np.arange(len(work)) >= len(work) * copies // processors * processors // copies
     for wanted in [np.ceil(work * n / share) for n in SHARES] + [np.where(in_last_wave, n, 1) for n in LAST_WAVE]:

@@ -1,7 +1,8 @@
 """The one table of GPUs: what `dccot plan`, `dccot inspect` and the benchmarks know about them.
 
-Memory, bandwidth and TFLOP/s are the vendors' figures; the rest are limits and rates of one multiprocessor (AMD: compute unit), rates per
-cycle. The clock follows from peak and multiprocessors, since that is the clock the peak is stated for.
+Memory, bandwidth and TFLOP/s are the vendors' figures; the rest are limits and rates of one multiprocessor (AMD:
+compute unit), rates per cycle. The clock follows from peak and multiprocessors, since that is the clock the peak is
+stated for.
 """
 
 from __future__ import annotations

@@ -9,10 +9,11 @@ Tokens are the nodes of a forest in preorder, and `visible_until[k]` is the inde
     position        0  1  2  3  2  3  4  5
     parent         -1  0  1  2  1  4  5  6
 
-The keys that q sees are its ancestors, so `position` (how many it sees before itself) is its depth. A forest has few runs of tokens:
-within a run every token is the child of the previous one and ends where it ends, so only the first token of a run needs a search.
-`TreeMask` is built once per forest; all layers and the backward share it and what the backends derive from it. All of that is computed on
-the CPU and then moved, so that the host never waits for a GPU to return its own numbers.
+The keys that q sees are its ancestors, so `position` (how many it sees before itself) is its depth. A forest has few
+runs of tokens: within a run every token is the child of the previous one and ends where it ends, so only the first
+token of a run needs a search. `TreeMask` is built once per forest; all layers and the backward share it and what the
+backends derive from it. All of that is computed on the CPU and then moved, so that the host never waits for a GPU to
+return its own numbers.
 """
 
 from __future__ import annotations
@@ -64,10 +65,14 @@ def _parents(ends: np.ndarray) -> np.ndarray:
 
 
 def validate(visible_until: Tensor) -> None:
-    """Raises ValueError unless `visible_until` is a depth-first forest: k < visible_until[k] ≤ N, intervals nested or disjoint."""
+    """Raises ValueError unless `visible_until` is a depth-first forest: k < visible_until[k] ≤ N, intervals nested or
+    disjoint.
+    """
     ends = torch.as_tensor(visible_until)
     if ends.ndim != 1 or ends.is_floating_point() or ends.dtype == torch.bool:
-        raise ValueError(f"visible_until must be a one-dimensional integer tensor, got {ends.dtype} of shape {tuple(ends.shape)}")
+        raise ValueError(
+            f"visible_until must be a one-dimensional integer tensor, got {ends.dtype} of shape {tuple(ends.shape)}"
+        )
     tokens, index = len(ends), torch.arange(len(ends), device=ends.device)
     _require((index < ends) & (ends <= tokens), ends, f"must lie after the token itself and at most at N = {tokens}")
     above = parents(ends)
@@ -83,14 +88,14 @@ def _require(holds: Tensor, ends: Tensor, what: str) -> None:
 class TreeMask:
     """The mask of one packed forest, with everything derived from it computed at most once.
 
-    >>> mask = TreeMask(torch.tensor([6, 6, 4, 4, 6, 6]))  # a trunk of two tokens, a branch (2, 3), then the trunk continues
+    >>> mask = TreeMask(torch.tensor([6, 6, 4, 4, 6, 6]))  # a trunk of two tokens, a branch (2, 3), the trunk again
     >>> mask.position.tolist(), mask.parent.tolist()
     ([0, 1, 2, 3, 2, 3], [-1, 0, 1, 2, 1, 4])
     >>> TreeMask.causal([2, 3]).visible_until.tolist()
     [2, 2, 5, 5, 5]
 
-    Custom operators take tensors, not objects, so the mask also travels as `handle`, a zero-dimensional CPU tensor that `from_handle`
-    turns back into this object (or into an equal one, if this one is gone by the time the backward runs).
+    Custom operators take tensors, not objects, so the mask also travels as `handle`, a zero-dimensional CPU tensor that
+    `from_handle` turns back into this object (or into an equal one, if this one is gone by the time the backward runs).
     """
 
     _numbers = itertools.count()
@@ -132,7 +137,9 @@ class TreeMask:
     @property
     def subtree(self) -> Tensor:
         """int32 [N]: how many queries see each key, its own among them: q sees k ⇔ 0 ≤ q − k < subtree[k]."""
-        return self.derive("subtree", lambda: moved(self.host - torch.arange(len(self.host), dtype=torch.int32), self.device))
+        return self.derive(
+            "subtree", lambda: moved(self.host - torch.arange(len(self.host), dtype=torch.int32), self.device)
+        )
 
     def to(self, device: torch.device | str) -> TreeMask:
         return self if torch.device(device) == self.device else TreeMask(self.host, device)

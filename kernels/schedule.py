@@ -1,13 +1,14 @@
 """Which tiles of the attention matrix the Triton kernels visit, and in which order.
 
-Queries are cut into tiles of at most block_q, keys into tiles of at most block_k tokens. A new tile starts where one long branch ends and
-another begins, so no tile straddles two branches that cannot see each other, at the cost of one shorter tile before it.
-The smallest and largest `visible_until` in a key tile determine, exactly and for every query tile at once, whether the pair is
+Queries are cut into tiles of at most block_q, keys into tiles of at most block_k tokens. A new tile starts where one
+long branch ends and another begins, so no tile straddles two branches that cannot see each other, at the cost of one
+shorter tile before it. The smallest and largest `visible_until` in a key tile determine, exactly and for every query
+tile at once, whether the pair is
     empty   largest ≤ first query, or all keys come after all queries: never visited
     full    smallest > last query, all keys come before all queries, and the streamed tile is whole: no mask arithmetic
     edge    anything else: visited with the mask
-This takes O(N + tiles²) and nothing N×N ever exists. A schedule is a list of tiles per query tile (for the forward and dQ) and per key
-tile (for dK/dV), full ones first, the longest lists first; balance.py splits it to fit a GPU.
+This takes O(N + tiles²) and nothing N×N ever exists. A schedule is a list of tiles per query tile (for the forward and
+dQ) and per key tile (for dK/dV), full ones first, the longest lists first; balance.py splits it to fit a GPU.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
     mask = TreeMask(visible_until)                   # once per forest, shared by all layers and the backward
     out = tree_attention(q, k, v, mask)              # q [N, Hq, D], k and v [N, Hk, D] → [N, Hq, D]
 
-Forward and backward are custom operators, so torch.compile and FSDP treat them as one opaque step. No atomics anywhere: the same
-inputs give the same bits.
+Forward and backward are custom operators, so torch.compile and FSDP treat them as one opaque step. No atomics anywhere:
+the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ TRITON_HEAD_DIMS = (32, 64, 128)
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def tree_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, *, scale: float | None = None, backend: str | None = None) -> Tensor:
+def tree_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, *, scale: float | None = None, backend: str | None = None
+) -> Tensor:
     """q [N, Hq, D], k and v [N, Hk, D] → [N, Hq, D].  `scale` defaults to 1/√D, `backend` to the device's.
 
     >>> mask = TreeMask(torch.tensor([4, 2, 4, 4]))  # token 1 is a branch: tokens 2 and 3 do not see it
-    >>> q, k, v = torch.zeros(4, 2, 32), torch.zeros(4, 1, 32), torch.arange(4.0)[:, None, None].expand(4, 1, 32).contiguous()
+    >>> q, k, v = torch.zeros(4, 2, 32), torch.zeros(4, 1, 32), torch.arange(4.0)[:, None, None].repeat(1, 1, 32)
     >>> tree_attention(q, k, v, mask)[:, 0, 0]  # equal scores: the mean of what each token sees
     tensor([0.0000, 0.5000, 1.0000, 1.6667])
     """
@@ -45,7 +47,9 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, *, scale: fl
     if backend == "dense":
         return dense_attention(q, k, v, mask.visible_until, scale)
     if backend == "flash":
-        from dccot.kernels import attention_flash  # takes a second to import, and nothing else needs it
+        from dccot.kernels import (
+            attention_flex as attention_flash,  # takes a second to import, and nothing else needs it
+        )
 
         return attention_flash.attend(q, k, v, mask, scale)
     return _forward(q, k, v, mask.visible_until, mask.handle, scale, backend)[0]
@@ -60,11 +64,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, backen
     if len(mask) != q.shape[0]:
         raise ValueError(f"the mask describes {len(mask)} tokens, but {shapes}")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise TypeError(f"q, k and v must share one floating-point dtype, got {q.dtype}, {k.dtype}, {v.dtype}: cast them first")
+        raise TypeError(
+            f"q, k and v must share one floating-point dtype, got {q.dtype}, {k.dtype}, {v.dtype}: cast them first"
+        )
     if not q.device == k.device == v.device == mask.visible_until.device:
-        raise ValueError(f"q, k, v and the mask must be on one device, got {q.device}, {k.device}, {v.device}, {mask.visible_until.device}")
+        raise ValueError(
+            f"q, k, v and the mask must be on one device, got {q.device}, {k.device}, {v.device}, {mask.visible_until.device}"
+        )
     if any(x.stride(-1) != 1 for x in (q, k, v)):
-        raise ValueError(f"the last dimension must be contiguous, got strides {[x.stride() for x in (q, k, v)]}: call .contiguous() first")
+        raise ValueError(
+            f"the last dimension must be contiguous, got strides {[x.stride() for x in (q, k, v)]}: call .contiguous() first"
+        )
     if scale <= 0:
         raise ValueError(f"scale must be positive, got {scale}")
     if backend == "triton":
@@ -79,13 +89,21 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, backen
 
 def _check_triton(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.shape[-1] not in TRITON_HEAD_DIMS:
-        raise ValueError(f"the Triton kernels take head_dim {TRITON_HEAD_DIMS}, got {q.shape[-1]}: use backend 'cpu' or 'dense'")
+        raise ValueError(
+            f"the Triton kernels take head_dim {TRITON_HEAD_DIMS}, got {q.shape[-1]}: use backend 'cpu' or 'dense'"
+        )
     if q.dtype not in TRITON_DTYPES:
-        raise TypeError(f"the Triton kernels take {TRITON_DTYPES}, got {q.dtype}: cast, or use backend 'cpu' or 'dense'")
+        raise TypeError(
+            f"the Triton kernels take {TRITON_DTYPES}, got {q.dtype}: cast, or use backend 'cpu' or 'dense'"
+        )
     if max(x.shape[1] * x.stride(1) for x in (q, k, v)) >= 2**31:
-        raise ValueError("heads lie more than 2³¹ elements apart, which the Triton kernels cannot address: call .contiguous() first")
+        raise ValueError(
+            "heads lie more than 2³¹ elements apart, which the Triton kernels cannot address: call .contiguous() first"
+        )
     if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError("backend 'triton' on a CPU needs TRITON_INTERPRET=1 in the environment before Python starts: use 'cpu'")
+        raise ValueError(
+            "backend 'triton' on a CPU needs TRITON_INTERPRET=1 in the environment before Python starts: use 'cpu'"
+        )
 
 
 def _triton(mask: TreeMask) -> tuple[Any, Any]:
@@ -103,7 +121,9 @@ BACKENDS: dict[str, Callable[[TreeMask], tuple[Any, Any]]] = {"triton": _triton,
 
 
 @torch.library.custom_op("dccot::tree_attention", mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, visible_until: Tensor, handle: Tensor, scale: float, backend: str) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, visible_until: Tensor, handle: Tensor, scale: float, backend: str
+) -> tuple[Tensor, Tensor]:
     module, layout = BACKENDS[backend](TreeMask.from_handle(handle, visible_until))
     return module.forward(q, k, v, layout, scale)
 

@@ -1,8 +1,9 @@
 """Tile sizes, warps and pipeline stages of every kernel: one small table per architecture and head dim.
 
-Chosen by `dccot inspect --sweep` (its record: tests/kernels/sweep.jsonl): of the tiles that spill no register, serialise no product and
-keep loads one tile ahead of the arithmetic, the largest that is predicted within 2% of the fastest. Keys are compile-time constants, so
-a new length or tree never recompiles. sm_86 stands for GPUs with 100 KB of shared memory.
+Chosen by `dccot inspect --sweep` (its record: tests/kernels/sweep.jsonl): of the tiles that spill no register,
+serialise no product and keep loads one tile ahead of the arithmetic, the largest that is predicted within 2% of the
+fastest. Keys are compile-time constants, so a new length or tree never recompiles. sm_86 stands for GPUs with 100 KB of
+shared memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class Tile:
     warps: int
     stages: int
     tma: bool = False  # tiles are loaded through tensor descriptors
-    warp_specialize: bool = False  # other warps load and multiply while these take the softmax: dQ on sm_100 with `tma`; never timed
+    # other warps load and multiply while these take the softmax: dQ on sm_100 with `tma`; never timed
+    warp_specialize: bool = False
 
 
 ATTENTION_KERNELS = ("forward", "grad_query", "grad_key")
@@ -49,7 +51,8 @@ TABLE: dict[str, dict[int, tuple[Tile, Tile, Tile]]] = {
         128: (Tile(128, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
     },
 }
-# fp32 uses no tensor cores: for checks, not for speed. The interpreter needs small tiles of unequal sides to exercise every boundary.
+# fp32 uses no tensor cores: for checks, not for speed. The interpreter needs small tiles of unequal sides to exercise
+# every boundary.
 FP32 = (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 32, 8, 1))
 INTERPRETER = (Tile(32, 16, 1, 1), Tile(16, 32, 1, 1), Tile(16, 32, 1, 1))
 
@@ -60,7 +63,9 @@ STRETCH_WARPS = 8
 
 def check(kernel: str, tile: Tile) -> None:
     if tile.warp_specialize and (kernel != "grad_query" or not tile.tma):
-        raise ValueError(f"warp_specialize is only for grad_query with tma, others fail or spill (docs/kernels.md); got {kernel}, {tile}")
+        raise ValueError(
+            f"warp_specialize is only for grad_query with tma, others fail or spill (docs/kernels.md); got {kernel}, {tile}"
+        )
 
 
 def tile_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> Tile:
@@ -84,7 +89,9 @@ def architecture(device: torch.device) -> str:
         return "gfx942"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
-        raise ValueError(f"tree attention needs compute capability 8.0 or newer, {torch.cuda.get_device_name(device)} has {major}.{minor}")
+        raise ValueError(
+            f"tree attention needs compute capability 8.0 or newer, {torch.cuda.get_device_name(device)} has {major}.{minor}"
+        )
     if (major, minor) == (8, 0):
         return "sm_80"
     return {9: "sm_90", 10: "sm_100"}.get(major, "sm_86")

@@ -2,9 +2,9 @@
 
     config = read_config("DeepScaleR-1.5B-Preview")
 
-If a checkpoint needs something the decoder does not support (another architecture or activation, a sliding window, quantised
-weights, an unknown rope scaling), reading fails with an error: we never train a model that differs from the published one.
-Both spellings of the rotary embedding are understood:
+If a checkpoint needs something the decoder does not support (another architecture or activation, a sliding window,
+quantised weights, an unknown rope scaling), reading fails with an error: we never train a model that differs from the
+published one. Both spellings of the rotary embedding are understood:
 
     "rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0, ...}            transformers 4 and before
     "rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0, ...}    transformers 5
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dccot.files import BadData
+from dccot.core.files import BadData
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -108,7 +108,9 @@ def parse_config(raw: Mapping, where: str = "config") -> ModelConfig:
     head_dim = raw.get("head_dim") or family.head_dim or hidden // heads
     kv_heads = raw.get("num_key_value_heads") or heads
     if heads % kv_heads or head_dim % 2 or not head_dim:
-        raise BadData(f"{where}: {heads} heads cannot share {kv_heads} key-value heads evenly, or head_dim {head_dim} is odd or 0")
+        raise BadData(
+            f"{where}: {heads} heads cannot share {kv_heads} key-value heads evenly, or head_dim {head_dim} is odd or 0"
+        )
     attention_bias = bool(raw.get("attention_bias", False))
     max_position = raw.get("max_position_embeddings") or family.max_position
     return ModelConfig(
@@ -143,7 +145,10 @@ def _reject_unsupported(raw: Mapping, where: str) -> None:
     require(not missing, f"{', '.join(missing)} missing")
     for key in (*REQUIRED, *(key for key in OPTIONAL_SIZES if raw.get(key) is not None)):
         value, limit = raw[key], MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
-        require(type(value) is int and 1 <= value <= limit, f"{key} is {value!r}; it must be a whole number from 1 to {limit:,}")
+        require(
+            type(value) is int and 1 <= value <= limit,
+            f"{key} is {value!r}; it must be a whole number from 1 to {limit:,}",
+        )
     eps = raw.get("rms_norm_eps", 1e-6)
     require(isinstance(eps, (int, float)) and 0 < eps < 1, f"rms_norm_eps is {eps!r}; it must be between 0 and 1")
     activation = raw.get("hidden_act", "silu")
@@ -155,13 +160,18 @@ def _reject_unsupported(raw: Mapping, where: str) -> None:
     slides = any(kind != "full_attention" for kind in kinds)
     if raw.get("use_sliding_window") and raw.get("sliding_window", 4096) and not kinds:
         slides = not isinstance(full, int) or full < raw["num_hidden_layers"]
-    require(not slides, "some layers use a sliding window; the decoder computes full attention (use_sliding_window must be false)")
+    require(
+        not slides,
+        "some layers use a sliding window; the decoder computes full attention (use_sliding_window must be false)",
+    )
 
 
 def _parse_rope(raw: Mapping, max_position: int, where: str) -> RopeConfig:
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
-        raise BadData(f"{where}: the rotary embedding is {given!r}; it must be an object with rope_type and its settings")
+        raise BadData(
+            f"{where}: the rotary embedding is {given!r}; it must be an object with rope_type and its settings"
+        )
     rope: dict[str, Any] = {"rope_theta": raw.get("rope_theta"), **given}
     unknown = sorted(set(rope) - ROPE_KEYS)
     if unknown:
@@ -180,7 +190,9 @@ def _parse_rope(raw: Mapping, max_position: int, where: str) -> RopeConfig:
     if kind == "default":
         return RopeConfig(theta=theta)
 
-    original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or max_position
+    original = (
+        raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or max_position
+    )
     factor: Any = rope.get("factor") or (max_position / original if kind == "yarn" else None)
     needed: dict[str, Any] = {"factor": factor}
     if kind == "llama3":

@@ -1,7 +1,8 @@
 """Resolves a model path to a folder, and verifies it.
 
-A model is a Hugging Face folder, or a checkpoint of one of our runs: `runs/hlp` is its newest, `runs/hlp@180` that of step 180, and
-`runs/hlp@best` the one with the best validation accuracy. Each checkpoint has a manifest of sizes and checksums, which is written last.
+A model is a Hugging Face folder, or a checkpoint of one of our runs: `runs/hlp` is its newest, `runs/hlp@180` that of
+step 180, and `runs/hlp@best` the one with the best validation accuracy. Each checkpoint has a manifest of sizes and
+checksums, which is written last.
 
     find_model(path)           the folder that `path` refers to; reads only names
     resolve_model(path)        the same, checked against its manifest: used by every command before it reads weights
@@ -18,16 +19,20 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from dccot.files import BadData, checksum, flush_to_disk, read_jsonl, write_atomic
-from dccot.runtime import Runtime, on_rank_zero
+from dccot.core.files import BadData, checksum, flush_to_disk, read_jsonl, write_atomic
+from dccot.core.runtime import Runtime, on_rank_zero
 
 log = logging.getLogger(__name__)
 _STEP = re.compile(r"step_(\d{6,})")
-_VERIFIED: dict[Path, tuple] = {}  # folders already checked by this process, with their state: stages of a recipe reread the same model
+_VERIFIED: dict[
+    Path, tuple
+] = {}  # folders already checked by this process, with their state: stages of a recipe reread the same model
 
 
 def resolve_model(path: str | Path) -> Path:
-    """The folder that `path` refers to, verified against its manifest. In a process group rank 0 checks, and all ranks get its result."""
+    """The folder that `path` refers to, verified against its manifest. In a process group rank 0 checks, and all ranks
+    get its result.
+    """
 
     def resolve() -> Path:
         folder = find_model(path)
@@ -38,7 +43,9 @@ def resolve_model(path: str | Path) -> Path:
 
 
 def _verify_weights(folder: Path) -> None:
-    """Reject a checkpoint's hf/ folder that has changed since it was written; a folder from elsewhere has no manifest to check."""
+    """Reject a checkpoint's hf/ folder that has changed since it was written; a folder from elsewhere has no manifest
+    to check.
+    """
     if step_of(folder.parent) is None:
         folder = folder.resolve()  # a link to such a folder, or `.`
     step = folder.parent
@@ -53,19 +60,27 @@ def _verify_weights(folder: Path) -> None:
         return
     if damage := verify_manifest(step, "hf/"):
         others = [str(each) for each in kept_steps(step.parent.parent) if each != step_of(step)]
-        remedy = f"use another checkpoint of this run ({', '.join(others)})" if others else "restore it from a copy or train it again"
+        remedy = (
+            f"use another checkpoint of this run ({', '.join(others)})"
+            if others
+            else "restore it from a copy or train it again"
+        )
         raise BadData(f"{step} is damaged ({damage}); {remedy}")
     _VERIFIED[folder.resolve()] = now
 
 
 def find_model(path: str | Path) -> Path:
-    """The Hugging Face folder that `path` refers to: itself, or a checkpoint of a run: `runs/hlp`, `runs/hlp@180` or `runs/hlp@best`."""
+    """The Hugging Face folder that `path` refers to: itself, or a checkpoint of a run: `runs/hlp`, `runs/hlp@180` or
+    `runs/hlp@best`.
+    """
     path = Path(path)
     if (path / "config.json").is_file():
         return path
     run, chosen = run_and_checkpoint(path)
     if not (run / "latest").is_file():
-        raise FileNotFoundError(f"{str(run)!r} is neither a Hugging Face folder (no config.json) nor a run with a checkpoint (no latest)")
+        raise FileNotFoundError(
+            f"{str(run)!r} is neither a Hugging Face folder (no config.json) nor a run with a checkpoint (no latest)"
+        )
     if chosen is None:
         return _newest(run)
     return _checkpoint(run, best_checkpoint(run).step if chosen == "best" else chosen)
@@ -77,14 +92,22 @@ def _newest(run: Path) -> Path:
     if step_of(Path(named)) is None or not (folder / "config.json").is_file():
         there = ", ".join(map(str, kept_steps(run))) or "none"
         problem = f"names {named!r}, which has no weights" if named else "is empty"
-        raise FileNotFoundError(f"{run / 'latest'} {problem}; name a checkpoint yourself as {run}@STEP (there are {there})")
+        raise FileNotFoundError(
+            f"{run / 'latest'} {problem}; name a checkpoint yourself as {run}@STEP (there are {there})"
+        )
     return folder
 
 
 def model_checksums(folder: Path, runtime: Runtime | None = None) -> dict[str, str]:
-    """File → sha256 of a model's folder: its manifest's, which resolve_model has compared, or else read; a machine's ranks share that."""
+    """File → sha256 of a model's folder: its manifest's, which resolve_model has compared, or else read; a machine's
+    ranks share that.
+    """
     if step_of(folder.parent) is not None and (folder.parent / "manifest.json").is_file():
-        return {Path(name).name: each["sha256"] for name, each in _read_manifest(folder.parent).items() if name.startswith("hf/")}
+        return {
+            Path(name).name: each["sha256"]
+            for name, each in _read_manifest(folder.parent).items()
+            if name.startswith("hf/")
+        }
     files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     if runtime is None or runtime.ranks == 1:
         return {path.name: checksum(path) for path in files}
@@ -117,7 +140,9 @@ def explain_best(path: str | Path) -> str | None:
 
 def kept_steps(run: Path) -> list[int]:
     """Steps whose weights still exist, in order."""
-    steps = (step_of(folder.parent) for folder in run.glob("checkpoints/step_*/hf") if (folder / "config.json").is_file())
+    steps = (
+        step_of(folder.parent) for folder in run.glob("checkpoints/step_*/hf") if (folder / "config.json").is_file()
+    )
     return sorted(step for step in steps if step is not None)
 
 
@@ -145,7 +170,10 @@ def validated_checkpoints(run: Path) -> list[Validated]:
     if not (run / "metrics.jsonl").is_file():
         return []
     rows = [row for _, row in read_jsonl(run / "metrics.jsonl") if row.get("step", 0) and "validation/accuracy" in row]
-    return [Validated(row["step"] + 1, row["validation/accuracy"], row.get("validation/longest_path", math.nan)) for row in rows]
+    return [
+        Validated(row["step"] + 1, row["validation/accuracy"], row.get("validation/longest_path", math.nan))
+        for row in rows
+    ]
 
 
 def best_checkpoint(run: Path) -> Validated:
@@ -160,7 +188,9 @@ def best_checkpoint(run: Path) -> Validated:
 
 
 def verify_manifest(folder: Path, part: str = "", share: slice = slice(None)) -> str | None:
-    """What is wrong with a checkpoint folder, or with the `part` of it ("hf/"), or None; ranks may `share` the files."""
+    """What is wrong with a checkpoint folder, or with the `part` of it ("hf/"), or None; ranks may `share` the
+    files.
+    """
     try:
         manifest = _read_manifest(folder)
     except (OSError, ValueError) as error:
@@ -183,7 +213,9 @@ def verify_manifest(folder: Path, part: str = "", share: slice = slice(None)) ->
 
 def write_manifest(folder: Path) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    manifest = {str(path.relative_to(folder)): {"size": path.stat().st_size, "sha256": checksum(path)} for path in files}
+    manifest = {
+        str(path.relative_to(folder)): {"size": path.stat().st_size, "sha256": checksum(path)} for path in files
+    }
     for path in [*files, *(path for path in folder.rglob("*") if path.is_dir())]:
         flush_to_disk(path)
     write_atomic(folder / "manifest.json", json.dumps(manifest, indent=1))
@@ -198,7 +230,9 @@ def keep_in_manifest(folder: Path, part: str) -> None:
 def _read_manifest(folder: Path) -> dict[str, dict]:
     """Name → size and sha256; ValueError if malformed."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    good = isinstance(manifest, dict) and all(isinstance(each, dict) and each.keys() >= {"size", "sha256"} for each in manifest.values())
+    good = isinstance(manifest, dict) and all(
+        isinstance(each, dict) and each.keys() >= {"size", "sha256"} for each in manifest.values()
+    )
     if not good:
         raise ValueError("not a table of sizes and checksums")
     return manifest

@@ -2,9 +2,10 @@
 
     import_gguf("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2")       config, weights, tokenizer, chat template, generation config
 
-Transformers and gguf read the file; quantised weights are dequantised, and the folder holds plain ones. What transformers would silently
-get wrong is fixed or rejected here: a quantization_config for weights that are no longer quantised, rope scaling that it does not
-read, and pre-tokenization rules that it does not know. The folder appears only when complete.
+Transformers and gguf read the file; quantised weights are dequantised, and the folder holds plain ones. What
+transformers would silently get wrong is fixed or rejected here: a quantization_config for weights that are no longer
+quantised, rope scaling that it does not read, and pre-tokenization rules that it does not know. The folder appears only
+when complete.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dccot.config import ConfigError
-from dccot.files import BadData
-from dccot.model.checkpoint_io import read_companions, write_folder
+from dccot.core.config import ConfigError
+from dccot.core.files import BadData
 from dccot.model.config import FAMILIES, OPTIONAL_SIZES, REQUIRED, ModelConfig, parse_config
 from dccot.model.tokenizer import open_tokenizer
 from dccot.model.transformer import Transformer
+from dccot.model.weights import read_companions, write_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -63,7 +64,9 @@ def import_gguf(file: str | Path, folder: str | Path, dtype: torch.dtype = torch
         if weights[name].shape != parameter.shape:
             has, needs = tuple(weights[name].shape), tuple(parameter.shape)
             raise BadData(f"{file}: {name} has shape {has}, its header says {needs}; use the published safetensors")
-    write_folder(shape, ((name, weights[name]) for name, _ in shape.named_parameters()), folder, source=companions, dtype=dtype)
+    write_folder(
+        shape, ((name, weights[name]) for name, _ in shape.named_parameters()), folder, source=companions, dtype=dtype
+    )
     return config
 
 
@@ -73,7 +76,9 @@ def _config_of(config: PreTrainedConfig, metadata: dict) -> dict:
     sizes["head_dim"] = metadata.get(f"{config.model_type}.attention.key_length", sizes["head_dim"])
     raw = config.to_diff_dict() | {key: size for key, size in sizes.items() if size is not None}
     dropped = ("quantization_config", "_model_name_or_path", "dtype")
-    return {key: value for key, value in raw.items() if key not in dropped} | {"architectures": [ARCHITECTURES[config.model_type]]}
+    return {key: value for key, value in raw.items() if key not in dropped} | {
+        "architectures": [ARCHITECTURES[config.model_type]]
+    }
 
 
 def _read_metadata(file: Path) -> tuple[dict, set[str]]:
@@ -96,11 +101,15 @@ def _read_metadata(file: Path) -> tuple[dict, set[str]]:
 def _refuse_unsupported(file: Path, metadata: dict, tensors: set[str]) -> None:
     family = metadata.get("general.architecture")
     if family not in FAMILIES:
-        raise ConfigError(f"{file} holds a model of architecture {family!r}; the decoder computes {', '.join(FAMILIES)}")
+        raise ConfigError(
+            f"{file} holds a model of architecture {family!r}; the decoder computes {', '.join(FAMILIES)}"
+        )
     scaling = metadata.get(f"{family}.rope.scaling.type", "none")
     if scaling != "none" or "rope_freqs.weight" in tensors:
         kind = scaling if scaling != "none" else "llama3"
-        raise ConfigError(f"{file} scales its rotary embedding ({kind}), which is not read from GGUF: use the published safetensors")
+        raise ConfigError(
+            f"{file} scales its rotary embedding ({kind}), which is not read from GGUF: use the published safetensors"
+        )
 
 
 def _tokenizer(file: Path, metadata: dict) -> PreTrainedTokenizerBase:
@@ -114,5 +123,7 @@ def _tokenizer(file: Path, metadata: dict) -> PreTrainedTokenizerBase:
         digits, bytes_ = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, bytes_])
     elif cut not in BYTE_LEVEL and cut not in GGUF_PRE_TOKENIZER_SPLITS:
-        raise ConfigError(f"{file} cuts text before BPE as {cut!r}, which is not known here: use the published safetensors")
+        raise ConfigError(
+            f"{file} cuts text before BPE as {cut!r}, which is not known here: use the published safetensors"
+        )
     return tokenizer

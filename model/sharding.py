@@ -2,15 +2,16 @@
 
     model = build_model(folder, ShardingConfig())        # under torchrun, after init_process_group
 
-The model is built on the meta device, sharded per block and at the root, and only then given memory and weights, so no rank ever holds
-all of it. Master weights and gradients are `master_dtype`, gathered weights and activations `compute_dtype`, reductions fp32.
+The model is built on the meta device, sharded per block and at the root, and only then given memory and weights, so no
+rank ever holds all of it. Master weights and gradients are `master_dtype`, gathered weights and activations
+`compute_dtype`, reductions fp32.
 
-Gradients are SUMMED over the ranks, not averaged: the loss divides by a token count over all ranks, so that ranks with more tokens count
-more, and one process gives the same gradient as many.
+Gradients are SUMMED over the ranks, not averaged: the loss divides by a token count over all ranks, so that ranks with
+more tokens count more, and one process gives the same gradient as many.
 
-With `replicate` = R of W ranks, each group of W/R shards one copy of the model and the R copies reduce their gradients (HSDP): set R to
-the number of machines to keep the weight all-gather within each. A model so small that collectives take longer than they save memory can
-stay `whole`: a copy on every rank, and one reduction of all gradients per step.
+With `replicate` = R of W ranks, each group of W/R shards one copy of the model and the R copies reduce their gradients
+(HSDP): set R to the number of machines to keep the weight all-gather within each. A model so small that collectives
+take longer than they save memory can stay `whole`: a copy on every rank, and one reduction of all gradients per step.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from dccot.model.checkpoint_io import load_weights
+from dccot.core.runtime import inherit_timeout
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.transformer import Block, Transformer
-from dccot.runtime import inherit_timeout
+from dccot.model.weights import load_weights
 
 log = logging.getLogger(__name__)
 
@@ -46,22 +47,30 @@ class ShardingConfig:
     master_dtype: str = "float32"  # a frozen model needs no more than compute_dtype
     activation_checkpointing: bool = True
     reshard_after_forward: bool = True  # false saves one all-gather of weights per micro-batch at the cost of memory
-    reduce_once: bool = True  # keep gradients unsharded until the last micro-batch (4 bytes per parameter); false reduces after each
-    compile: bool = False  # torch.compile of the blocks; on a CPU it needs a C++ compiler, and is left out where there is none
-    attention: str | None = None  # triton, cpu or flash (torch's FlexAttention on the same tiles, FLASH where installed); None: by device
-    skip_below: float = 0.0  # the LM head's backward skips tokens less probable than this in all rows of a block; 0: none
+    # keep gradients unsharded until the last micro-batch (4 bytes per parameter); false reduces after each
+    reduce_once: bool = True
+    # torch.compile of the blocks; on a CPU it needs a C++ compiler, and is left out where there is none
+    compile: bool = False
+    # triton, cpu or flash (torch's FlexAttention on the same tiles, FLASH where installed); None: by device
+    attention: str | None = None
+    # the LM head's backward skips tokens less probable than this in all rows of a block; 0: none
+    skip_below: float = 0.0
 
     def check(self) -> None:
         _dtype("sharding.compute_dtype", self.compute_dtype)
         _dtype("sharding.master_dtype", self.master_dtype)
         if self.attention not in (None, *ATTENTION):
-            raise ValueError(f"sharding.attention is {self.attention!r}; it must be null or one of {', '.join(ATTENTION)}")
+            raise ValueError(
+                f"sharding.attention is {self.attention!r}; it must be null or one of {', '.join(ATTENTION)}"
+            )
         if not 0 <= self.skip_below < 1:
             raise ValueError(f"sharding.skip_below is {self.skip_below}; it must be a probability below 1")
         if self.replicate < 1:
             raise ValueError(f"sharding.replicate is {self.replicate}; it must be at least 1")
         if self.whole and self.replicate > 1:
-            raise ValueError(f"sharding.replicate is {self.replicate} and sharding.whole is set, which makes a copy per rank; choose one")
+            raise ValueError(
+                f"sharding.replicate is {self.replicate} and sharding.whole is set, which makes a copy per rank; choose one"
+            )
 
     def copies(self, ranks: int) -> int:
         """Copies of the model on `ranks` ranks."""
@@ -71,7 +80,9 @@ class ShardingConfig:
 def build_model(
     folder: str | Path, sharding: ShardingConfig, *, device: torch.device | str | None = None, seed: int | None = None
 ) -> Transformer:
-    """The checkpoint in `folder`, sharded over the process group if there is one; with `seed`, random weights instead of stored ones."""
+    """The checkpoint in `folder`, sharded over the process group if there is one; with `seed`, random weights instead
+    of stored ones.
+    """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = empty_model(read_config(folder), sharding, device)
     if seed is None:
@@ -107,7 +118,9 @@ def empty_model(config: ModelConfig, sharding: ShardingConfig, device: torch.dev
 def _can_compile(device: torch.device) -> bool:
     found = device.type != "cpu" or shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if not found:
-        log.warning("sharding.compile needs a C++ compiler on a CPU, and neither g++ nor clang++ was found: running without it")
+        log.warning(
+            "sharding.compile needs a C++ compiler on a CPU, and neither g++ nor clang++ was found: running without it"
+        )
     return bool(found)
 
 
@@ -117,7 +130,12 @@ def _shard(model: Transformer, mesh: DeviceMesh, sharding: ShardingConfig, compu
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     modules: list[nn.Module] = [model] if sharding.whole else [*model.model.layers, model]
     for module in modules:
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding.reshard_after_forward and not sharding.whole)
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=sharding.reshard_after_forward and not sharding.whole,
+        )
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

@@ -5,9 +5,10 @@
     with tokenizer_folder(folder) as path: …                 the same for a program that loads its own (vLLM)
     check_same_ids(tokenizer, other, folder)                 … and whether it produces the same ids
 
-Published folders declare classes that rebuild the pipeline of tokenizer.json in their own way: transformers 5 opens the tokenizers of
-R1-Distill-Llama-8B and R1-0528-Qwen3-8B as LlamaTokenizer, which silently drops every space. Both are checked whenever a tokenizer
-is opened: a text with spaces, newlines, digits and tags gives the ids that tokenizer.json gives, and comes back with its white space.
+Published folders declare classes that rebuild the pipeline of tokenizer.json in their own way: transformers 5 opens the
+tokenizers of R1-Distill-Llama-8B and R1-0528-Qwen3-8B as LlamaTokenizer, which silently drops every space. Both are
+checked whenever a tokenizer is opened: a text with spaces, newlines, digits and tags gives the ids that tokenizer.json
+gives, and comes back with its white space.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dccot.files import BadData
+from dccot.core.files import BadData
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SPACED = "Find $x^2$ when x = 12.\n\nLet's think  about 3,141 and  a (b) case:\n    "
-TAGGED = "<spawn_workers>\n<worker_1>I'll try.</worker_1><worker_2>\n\nNo</worker_2></spawn_workers> Ünï cöde, 数学, ≤ 5\n"
+TAGGED = (
+    "<spawn_workers>\n<worker_1>I'll try.</worker_1><worker_2>\n\nNo</worker_2></spawn_workers> Ünï cöde, 数学, ≤ 5\n"
+)
 PROBE = SPACED + TAGGED
 
 
@@ -37,15 +40,21 @@ def open_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     if expected is not None and _ids(tokenizer) != expected:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         if _ids(tokenizer) != expected:
-            raise BadData(f"the tokenizer of {folder} splits text differently from its tokenizer.json; save it again with transformers")
+            raise BadData(
+                f"the tokenizer of {folder} splits text differently from its tokenizer.json; save it again with transformers"
+            )
     if lost := lost_white_space(tokenizer):
-        raise BadData(f"the tokenizer of {folder} loses white space: {lost[0]!r} comes back as {lost[1]!r}; fetch its files again")
+        raise BadData(
+            f"the tokenizer of {folder} loses white space: {lost[0]!r} comes back as {lost[1]!r}; fetch its files again"
+        )
     return tokenizer
 
 
 @contextlib.contextmanager
 def tokenizer_folder(folder: str | Path) -> Iterator[str]:
-    """A folder from which AutoTokenizer loads the same tokenizer as `open_tokenizer`: the model's own, or a temporary repaired copy."""
+    """A folder from which AutoTokenizer loads the same tokenizer as `open_tokenizer`: the model's own, or a temporary
+    repaired copy.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = open_tokenizer(folder)
@@ -61,14 +70,18 @@ def check_same_ids(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenize
     """Reject an engine whose tokenizer splits text differently from the trainer's."""
     if _ids(tokenizer) != _ids(other):
         kind = f"the engine's tokenizer ({type(other).__name__})"
-        raise BadData(f"{kind} splits text differently from the tokenizer of {folder}; `dccot serve` gives vLLM a repaired one")
+        raise BadData(
+            f"{kind} splits text differently from the tokenizer of {folder}; `dccot serve` gives vLLM a repaired one"
+        )
 
 
 def lost_white_space(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
     """A text and its round trip, if the letters alone survive. A vocabulary that cannot spell those proves nothing."""
 
     def back(text: str) -> str:
-        return str(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), clean_up_tokenization_spaces=False)).strip()
+        return str(
+            tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), clean_up_tokenization_spaces=False)
+        ).strip()
 
     for text in (SPACED, "a b", "a\nb"):
         letters = "".join(text.split())

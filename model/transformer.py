@@ -5,9 +5,10 @@
                       x += down(silu(gate(norm x)) · up(norm x))
     norm x  →  log-prob and entropy of `targets`, only at the rows that predict them
 
-There is no batch dimension: N tokens follow one another, `position` gives each one's position at inference, and the mask says
-what each sees. Parameter names are Hugging Face's own, so no mapping is needed. Everything runs through `forward`, because
-that is where FSDP gathers the weights; it works at the weights' precision (bf16, fp32, fp64), norms and rotation at fp32 or better.
+There is no batch dimension: N tokens follow one another, `position` gives each one's position at inference, and the
+mask says what each sees. Parameter names are Hugging Face's own, so no mapping is needed. Everything runs through
+`forward`, because that is where FSDP gathers the weights; it works at the weights' precision (bf16, fp32, fp64), norms
+and rotation at fp32 or better.
 
 N tokens, M rows that predict, H heads, D head dim, V vocabulary.
 """
@@ -22,11 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from dccot.kernels.linear_logprob import linear_logprob
-from dccot.kernels.rowwise import rms_norm, rotate
+from dccot.kernels.lm_head import linear_logprob
+from dccot.kernels.norm_rotate import rms_norm, rotate
 from dccot.kernels.tree_attention import TreeMask, tree_attention
 from dccot.model.config import ModelConfig
-from dccot.model.rotary import cos_sin
+from dccot.model.rope import cos_sin
 
 
 class RMSNorm(nn.Module):
@@ -84,7 +85,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: TreeMask) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
             keep = functools.partial(create_selective_checkpoint_contexts, [torch.ops.dccot.tree_attention.default])
-            return checkpoint(self.compute, x, cos, sin, mask, use_reentrant=False, preserve_rng_state=False, context_fn=keep)
+            return checkpoint(
+                self.compute, x, cos, sin, mask, use_reentrant=False, preserve_rng_state=False, context_fn=keep
+            )
         return self.compute(x, cos, sin, mask)
 
     def compute(self, x: Tensor, cos: Tensor, sin: Tensor, mask: TreeMask) -> Tensor:
@@ -128,7 +131,9 @@ class Transformer(nn.Module):
         targets: Tensor | None = None,
         temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor] | Tensor:
-        """Log-prob and entropy, [M] each, of `targets` predicted from `rows` at `temperature`; without them, plain logits [N, V]."""
+        """Log-prob and entropy, [M] each, of `targets` predicted from `rows` at `temperature`; without them, plain
+        logits [N, V].
+        """
         hidden = self.model(tokens, position, mask)
         head = self.model.embed_tokens.weight if self.config.tied_embeddings else self.lm_head.weight
         if rows is None or targets is None:
@@ -137,7 +142,9 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Matrices ~ N(0, initializer_range), norms 1, biases 0: the same bits for a seed, however the model is sharded."""
+        """Matrices ~ N(0, initializer_range), norms 1, biases 0: the same bits for a seed, however the model is
+        sharded.
+        """
         generator = torch.Generator(device="cpu").manual_seed(seed)
         for name, parameter in self.named_parameters():
             full = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
@@ -146,5 +153,7 @@ class Transformer(nn.Module):
             elif not name.endswith(".bias"):
                 full.normal_(0.0, self.config.initializer_range, generator=generator)
             if isinstance(parameter, DTensor):
-                full = distribute_tensor(full.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
+                full = distribute_tensor(
+                    full.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+                )
             parameter.copy_(full)

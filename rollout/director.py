@@ -27,16 +27,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from dccot.config import require
-from dccot.rollout.protocol import SPAWN_OPEN, TagIds, worker_close
+from dccot.core.config import require
 from dccot.rollout.response import Finish, Response, Round, Segment
+from dccot.rollout.tags import SPAWN_OPEN, TagIds, worker_close
 
 
 @dataclass
 class RolloutConfig:
     workers: int = 3  # K
     budget: int = 7500  # L_max, tokens on the longest path
-    total_tokens: int | None = None  # of director and workers together, inserted tags included; None: whatever the budget allows
+    # of director and workers together, inserted tags included; None: whatever the budget allows
+    total_tokens: int | None = None
     max_rounds: int | None = None  # how often the director may spawn; None: as often as the budget allows
     temperature: float = 0.6
     top_p: float = 1.0
@@ -46,7 +47,10 @@ class RolloutConfig:
         require(self.budget > 0, f"rollout.budget is {self.budget}; it must be at least 1")
         total = self.total_tokens
         require(total is None or total > 0, f"rollout.total_tokens is {total}; it must be at least 1, or null")
-        require(self.max_rounds is None or self.max_rounds >= 0, f"rollout.max_rounds is {self.max_rounds}; it must be 0 or more, or null")
+        require(
+            self.max_rounds is None or self.max_rounds >= 0,
+            f"rollout.max_rounds is {self.max_rounds}; it must be 0 or more, or null",
+        )
         require(self.temperature >= 0, f"rollout.temperature is {self.temperature}; it must be 0 or more")
         require(0 < self.top_p <= 1, f"rollout.top_p is {self.top_p}; it must be in (0, 1]")
 
@@ -93,7 +97,9 @@ class Director:
 
     def __post_init__(self):
         if len(self.prompt) >= self.context:
-            raise ValueError(f"prompt has {len(self.prompt):,} tokens; engine.context is {self.context:,}: shorten one or raise the other")
+            raise ValueError(
+                f"prompt has {len(self.prompt):,} tokens; engine.context is {self.context:,}: shorten one or raise the other"
+            )
         self.response = Response(list(self.prompt))
         self._read = list(self.prompt)  # everything so far, as the director reads it
         self._left = self.config.budget
@@ -104,7 +110,9 @@ class Director:
         return [self._call(0, [], SPAWN_OPEN if self.parallel else None)]
 
     def finished(self, call: Call, completion: Completion) -> list[Call]:
-        """Accept a finished call and return the calls that may run now. Empty: others are still running, or the response is done."""
+        """Accept a finished call and return the calls that may run now. Empty: others are still running, or the
+        response is done.
+        """
         segment = Segment(call.inserted, completion.ids, completion.logprobs)
         if call.path[1] == 0:
             return self._director_finished(call, segment, completion.stop)
@@ -119,7 +127,9 @@ class Director:
         if len(self.response.rounds) == self.config.max_rounds:
             return self._end(segment, Finish.MAX_ROUNDS)
         reserve = len(self._closing) + 1
-        calls = [self._call(i, list(tag), worker_close(i), reserve) for i, tag in enumerate(self.tags.worker_open, start=1)]
+        calls = [
+            self._call(i, list(tag), worker_close(i), reserve) for i, tag in enumerate(self.tags.worker_open, start=1)
+        ]
         cramped = [c for c in calls if c.max_tokens < 1]
         if cramped:
             return self._end(segment, cramped[0].limit)
@@ -148,7 +158,11 @@ class Director:
         budget = self._left - len(inserted) - reserve
         if self._total_left is not None:
             opening = self.tags.worker_open
-            share = (self._total_left - sum(map(len, opening)) - reserve) // len(opening) if worker else self._total_left - len(inserted)
+            share = (
+                (self._total_left - sum(map(len, opening)) - reserve) // len(opening)
+                if worker
+                else self._total_left - len(inserted)
+            )
             budget = min(budget, share)
         context = self.context - len(self._read) - len(inserted)
         path = (len(self.response.rounds), worker)

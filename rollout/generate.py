@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from dccot.rollout.director import Call, Completion, Director, RolloutConfig
-from dccot.rollout.interface import Engine
-from dccot.rollout.protocol import TagIds
+from dccot.rollout.engine import Engine
 from dccot.rollout.response import Response
+from dccot.rollout.tags import TagIds
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import time
 
 from rich.console import Console
 
-from dccot.progress import Progress
+from dccot.core.progress import Progress
+from dccot.rollout.engine import Engine
 from dccot.rollout.generate import Request, Watch
-from dccot.rollout.interface import Engine
 from dccot.rollout.response import Response
 
 REFRESH_SECONDS = 0.2

@@ -2,8 +2,9 @@
 
     S1 (W1 … WK) S2 (W1 … WK) … S_final
 
-A segment is one call to the engine: `inserted` ids that we prepend (the worker's opening tag, or `</spawn_workers>` when the
-director continues), then the `sampled` ids, exactly as the policy wrote them. Sampled ids are never re-tokenised.
+A segment is one call to the engine: `inserted` ids that we prepend (the worker's opening tag, or `</spawn_workers>`
+when the director continues), then the `sampled` ids, exactly as the policy wrote them. Sampled ids are never
+re-tokenised.
 
     longest path = Σ |director segments| + Σ over rounds of the longest worker        (prompt excluded, inserted tags included)
 """
@@ -15,14 +16,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from dccot.rollout.protocol import TAG_PATTERN
+from dccot.rollout.tags import TAG_PATTERN
 
 
 @functools.lru_cache(maxsize=8)  # looking them up is slow in transformers
 def end_tokens(tokenizer) -> frozenset[int]:
-    """EOS and the other special tokens that may end a text: generation_config.json can name several. Tags are never among them."""
+    """EOS and the other special tokens that may end a text: generation_config.json can name several. Tags are never
+    among them.
+    """
     special = {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    return frozenset([tokenizer.eos_token_id, *(token for token, text in special.items() if not TAG_PATTERN.fullmatch(text))])
+    return frozenset(
+        [tokenizer.eos_token_id, *(token for token, text in special.items() if not TAG_PATTERN.fullmatch(text))]
+    )
 
 
 class Finish(StrEnum):
@@ -60,7 +65,7 @@ class Round:
 class Response:
     """One response, segment by segment.
 
-    >>> workers = [Segment([7], [1, 2]), Segment([8], [3]), Segment([9], [4, 5, 6])]  # opening tag, then what was sampled
+    >>> workers = [Segment([7], [1, 2]), Segment([8], [3]), Segment([9], [4, 5, 6])]  # opening tag, sampled
     >>> response = Response([0], [Round(Segment([], [1, 2]), workers)], Segment([10], [3]))
     >>> response.longest_path, response.total_tokens  # 2 + the longest worker's 4 + 2; 2 + 3 + 2 + 4 + 2
     (8, 13)
@@ -109,7 +114,9 @@ class Response:
     def text(self, tokenizer) -> str:
         """The response as text, tags included, without the tokens that ended its segments."""
         ends = end_tokens(tokenizer)
-        written = (ids[:-1] if ids and ids[-1] in ends else ids for ids in (segment.tokens for segment in self.segments()))
+        written = (
+            ids[:-1] if ids and ids[-1] in ends else ids for ids in (segment.tokens for segment in self.segments())
+        )
         return tokenizer.decode([token for ids in written for token in ids], skip_special_tokens=False)
 
     def to_json(self) -> dict:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dccot.config import check_address, one_of, require
+from dccot.core.config import check_address, one_of, require
 
 
 @dataclass
@@ -12,7 +12,8 @@ class EngineConfig:
     dtype: str = "auto"  # "float32" matches the trainer to 1e-4 on a CPU
     context: int | None = None  # tokens per sequence; None: the model's maximum
     max_sequences: int = 256  # running concurrently
-    batched_tokens: int = 16_384  # of one forward pass on a GPU; longer prompts are split. vLLM recommends 8,192 for an A100
+    # of one forward pass on a GPU; longer prompts are split. vLLM recommends 8,192 for an A100
+    batched_tokens: int = 16_384
     tensor_parallel: int = 1
     gpu_memory: float = 0.85  # share of a GPU's memory while the engine is awake
     kv_cache_gb: float | None = None  # fixed size of the KV cache; None: gpu_memory decides on a GPU, 1 GiB on a CPU

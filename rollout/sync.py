@@ -1,9 +1,11 @@
-"""Do the engine's weights match the trainer's? Checked through the engine's own kernels, however they repacked the weights.
+"""Do the engine's weights match the trainer's? Checked through the engine's own kernels, however they repacked the
+weights.
 
     fingerprint(W) = W · r          r: a fixed random vector, so a matrix leaves one number per row
     fingerprint(b) = b              vectors are compared as they are
 
-The engine fuses some layers (q, k, v → qkv; gate, up → gate_up): their fingerprints are those of the parts, concatenated.
+The engine fuses some layers (q, k, v → qkv; gate, up → gate_up): their fingerprints are those of the parts,
+concatenated.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ def probe(width: int, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def differing(model: nn.Module, parameters: Iterable[tuple[str, Tensor]], fused: dict[str, list[str]], dtype: torch.dtype) -> list[str]:
+def differing(
+    model: nn.Module, parameters: Iterable[tuple[str, Tensor]], fused: dict[str, list[str]], dtype: torch.dtype
+) -> list[str]:
     """Names (Hugging Face) of the parameters that differ in vLLM's `model`. `fused`: its layer → ours, in order."""
     tolerance = 1e-4 if dtype == torch.float32 else 0.03
     home = {part: (whole, index) for whole, parts in fused.items() for index, part in enumerate(parts)}
@@ -33,12 +37,17 @@ def differing(model: nn.Module, parameters: Iterable[tuple[str, Tensor]], fused:
         whole, index = home.get(leaf, (leaf, 0))
         parts = collected.setdefault((f"{above}.{whole}".lstrip("."), kind), {})
         tensor = tensor.to(dtype)
-        parts[index] = name, (tensor.float() @ probe(tensor.shape[1], tensor).float() if tensor.ndim == 2 else tensor.float())
+        parts[index] = (
+            name,
+            (tensor.float() @ probe(tensor.shape[1], tensor).float() if tensor.ndim == 2 else tensor.float()),
+        )
     for (layer, kind), parts in collected.items():
         have = _fingerprint(model.get_submodule(layer), kind, dtype)
         for _, (name, expected) in sorted(parts.items()):
             mine, have = have[: len(expected)].to(expected), have[len(expected) :]
-            if mine.shape != expected.shape or not torch.allclose(mine, expected, rtol=0, atol=tolerance * float(expected.abs().max())):
+            if mine.shape != expected.shape or not torch.allclose(
+                mine, expected, rtol=0, atol=tolerance * float(expected.abs().max())
+            ):
                 wrong.append(name)
     return wrong
 

@@ -5,7 +5,8 @@
     job.chunks()                   chat.completion.chunk objects, as they arrive; a list of those that arrived together
 
 In a stream, a new delta carries its lane in addition to the standard fields: `round` (from 1), `worker` (0: the
-director), `text`, `tokens`. `reasoning` and `content` are in reading order: worker 2's text follows once worker 1 has finished.
+director), `text`, `tokens`. `reasoning` and `content` are in reading order: worker 2's text follows once worker 1 has
+finished.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from dataclasses import replace
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GracefulHTTPError
 
-from dccot.data.prompting import PromptConfig, format_of, special_tokens
+from dccot.data.prompts import PromptConfig, format_of, special_tokens
 from dccot.rollout.director import Director, RolloutConfig
-from dccot.rollout.protocol import all_tags
 from dccot.rollout.response import Finish
+from dccot.rollout.tags import all_tags
 from dccot.serve import metrics
-from dccot.serve.asking import Ask, Refused, prompt_text
-from dccot.serve.reading import Channels, Piece, ReadingOrder, answer_tokens
+from dccot.serve.request import Ask, Refused, prompt_text
+from dccot.serve.session import Thinking, Words
 from dccot.serve.settings import ServeConfig
-from dccot.serve.thinking import Thinking, Words
+from dccot.serve.stream import Channels, Piece, ReadingOrder, answer_tokens
 
 CHARACTERS_PER_TOKEN = 32  # messages longer than this many times the model's context are rejected before tokenising
 
@@ -76,7 +77,9 @@ class Chat:
 
     async def admit(self, ask: Ask) -> Job:
         if ask.model is not None and ask.model not in self.models:
-            raise Refused(f"there is no model {ascii(ask.model)[:60]}; this server has {', '.join(self.models)}", "model", 404)
+            raise Refused(
+                f"there is no model {ascii(ask.model)[:60]}; this server has {', '.join(self.models)}", "model", 404
+            )
         rollout, prompt = self._settings(ask)
         self._refuse_if_busy(ask.n)
         loop = asyncio.get_running_loop()
@@ -110,15 +113,22 @@ class Chat:
         limit = min(self.context - 1, prompt.max_prompt_tokens)
         characters = sum(len(message.content) for message in ask.messages)
         if characters > CHARACTERS_PER_TOKEN * limit:
-            raise Refused(f"messages have {characters:,} characters; this server's prompts have at most {limit:,} tokens", "messages")
+            raise Refused(
+                f"messages have {characters:,} characters; this server's prompts have at most {limit:,} tokens",
+                "messages",
+            )
         for at, message in enumerate(ask.messages):
             found = next((token for token in self._reserved if token in message.content), None)
             if found is not None:
-                raise Refused(f"messages[{at}].content holds the special token {found!r}; remove it", f"messages[{at}].content")
+                raise Refused(
+                    f"messages[{at}].content holds the special token {found!r}; remove it", f"messages[{at}].content"
+                )
         text = prompt_text(prompt, ask.messages, self.words.tokenizer, self.words.eos)
         ids = list(self.words.tokenizer.encode(text, add_special_tokens=format_of(prompt.kind).raw))
         if len(ids) > limit:
-            raise Refused(f"messages make a prompt of {len(ids):,} tokens; this server's have at most {limit:,}", "messages")
+            raise Refused(
+                f"messages make a prompt of {len(ids):,} tokens; this server's have at most {limit:,}", "messages"
+            )
         return ids
 
     def _refuse_if_busy(self, n: int) -> None:
@@ -172,7 +182,8 @@ class Job:
         self.chat, self.ask, self.name, self.thoughts = chat, ask, name, thoughts
         self.choices = [Choice(index, ask.stop) for index in range(ask.n)]
         self.began, self.created = time.monotonic(), int(time.time())
-        self._deltas: asyncio.Queue[tuple[int, dict, list[int]] | None] = asyncio.Queue()  # an empty delta: this choice has finished
+        # an empty delta: this choice has finished
+        self._deltas: asyncio.Queue[tuple[int, dict, list[int]] | None] = asyncio.Queue()
         self._unfinished = ask.n
         chat.running += ask.n
         metrics.RUNNING.inc(ask.n)
@@ -228,7 +239,9 @@ class Job:
         while (item := self._deltas.get_nowait()) is not None:
             for field in ("reasoning", "content"):
                 messages[item[0]][field] += item[1].get(field, "")
-        return self._object("chat.completion", [self._choice(message, index) for index, message in enumerate(messages)]) | {
+        return self._object(
+            "chat.completion", [self._choice(message, index) for index, message in enumerate(messages)]
+        ) | {
             "usage": self._usage(),
             **({"prompt_token_ids": self.thoughts[0].director.prompt} if self.ask.return_token_ids else {}),
         }
@@ -237,7 +250,14 @@ class Job:
         finish, reason = self._finish(index)
         ids = {"token_ids": self.thoughts[index].director.response.as_read} if self.ask.return_token_ids else {}
         message["reasoning_content"] = message["reasoning"]
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish, "stop_reason": reason, **ids}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": finish,
+            "stop_reason": reason,
+            **ids,
+        }
 
     async def chunks(self) -> AsyncIterator[list[dict]]:
         """Events as they arrive; the workers of a round write at the same time, and their events are sent together."""
@@ -259,7 +279,9 @@ class Job:
         return self._chunk(index, {}, {"finish_reason": finish, "stop_reason": reason})
 
     def _chunk(self, index: int, delta: dict, more: dict | None = None) -> dict:
-        return self._object("chat.completion.chunk", [{"index": index, "delta": delta, "finish_reason": None, **(more or {})}])
+        return self._object(
+            "chat.completion.chunk", [{"index": index, "delta": delta, "finish_reason": None, **(more or {})}]
+        )
 
     def _object(self, kind: str, choices: list[dict]) -> dict:
         model = self.ask.model or self.chat.models[0]

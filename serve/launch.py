@@ -2,7 +2,8 @@
 
     dccot serve runs/demo/stage4                      dccot serve MODEL --port 9000 --workers 3 --budget 12000 --tensor-parallel-size 2
 
-A run is prompted as it was trained. Every option of `vllm serve` is passed on. Without --host the server listens on this machine only.
+A run is prompted as it was trained. Every option of `vllm serve` is passed on. Without --host the server listens on
+this machine only.
 """
 
 from __future__ import annotations
@@ -17,19 +18,25 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from dccot.command import positive, run_cleanly
-from dccot.config import ConfigError, load_config
+from dccot.core.command import positive, run_cleanly
+from dccot.core.config import ConfigError, load_config
+from dccot.core.runtime import KEEP_FREED_MEMORY
 from dccot.data.run_settings import settings_of
 from dccot.model.folder import resolve_model
 from dccot.model.tokenizer import open_tokenizer, tokenizer_folder
-from dccot.runtime import KEEP_FREED_MEMORY
 from dccot.serve.settings import VARIABLE, ServeConfig
 
 OWN = {"workers": "rollout.workers", "budget": "rollout.budget", "max_n": "max_n", "max_requests": "max_requests"}
 
-# On a CPU vLLM runs the model in an extra process, bound to fewer cores than available; in the engine's own process it runs as in training.
+# On a CPU vLLM runs the model in an extra process, bound to fewer cores than available; in the engine's own process it
+# runs as in training.
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+QUIET = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,22 +45,36 @@ def parser() -> argparse.ArgumentParser:
         epilog="example: dccot serve runs/demo/stage4 --port 8000; any option of `vllm serve` may follow",
         allow_abbrev=False,
     )
-    made.add_argument("model", help="a Hugging Face folder, or a run (its newest checkpoint, prompted as it was trained)")
+    made.add_argument(
+        "model", help="a Hugging Face folder, or a run (its newest checkpoint, prompted as it was trained)"
+    )
     made.add_argument("--port", default="8000", help="default 8000")
     made.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1; 0.0.0.0 listens on every network")
     made.add_argument("--workers", type=positive, metavar="K", help="default: the run's own, or 3")
-    made.add_argument("--budget", type=positive, metavar="N", help="tokens on the longest path, at most; default: the run's own, or 12000")
+    made.add_argument(
+        "--budget",
+        type=positive,
+        metavar="N",
+        help="tokens on the longest path, at most; default: the run's own, or 12000",
+    )
     made.add_argument("--max-n", type=positive, metavar="N", help="choices per request, at most; default 16")
-    made.add_argument("--max-requests", type=positive, metavar="N", help="choices at once; more are answered 503; default 256")
+    made.add_argument(
+        "--max-requests", type=positive, metavar="N", help="choices at once; more are answered 503; default 256"
+    )
     return made
 
 
 def overrides(model: str, given: dict) -> list[str]:
     """`key=value` for DCCOT_SERVE: the run's own settings, then those from the command line."""
     prompt, rollout = settings_of(model)
-    lines = [f"prompt.{name}={json.dumps(getattr(prompt, name))}" for name in ("kind", "open_think", "format", "system")]
+    lines = [
+        f"prompt.{name}={json.dumps(getattr(prompt, name))}" for name in ("kind", "open_think", "format", "system")
+    ]
     if (Path(model) / "config.yaml").is_file():
-        lines += [f"rollout.{name}={'null' if value is None else value}" for name, value in dataclasses.asdict(rollout).items()]
+        lines += [
+            f"rollout.{name}={'null' if value is None else value}"
+            for name, value in dataclasses.asdict(rollout).items()
+        ]
     return lines + [f"{key}={given[name]}" for name, key in OWN.items() if given[name] is not None]
 
 
@@ -63,7 +84,14 @@ def defaults(on_gpu: bool) -> list[str]:
     flags += ["--hf-overrides", '{"head_dtype": "float32"}']
     flags += ["--uvicorn-log-level", "warning", "--disable-uvicorn-access-log", "--no-use-tqdm-on-load"]
     if not on_gpu:  # a CPU generator cannot be rewound, which a seeded prompt in several chunks needs
-        flags += ["--no-enable-chunked-prefill", "--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(2**30)]
+        flags += [
+            "--no-enable-chunked-prefill",
+            "--enforce-eager",
+            "--block-size",
+            "32",
+            "--kv-cache-memory-bytes",
+            str(2**30),
+        ]
     return flags
 
 
@@ -78,7 +106,9 @@ def _serve(arguments: argparse.Namespace, passed_on: list[str]) -> None:
     config = load_config(ServeConfig, None, lines)
     config.prompt.chat_format(open_tokenizer(folder))  # one line, before vLLM's slow startup
     if not any(plugin.name == "dccot" for plugin in entry_points(group="vllm.endpoint_plugins")):
-        raise ConfigError("vLLM cannot find the dccot endpoint: this installation is older than it; install dccot again (make setup)")
+        raise ConfigError(
+            "vLLM cannot find the dccot endpoint: this installation is older than it; install dccot again (make setup)"
+        )
     os.environ[VARIABLE] = shlex.join(lines)
     os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [os.environ.get("VLLM_PLUGINS"), "dccot"]))
     for name, value in QUIET.items():

@@ -16,9 +16,13 @@ ROUNDS = Histogram("dccot_rounds", "rounds of workers per response", buckets=(0,
 WORKERS = Histogram("dccot_workers", "workers per response", buckets=(0, 2, 3, 6, 9, 12, 18, 24))
 LONGEST_PATH = Histogram("dccot_longest_path_tokens", "tokens on the longest path of a response", buckets=TOKENS)
 PARALLELISM = Histogram(
-    "dccot_parallelism", "tokens of a response over those on its longest path", buckets=(1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4)
+    "dccot_parallelism",
+    "tokens of a response over those on its longest path",
+    buckets=(1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4),
 )
-FIRST_TOKEN = Histogram("dccot_time_to_first_token_seconds", "from the request to the first sampled token", buckets=SECONDS)
+FIRST_TOKEN = Histogram(
+    "dccot_time_to_first_token_seconds", "from the request to the first sampled token", buckets=SECONDS
+)
 ANSWER = Histogram("dccot_time_to_answer_seconds", "from the request to the end of its response", buckets=SECONDS)
 
 

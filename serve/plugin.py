@@ -29,8 +29,8 @@ from vllm.entrypoints.serve.utils.api_utils import listen_for_disconnect
 
 from dccot.model.tokenizer import check_same_ids, open_tokenizer
 from dccot.serve import metrics
-from dccot.serve.asking import MAX_BODY, Refused, read_ask
 from dccot.serve.chat import Chat, Job
+from dccot.serve.request import MAX_BODY, Refused, read_ask
 from dccot.serve.settings import from_environment
 
 log = logging.getLogger("vllm.dccot")
@@ -51,7 +51,7 @@ class Plugin:
             check_same_ids(open_tokenizer(args.model), engine_client.renderer.get_tokenizer(), args.model)
         state.dccot = Chat(engine_client, from_environment(), list(names))
         if getattr(args, "api_process_rank", 0) in (0, None):
-            config, scheme = state.dccot.config, "https" if args.ssl_certfile else "http"
+            config, scheme = state.dccot.core.config, "https" if args.ssl_certfile else "http"
             does = f"{config.rollout.workers} workers" if config.prompt.parallel else "no workers"
             does += f", budget {config.rollout.budget:,}"
             where = f"{scheme}://{args.host or '0.0.0.0'}:{args.port}"
@@ -122,7 +122,9 @@ class EventStream(StreamingResponse):
     async def _events(job: Job) -> AsyncIterator[str]:
         try:
             async for chunks in job.chunks():
-                yield "".join(f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n" for chunk in chunks)
+                yield "".join(
+                    f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n" for chunk in chunks
+                )
         except Exception as error:
             yield f"data: {json.dumps(_failure(job, error).body)}\n\n"
         yield "data: [DONE]\n\n"

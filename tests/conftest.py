@@ -1,5 +1,5 @@
-"""For all rooms: which tests `make quick` leaves out; in CI examples from hypothesis that are the same in every run; programs that tests
-start import tests.support like the tests themselves.
+"""For all rooms: which tests `make quick` leaves out; in CI examples from hypothesis that are the same in every run;
+programs that tests start import tests.support like the tests themselves.
 """
 
 import os
@@ -9,26 +9,38 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-# A test is slow when it uses one of these fixtures, directly or through another, or when its name begins with one of these.
-SLOW_FIXTURES = {"engine", "engines", "build_engine", "speaker_engine", "torchrun", "driver", "browser", "session", "servers", "fleet"}
+# A test is slow when it uses one of these fixtures, directly or through another, or when its name begins with one of
+# these.
+SLOW_FIXTURES = {
+    "engine",
+    "engines",
+    "build_engine",
+    "speaker_engine",
+    "torchrun",
+    "driver",
+    "browser",
+    "session",
+    "servers",
+    "fleet",
+}
 SLOW_TESTS = (
     "tests/system/",
-    "tests/bench/test_gpu_check.py",
+    "tests/lab/test_gpu_check.py",
     "tests/kernels/test_interpreter.py",
-    "tests/kernels/test_inspect.py",
-    "tests/train/test_rehearse.py",
+    "tests/lab/test_inspect.py",
+    "tests/lab/test_rehearse.py",
     "tests/model/test_sharding.py",
-    "tests/eval/test_run.py",
-    "tests/data/test_grading_hostile.py",
-    "tests/data/test_grading.py::test_five_hundred_verdicts",
-    "tests/data/test_grading.py::test_worker_dies",
+    "tests/eval/test_evaluate.py",
+    "tests/data/test_judge_hostile.py",
+    "tests/data/test_judge.py::test_five_hundred_verdicts",
+    "tests/data/test_judge.py::test_worker_dies",
     "tests/data/test_rewrite.py",
     "tests/eval/test_latency.py",
     "tests/eval/test_sequential_solutions.py",
-    "tests/foundations/test_provenance.py",
+    "tests/core/test_provenance.py",
     "tests/front_door/test_marks.py",
     "tests/front_door/test_models.py::test_the_decoder_is_compared_with_vllm",
-    "tests/foundations/test_runtime.py::test_ranks_that_work_apart",
+    "tests/core/test_runtime.py::test_ranks_that_work_apart",
     "tests/front_door/test_transformers.py",
     "tests/kernels/test_tree_attention.py::test_flash_compiled",
     "tests/model/test_folder.py::test_ranks_started",
@@ -43,17 +55,19 @@ SLOW_TESTS = (
     "tests/train/test_metrics.py::test_weights_and_biases_gets",
     "tests/test_vllm_names.py",
     "tests/train/test_run_folder.py",
-    "tests/train/test_timeline.py",
+    "tests/train/test_trace.py",
     "tests/train/test_watchdog.py",
 )
-# `make test` runs two tests at a time. Those of one file stay together, and those of these rooms, which share engines or servers; what
-# takes longest starts first, so that neither process is left alone with it.
+# `make test` runs two tests at a time. Those of one file stay together, and those of these rooms, which share engines
+# or servers; what takes longest starts first, so that neither process is left alone with it.
 TOGETHER = ("tests/serve/", "tests/rollout/")
 LONGEST = ("tests/serve/", "tests/system/test_demo.py", *SLOW_TESTS)
 
-settings.register_profile("here", deadline=None)  # how long an example takes says more about the machine than about the code
+# how long an example takes says more about the machine than about the code
+settings.register_profile("here", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in programs: two tests at a time share two cores
+# before torch is imported, here and in programs: two tests at a time share two cores
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
@@ -62,7 +76,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(SLOW_TESTS) or SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: next((place for place, name in enumerate(LONGEST) if item.nodeid.startswith(name)), len(LONGEST)))
+    items.sort(
+        key=lambda item: next(
+            (place for place, name in enumerate(LONGEST) if item.nodeid.startswith(name)), len(LONGEST)
+        )
+    )
 
 
 class TogetherScheduling(LoadScopeScheduling):

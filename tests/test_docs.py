@@ -1,9 +1,11 @@
-"""Every command in README.md and docs/ is run as written, in a folder like a user's; what cannot be run here has its reason in QUICK.
+"""Every command in README.md and docs/ is run as written, in a folder like a user's; what cannot be run here has its
+reason in QUICK.
 
     make docs-check       everything: training under torchrun, the engine, TensorBoard, the wheel
     make test             what needs neither an engine nor a compiler
 
-A ```text block after a command says what it prints: the words of each line must be in this order in one line of the output.
+A ```text block after a command says what it prints: the words of each line must be in this order in one line of the
+output.
 """
 
 import contextlib
@@ -28,14 +30,14 @@ from types import ModuleType
 import pytest
 
 import dccot
-from dccot.bench import bigram as tiny
 from dccot.cli import COMMANDS
 from dccot.cli import main as front_door
+from dccot.core.files import write_jsonl_atomic
 from dccot.data.problems import PRESETS
-from dccot.files import write_jsonl_atomic
-from dccot.miniature.arithmetic import problem_stream
-from dccot.rollout.protocol import TagIds
+from dccot.lab.worlds import bigram as tiny
+from dccot.lab.worlds.arithmetic import problem_stream
 from dccot.rollout.response import Finish, Response, Rollout, Round, Segment
+from dccot.rollout.tags import TagIds
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -43,7 +45,7 @@ PROGRAMS = ("make", "dccot", "torchrun", "srun", "tensorboard", "python", "pip")
 thorough = pytest.mark.thorough
 
 
-# ---- what the pages say ------------------------------------------------------------------------------------------------------
+# ---- what the pages say ----
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ class Command:
 
 
 def commands_of(page: Path) -> list[Command]:
-    """Code lines that begin with a program, without their explanation (two or more blanks before it) and with continued lines joined."""
+    """Code lines that begin with a program, without their explanation (two or more blanks before it) and with continued
+    lines joined.
+    """
     found: list[Command] = []
     fence, block = None, []
     for line in re.sub(r"\\\n\s*", "", page.read_text()).splitlines():
@@ -82,7 +86,7 @@ def commands_of(page: Path) -> list[Command]:
 FOUND = [command for page in PAGES for command in commands_of(page)]
 
 
-# ---- a folder like a user's: a model, problems, demonstrations and a run, all small ------------------------------------------------
+# ---- a folder like a user's: a model, problems, demonstrations and a run, all small ----
 
 
 def demonstration(i: int) -> str:
@@ -115,7 +119,9 @@ def folder(tmp_path_factory) -> Path:
     for name in ("train", "deepscaler", "aime24", *(f"runs/data/{preset}" for preset in PRESETS)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_jsonl_atomic(folder / f"{name}.jsonl", problems)
-    write_jsonl_atomic(folder / "sft.jsonl", [{"id": str(i), "question": "Count.", "completion": demonstration(i)} for i in range(4)])
+    write_jsonl_atomic(
+        folder / "sft.jsonl", [{"id": str(i), "question": "Count.", "completion": demonstration(i)} for i in range(4)]
+    )
     (folder / "my_package").mkdir()
     (folder / "my_package/my_module.py").write_text("def my_reward(rollout, config, budget):\n    return 1.0\n")
     demo = ROOT / "runs/demo"
@@ -129,12 +135,14 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-# ---- how each command is run ---------------------------------------------------------------------------------------------------
+# ---- how each command is run ----
 
 
 def in_process(words: list[str], capsys) -> str:
     """`dccot X …` or `torchrun … -m dccot.X …` in this process."""
-    module, arguments = (words[words.index("-m") + 1], words[words.index("-m") + 2 :]) if "-m" in words else (None, words[1:])
+    module, arguments = (
+        (words[words.index("-m") + 1], words[words.index("-m") + 2 :]) if "-m" in words else (None, words[1:])
+    )
     if module is None and arguments[0] in COMMANDS:
         module, arguments = COMMANDS[arguments[0]][0], arguments[1:]
     status = (importlib.import_module(module).main if module else front_door)(arguments)
@@ -171,7 +179,9 @@ def explained(words: list[str], capsys) -> str:
 
 def example(words: list[str], capsys) -> str:
     run = [sys.executable, *words[1:]]
-    return subprocess.run(run, cwd=ROOT, env=environment() | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        run, cwd=ROOT, env=environment() | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def compiled(words: list[str], capsys) -> str:
@@ -233,7 +243,9 @@ def environment() -> dict[str, str]:
 def check_printed(command: Command, output: str) -> None:
     lines = [line.replace("│", " ").replace("┃", " ").split() for line in output.splitlines()]
     for wanted in filter(str.strip, command.printed):
-        assert any(in_order(wanted.split(), line) for line in lines), f"{command.page} says that {command.text!r} prints {wanted!r}"
+        assert any(in_order(wanted.split(), line) for line in lines), (
+            f"{command.page} says that {command.text!r} prints {wanted!r}"
+        )
 
 
 def in_order(words: list[str], line: list[str]) -> bool:
@@ -241,7 +253,7 @@ def in_order(words: list[str], line: list[str]) -> bool:
     return all(word in rest for word in words)
 
 
-# ---- tests -----------------------------------------------------------------------------------------------------------------------
+# ---- tests ----
 
 
 def test_the_pages_hold_the_commands_that_they_should():
@@ -281,7 +293,9 @@ def look_at_tensorboard(words: list[str], folder: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     words[words.index("--port") :] = ["--port", str(port)]
-    server = subprocess.Popen(words, cwd=folder, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        words, cwd=folder, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         for _ in range(120):
             with contextlib.suppress(OSError):
@@ -296,7 +310,9 @@ def look_at_tensorboard(words: list[str], folder: Path) -> None:
 
 
 def test_the_problem_in_the_readme_is_one_that_the_miniature_world_asks():
-    [question] = [command.words[3] for command in FOUND if command.words[:2] == ["dccot", "solve"] and command.page == "README.md"]
+    [question] = [
+        command.words[3] for command in FOUND if command.words[:2] == ["dccot", "solve"] and command.page == "README.md"
+    ]
     asked = {shape_of(problem.question): problem for problem, _ in zip(problem_stream(0, "test"), range(300))}
     assert shape_of(question) in asked, f"the miniature world asks {next(iter(asked.values())).question!r}"
 
@@ -367,25 +383,44 @@ def run_examples(name: str, names: dict) -> None:
 
 @thorough
 def test_the_wheel_runs_outside_the_checkout(folder, tmp_path):
-    """Built from the tracked files alone, installed where nothing else is; dependencies come from here, the checkout does not."""
+    """Built from the tracked files alone, installed where nothing else is; dependencies come from here, the checkout
+    does not.
+    """
     source, empty = tmp_path / "source", tmp_path / "empty"
-    for file in subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
+    for file in subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines():
         (source / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, source / file, follow_symlinks=False)
-    outside = {name: value for name, value in environment().items() if name != "PYTHONPATH"}  # which leads to the checkout in tests
-    run = lambda *words: subprocess.run(words, cwd=tmp_path, env=outside, capture_output=True, text=True, check=True).stdout
+    outside = {
+        name: value for name, value in environment().items() if name != "PYTHONPATH"
+    }  # which leads to the checkout in tests
+    run = lambda *words: (
+        subprocess.run(words, cwd=tmp_path, env=outside, capture_output=True, text=True, check=True).stdout
+    )
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path / "dist", source)
     run(sys.executable, "-m", "venv", "--without-pip", empty)
     [wheel] = (tmp_path / "dist").glob("*.whl")
-    run(sys.executable, "-m", "pip", "--python", empty / "bin/python", "install", "-q", "--no-deps", "--no-index", wheel)
+    run(
+        sys.executable, "-m", "pip", "--python", empty / "bin/python", "install", "-q", "--no-deps", "--no-index", wheel
+    )
     [packages] = empty.glob("lib/python*/site-packages")
-    # A folder named in a .pth file is searched, but .pth files in it, such as the one that names this checkout, are not read.
+    # A folder named in a .pth file is searched, but .pth files in it, such as the one that names this checkout, are not
+    # read.
     (packages / "dependencies.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
     shutil.rmtree(source)
     assert run(empty / "bin/python", "-c", "import dccot; print(dccot.__file__)").startswith(str(packages))
-    solution = json.loads(run(empty / "bin/dccot", "solve", folder / "MODEL", "What is 2 + 3?", "--budget", "300", "--json"))
+    solution = json.loads(
+        run(empty / "bin/dccot", "solve", folder / "MODEL", "What is 2 + 3?", "--budget", "300", "--json")
+    )
     assert 0 < solution["longest_path"] <= 300
     shown = run(empty / "bin/dccot", "rl", "configs/rl/stage1.yaml", "model.path=x", "data.train=y", "--print-config")
     assert "kind: dapo" in shown
-    page = run(empty / "bin/dccot", "view", folder / "runs/demo/stage4/rollouts/step_000000.jsonl", "--out", tmp_path / "page.html")
+    page = run(
+        empty / "bin/dccot",
+        "view",
+        folder / "runs/demo/stage4/rollouts/step_000000.jsonl",
+        "--out",
+        tmp_path / "page.html",
+    )
     assert "responses" in page

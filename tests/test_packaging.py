@@ -1,4 +1,6 @@
-"""What is shipped: every room once, nothing else, no file too long to read, built from the tracked files by way of the sdist."""
+"""What is shipped: every room once, nothing else, no file too long to read, built from the tracked files by way of the
+sdist.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def tracked() -> list[str]:
 
 def run(*words: str | Path, cwd: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([str(word) for word in words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [str(word) for word in words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -88,7 +92,10 @@ def test_training_is_importable_from_a_bare_checkout_with_only_dependencies_inst
     """-S reads no .pth file, such as the one of an editable install."""
     packages = Path(pytest.__file__).parents[1]
     code = f"import sys; sys.path.append({str(packages)!r}); import dccot.train.rl; print(dccot.train.rl.__file__)"
-    assert Path(run(sys.executable, "-S", "-c", code, cwd=checkout).strip()).resolve() == (checkout / "train/rl.py").resolve()
+    assert (
+        Path(run(sys.executable, "-S", "-c", code, cwd=checkout).strip()).resolve()
+        == (checkout / "train/rl.py").resolve()
+    )
 
 
 def pinned(*names: str) -> dict[str, str]:
@@ -103,7 +110,8 @@ def locked() -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "lock, pins", [("cpu.lock", ["common.txt", "test.txt", "cpu.txt"]), ("gpu.lock", ["common.txt", "test.txt", "gpu.txt"])]
+    "lock, pins",
+    [("cpu.lock", ["common.txt", "test.txt", "cpu.txt"]), ("gpu.lock", ["common.txt", "test.txt", "gpu.txt"])],
 )
 def test_what_is_pinned_is_locked_with_checksums_and_no_address(lock, pins):
     """After a change of a version: python requirements/lock.py."""

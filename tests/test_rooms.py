@@ -1,4 +1,5 @@
-"""Imports point one way. This list and the line in docs/architecture.md are the only places where the order of the rooms is written down.
+"""Imports point one way. This list and the line in docs/architecture.md are the only places where the order of the
+rooms is written down.
 
 Every import statement counts, inside functions and for type checkers, too.
 """
@@ -10,16 +11,14 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ORDER = ("foundations", "kernels", "model", "rollout", "data", "train", "eval", "front door")
-# Of dccot/; its other files are the front door.
-FOUNDATIONS = {"__version__", "command", "config", "files", "progress", "provenance", "runtime", "statistics", "stops"}
-BESIDE = {"bench": "front door", "serve": "eval"}  # rooms that nobody imports, and the last room that they may import
+ORDER = ("core", "kernels", "model", "rollout", "data", "train", "eval", "front door")
+BESIDE = {"lab": "front door", "serve": "eval"}  # rooms that nobody imports, and the last room that they may import
 
 
 def room_of(module: str) -> str:
-    """`dccot.train.rl` → train, `dccot.files` → foundations, `dccot.cli` → front door."""
+    """`dccot.train.rl` → train, `dccot.core.files` → core, `dccot.cli` → front door."""
     part = (module.split(".") + [""])[1]
-    return part if part in (*ORDER, *BESIDE) else "foundations" if part in FOUNDATIONS else "front door"
+    return part if part in (*ORDER, *BESIDE) else "core" if part == "__version__" else "front door"
 
 
 def imported(path: Path) -> list[tuple[int, str]]:
@@ -32,13 +31,20 @@ def imported(path: Path) -> list[tuple[int, str]]:
             assert not node.level, f"{path}:{node.lineno}: relative import; write `from dccot.…`"
             names = [f"dccot.{alias.name}" for alias in node.names] if node.module == "dccot" else [node.module or ""]
             found += [(node.lineno, name) for name in names]
-    return [(line, name) for line, name in found if name.split(".")[0] == "dccot" and not name.startswith("dccot.configs")]
+    return [
+        (line, name) for line, name in found if name.split(".")[0] == "dccot" and not name.startswith("dccot.configs")
+    ]
 
 
 def sources() -> dict[str, Path]:
     """Module name → file, of everything that is installed."""
     folders = [ROOT / "dccot", *(ROOT / room for room in (*ORDER[1:-1], *BESIDE))]
-    files = [file for folder in folders for file in folder.rglob("*.py") if (ROOT / "dccot") not in file.parents or not _linked(file)]
+    files = [
+        file
+        for folder in folders
+        for file in folder.rglob("*.py")
+        if (ROOT / "dccot") not in file.parents or not _linked(file)
+    ]
     return {".".join(("dccot", *_inside(file))).removesuffix(".py"): file for file in files}
 
 
@@ -70,23 +76,25 @@ def test_nobody_imports_from_a_room_to_its_right():
 
 
 def test_every_room_was_read():
-    assert {room_of(module) for module in sources()} >= {*ORDER, "bench"}
+    assert {room_of(module) for module in sources()} >= {*ORDER, *BESIDE}
     assert len(sources()) > 80
 
 
 def test_the_order_is_the_documented_one():
     text = (ROOT / "docs/architecture.md").read_text()
-    line = re.search(r"^    (foundations ←.*)$", text, re.MULTILINE)
-    assert line, "docs/architecture.md has no line `    foundations ← …`"
+    line = re.search(r"^    (core ←.*)$", text, re.MULTILINE)
+    assert line, "docs/architecture.md has no line `    core ← …`"
     assert tuple(part.strip() for part in line[1].split("←")) == ORDER
 
 
 def test_vllm_and_triton_are_imported_in_their_own_rooms_only():
-    homes = {"vllm": ("rollout/engine.py", "serve/"), "triton": ("kernels/", "bench/kernels")}
+    homes = {"vllm": ("rollout/vllm_engine.py", "serve/"), "triton": ("kernels/", "lab/")}
     for file in sources().values():
         inside = str(file.relative_to(ROOT))
         for node in ast.walk(ast.parse(file.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in {name.split(".")[0] for name in names} & set(homes):
-                assert inside.startswith(homes[name]), f"{inside}:{node.lineno} imports {name}; its home is {' or '.join(homes[name])}"
+                assert inside.startswith(homes[name]), (
+                    f"{inside}:{node.lineno} imports {name}; its home is {' or '.join(homes[name])}"
+                )

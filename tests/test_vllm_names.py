@@ -1,7 +1,8 @@
-"""Every name and argument of vLLM that we use beyond its public API, so that an upgrade says at once what broke, and all of it.
+"""Every name and argument of vLLM that we use beyond its public API, so that an upgrade says at once what broke, and
+all of it.
 
-Arguments of calls are read from our own sources; attributes of objects are looked for in the classes that assign them. The last test
-keeps the list whole: a new import from vLLM that is not pinned here fails it.
+Arguments of calls are read from our own sources; attributes of objects are looked for in the classes that assign them.
+The last test keeps the list whole: a new import from vLLM that is not pinned here fails it.
 """
 
 import ast
@@ -43,7 +44,9 @@ CALLED = {
     "vllm.v1.worker.cpu_worker:CPUWorker.get_model": (),
     "vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply": ("layer", "x"),
     "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply": ("layer", "x"),
-    "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.process_weights_after_loading": ("layer",),
+    "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.process_weights_after_loading": (
+        "layer",
+    ),
     "vllm.engine.protocol:EngineClient.generate": ("prompt", "sampling_params", "request_id", "priority"),
     "vllm.engine.protocol:EngineClient.check_admission": (),
     "vllm.entrypoints.serve.utils.api_utils:listen_for_disconnect": ("request",),
@@ -115,14 +118,20 @@ def attributes(where: str) -> set[str]:
             tree = ast.parse(textwrap.dedent(inspect.getsource(parent)))
         except (OSError, TypeError, SyntaxError):
             continue
-        found |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+        found |= {
+            node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        }
     return found
 
 
 def keywords(function: str) -> set[str]:
     """Arguments that our sources give to `function` by name."""
     nodes = [node for file in FILES for node in ast.walk(ast.parse(file.read_text()))]
-    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function]
+    calls = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function
+    ]
     return {word.arg for call in calls for word in call.keywords if word.arg}
 
 
@@ -131,7 +140,9 @@ def test_what_we_call_is_there_and_takes_what_we_give_it():
 
 
 def test_what_we_read_is_there():
-    assert not [f"{where} has no {name}" for where, names in READ.items() for name in names if name not in attributes(where)]
+    assert not [
+        f"{where} has no {name}" for where, names in READ.items() for name in names if name not in attributes(where)
+    ]
 
 
 def test_the_first_arguments_are_in_the_order_in_which_we_give_them():
@@ -148,7 +159,11 @@ def test_the_first_arguments_are_in_the_order_in_which_we_give_them():
 @pytest.mark.parametrize(("name", "where"), [("EngineArgs", "vllm.engine.arg_utils"), ("SamplingParams", "vllm")])
 def test_settings_that_we_give_exist(name, where):
     kind, given = find(f"{where}:{name}"), keywords(name)
-    known = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set(kind.__struct_fields__)  # type: ignore[attr-defined]
+    known = (
+        {field.name for field in dataclasses.fields(kind)}
+        if dataclasses.is_dataclass(kind)
+        else set(kind.__struct_fields__)
+    )  # type: ignore[attr-defined]
     assert len(given) > 8 and given <= known, given - known
 
 

@@ -3,8 +3,8 @@
     std    (R − mean) / (std + 1e-6), unbiased std: the paper's
     none   R − mean: a group's weight grows with the spread of its rewards
 
-A group with equal rewards carries no signal: zeros. A response without a reward (the grader could not judge it) gets zero and
-is excluded from mean and std.
+A group with equal rewards carries no signal: zeros. A response without a reward (the grader could not judge it) gets
+zero and is excluded from mean and std.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dccot.config import one_of
+from dccot.core.config import one_of
 
 EPSILON = 1e-6
 

@@ -6,12 +6,13 @@
     checkpoints/step_000010/manifest.json   size and checksum of every file above; written last
     latest                                  name of the newest complete checkpoint; updated last
 
-Training waits only while its shards are copied to memory. A thread on every rank writes the copy while training continues, over a separate
-process group, so that its collectives never mix with those of training. hf/ is built from what has just been written to dcp/.
+Training waits only while its shards are copied to memory. A thread on every rank writes the copy while training
+continues, over a separate process group, so that its collectives never mix with those of training. hf/ is built from
+what has just been written to dcp/.
 
-A checkpoint that does not match its manifest is reported and the previous one is used. The newest good one is never deleted. A full
-disk costs the checkpoint, not the run: the next one is tried as usual, until `max_failures` have failed in a row; the final one of a
-run must succeed. Ranks that do not share the folder are rejected at startup.
+A checkpoint that does not match its manifest is reported and the previous one is used. The newest good one is never
+deleted. A full disk costs the checkpoint, not the run: the next one is tried as usual, until `max_failures` have failed
+in a row; the final one of a run must succeed. Ranks that do not share the folder are rejected at startup.
 """
 
 from __future__ import annotations
@@ -36,16 +37,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from dccot.config import at_least, one_of, require
-from dccot.files import flush_to_disk, write_atomic
-from dccot.model.checkpoint_io import read_companions, write_folder
+from dccot.core.config import at_least, one_of, require
+from dccot.core.files import flush_to_disk, write_atomic
+from dccot.core.runtime import Runtime, inherit_timeout, on_rank_zero
 from dccot.model.folder import keep_in_manifest, step_of, verify_manifest, write_manifest
 from dccot.model.transformer import Transformer
-from dccot.runtime import Runtime, inherit_timeout, on_rank_zero
+from dccot.model.weights import read_companions, write_folder
 from dccot.train.dcp_reader import load_shards
 
 log = logging.getLogger(__name__)
-warnings.filterwarnings("ignore", "torch.distributed is disabled, .* assuming the intent is to load in a single process")  # it is
+# it is
+warnings.filterwarnings(
+    "ignore", "torch.distributed is disabled, .* assuming the intent is to load in a single process"
+)
 
 
 @dataclass
@@ -61,7 +65,10 @@ class CheckpointConfig:
         at_least(1, self.every, "checkpoint.every")
         at_least(1, self.keep, "checkpoint.keep")
         at_least(0, self.max_failures, "checkpoint.max_failures")
-        require(self.minutes is None or self.minutes > 0, f"checkpoint.minutes is {self.minutes}; it must be positive, or null")
+        require(
+            self.minutes is None or self.minutes > 0,
+            f"checkpoint.minutes is {self.minutes}; it must be positive, or null",
+        )
         if self.keep_hf_every is not None:
             at_least(1, self.keep_hf_every, "checkpoint.keep_hf_every")
         one_of(self.resume, ("auto", "never"), "checkpoint.resume")
@@ -73,7 +80,8 @@ class Checkpointer:
     def __init__(self, run: Path, config: CheckpointConfig, runtime: Runtime, source: str | Path):
         self.folder, self.latest = run / "checkpoints", run / "latest"
         self.config, self.runtime = config, runtime
-        self.companions = read_companions(source) if runtime.is_main else {}  # now: the source may be deleted or changed during the run
+        # now: the source may be deleted or changed during the run
+        self.companions = read_companions(source) if runtime.is_main else {}
         self._costs: dict[str, float] = {}
         self._failures = 0  # in a row
         self._group = dist.new_group(backend="gloo")
@@ -86,8 +94,11 @@ class Checkpointer:
                 shutil.rmtree(leftover)
         runtime.barrier()
 
-    def save(self, step: int, model: Transformer, optimizer: Optimizer, state: dict[str, Any], *, last: bool = False) -> None:
-        """Start writing the checkpoint of `step` once the previous one is done. If the disk cannot hold it, the failure is only logged.
+    def save(
+        self, step: int, model: Transformer, optimizer: Optimizer, state: dict[str, Any], *, last: bool = False
+    ) -> None:
+        """Start writing the checkpoint of `step` once the previous one is done. If the disk cannot hold it, the failure
+        is only logged.
 
         The `last` one of a run is waited for, and its failure is an error, since no later one can make up for it.
         """
@@ -105,14 +116,19 @@ class Checkpointer:
             self._failed(step, [problem], last)
         else:
             place = self.folder / f".step_{step:06d}.partial" / "dcp"
-            written = dcp.async_save(everything, checkpoint_id=place, process_group=self._group)  # returns when the copy is made
+            # returns when the copy is made
+            written = dcp.async_save(everything, checkpoint_id=place, process_group=self._group)
             assert isinstance(written, Future)  # only a custom stager returns anything else
             with torch.device("meta"):
                 shape = Transformer(model.config).to(next(model.parameters()).dtype)
             text = json.dumps({"step": step, **state}, indent=1)
-            self._underway = self._writer.submit(self._complete, step, written, shape, text, start, time.perf_counter() - start, last)
+            self._underway = self._writer.submit(
+                self._complete, step, written, shape, text, start, time.perf_counter() - start, last
+            )
         if last and (problems := self._problems()):
-            raise OSError(f"the last checkpoint, step {step}, was not written ({problems[0]}); make room and run this again")
+            raise OSError(
+                f"the last checkpoint, step {step}, was not written ({problems[0]}); make room and run this again"
+            )
 
     def finish(self) -> bool:
         """Wait for a checkpoint that is being written; False if it failed, with everything older intact."""
@@ -122,12 +138,16 @@ class Checkpointer:
         return self._underway.result() if self._underway is not None else []
 
     def costs(self) -> dict[str, float]:
-        """Consecutive failures and, if a checkpoint completed since the last call, its seconds until complete and seconds waited for."""
+        """Consecutive failures and, if a checkpoint completed since the last call, its seconds until complete and
+        seconds waited for.
+        """
         costs, self._costs = self._costs, {}
         return {"checkpoint/failures": float(self._failures), **costs}
 
     def close(self) -> None:
-        """Finish a checkpoint that is being written before the process group is destroyed, even if training ends in an error."""
+        """Finish a checkpoint that is being written before the process group is destroyed, even if training ends in an
+        error.
+        """
         if self._underway is not None and (error := self._underway.exception()):
             log.error("the checkpoint being written was lost: %s", _first_line(error))
         self._writer.shutdown()
@@ -144,12 +164,19 @@ class Checkpointer:
         self._failures += 1
         if self.runtime.is_main and not last:
             told = "; ".join(problems[:3])
-            log.error("checkpoint of step %d was not written (%s); training continues, the one before it stays", step, told)
+            log.error(
+                "checkpoint of step %d was not written (%s); training continues, the one before it stays", step, told
+            )
 
-    def _complete(self, step: int, written: Future, shape: Transformer, state: str, start: float, waited: float, last: bool) -> list[str]:
-        """In the background: when every rank has written its shards, rank 0 adds the rest and renames the checkpoint."""
+    def _complete(
+        self, step: int, written: Future, shape: Transformer, state: str, start: float, waited: float, last: bool
+    ) -> list[str]:
+        """In the background: when every rank has written its shards, rank 0 adds the rest and renames the
+        checkpoint.
+        """
         partial, final = self.folder / f".step_{step:06d}.partial", self.folder / f"step_{step:06d}"
-        error = written.exception()  # a full disk surfaces as OSError, RuntimeError, SafetensorError or CheckpointException
+        # a full disk surfaces as OSError, RuntimeError, SafetensorError or CheckpointException
+        error = written.exception()
         reported: list[list[str]] = [[] for _ in range(self.runtime.ranks)]
         dist.all_gather_object(reported, _causes(error, self.runtime.rank), group=self._group)
         problems = list(dict.fromkeys(problem for problems in reported for problem in problems))
@@ -161,7 +188,11 @@ class Checkpointer:
         else:
             self._failures = 0
             self._costs["time/checkpoint_written"] = time.perf_counter() - start
-            log.info("checkpoint of step %d is complete after %.1f s; training waited %.2f s", step, *reversed(self._costs.values()))
+            log.info(
+                "checkpoint of step %d is complete after %.1f s; training waited %.2f s",
+                step,
+                *reversed(self._costs.values()),
+            )
         return problems
 
     def _finish_alone(self, partial: Path, final: Path, shape: Transformer, state: str) -> list[str]:
@@ -184,10 +215,13 @@ class Checkpointer:
         """The newest checkpoint that matches its manifest; damaged ones are reported and skipped."""
         self.finish()
         there = self.runtime.broadcast(self._steps() if self.runtime.is_main else [])
-        whole = self.runtime.broadcast([folder for folder in there if (folder / "dcp").exists()])  # of others hf/ stayed
+        # of others hf/ stayed
+        whole = self.runtime.broadcast([folder for folder in there if (folder / "dcp").exists()])
         found, mine = None, slice(self.runtime.rank, None, self.runtime.ranks)
         for folder in reversed(whole):
-            parts = [verify_manifest(folder, part, mine) for part in ("dcp/", "hf/", "state.json")]  # every rank reads its share
+            parts = [
+                verify_manifest(folder, part, mine) for part in ("dcp/", "hf/", "state.json")
+            ]  # every rank reads its share
             damage = next((damage for parts in self.runtime.gather(parts) for damage in parts if damage), None)
             if damage is None:
                 found = folder
@@ -196,7 +230,9 @@ class Checkpointer:
                 log.error("checkpoint %s is damaged (%s); trying the one before", folder, damage)
         if there and found is None:
             names = ", ".join(folder.name for folder in there)
-            raise FileExistsError(f"no checkpoint in {self.folder} is whole ({names}); remove that folder to start over, or rename the run")
+            raise FileExistsError(
+                f"no checkpoint in {self.folder} is whole ({names}); remove that folder to start over, or rename the run"
+            )
         return found
 
     def resume(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
@@ -205,24 +241,32 @@ class Checkpointer:
         if folder is None:
             return None
         if self.config.resume == "never":
-            raise FileExistsError(f"{folder} exists and checkpoint.resume is never; choose another name or set checkpoint.resume=auto")
+            raise FileExistsError(
+                f"{folder} exists and checkpoint.resume is never; choose another name or set checkpoint.resume=auto"
+            )
         model_state, optimizer_state = get_state_dict(model, optimizer)
         load_shards({"model": model_state, "optimizer": optimizer_state}, folder / "dcp")
         set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
         if self.runtime.is_main:
-            write_atomic(self.latest, folder.name + "\n")  # it may name a damaged one, or be outdated after a kill just before its update
+            # it may name a damaged one, or be outdated after a kill just before its update
+            write_atomic(self.latest, folder.name + "\n")
         return json.loads((folder / "state.json").read_text())
 
     def _steps(self) -> list[Path]:
         """Checkpoints by step. Anything else in the folder (such as `step_000010_keep`) is neither read nor deleted."""
-        steps = {step: folder for folder in self.folder.iterdir() if (step := step_of(folder)) is not None and folder.is_dir()}
+        steps = {
+            step: folder
+            for folder in self.folder.iterdir()
+            if (step := step_of(folder)) is not None and folder.is_dir()
+        }
         return [steps[step] for step in sorted(steps)]
 
     def _retire(self, newest_step: int) -> None:
-        """Delete checkpoints older than the newest `keep`; where hf/ is to stay, only the rest of the checkpoint is deleted.
+        """Delete checkpoints older than the newest `keep`; where hf/ is to stay, only the rest of the checkpoint is
+        deleted.
 
-        Anything past the newest step was damaged, and the run has gone back to before it. A failed deletion is only logged: the
-        new checkpoint is complete.
+        Anything past the newest step was damaged, and the run has gone back to before it. A failed deletion is only
+        logged: the new checkpoint is complete.
         """
         steps = self._steps()
         past = [folder for folder in steps if (step_of(folder) or 0) > newest_step]
@@ -245,7 +289,9 @@ def _bytes(state: Any) -> int:
     """Of all tensors in a state dict, over all ranks."""
     if isinstance(state, Tensor):
         return state.numel() * state.element_size()
-    return sum(map(_bytes, state.values() if isinstance(state, dict) else state)) if isinstance(state, dict | list) else 0
+    return (
+        sum(map(_bytes, state.values() if isinstance(state, dict) else state)) if isinstance(state, dict | list) else 0
+    )
 
 
 def _read_back(folder: Path, shape: Transformer) -> Iterator[tuple[str, Tensor]]:

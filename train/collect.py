@@ -2,8 +2,8 @@
 
     problems → director and workers answer each `group_size` times → grade → reward → filter, until enough groups are kept → advantages
 
-Every rank rolls out and grades its share; the batch is the same on all of them. A source reads its files on creation and starts engine
-and judge in `start`, so that bad data is rejected before weights are loaded.
+Every rank rolls out and grades its share; the batch is the same on all of them. A source reads its files on creation
+and starts engine and judge in `start`, so that bad data is rejected before weights are loaded.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dccot.config import named
-from dccot.data.grading import Judge, open_judge
+from dccot.core.config import named
+from dccot.core.files import BadData, read_jsonl, write_jsonl_atomic
+from dccot.core.runtime import Runtime
+from dccot.core.signals import Stopped, asked
+from dccot.data.judge import Judge, open_judge
 from dccot.data.problems import Problem, load_problems
-from dccot.data.prompting import prompts_of
+from dccot.data.prompts import prompts_of
 from dccot.data.rollouts import Asked, grade, missing_pairs, roll_out
 from dccot.data.stream import ProblemStream
-from dccot.files import BadData, read_jsonl, write_jsonl_atomic
 from dccot.model.folder import step_of
 from dccot.rollout.director import RolloutConfig
+from dccot.rollout.engine import Engine, open_engine
 from dccot.rollout.generate import Watch
-from dccot.rollout.interface import Engine, open_engine
 from dccot.rollout.response import Rollout
-from dccot.runtime import Runtime
-from dccot.stops import Stopped, asked
 from dccot.train.advantages import group_advantages
 from dccot.train.filters import FILTERS, Group
 from dccot.train.metrics import rollout_metrics, validation_metrics
@@ -106,7 +106,9 @@ class Collector:
         self.phases = phases
         self.judge = stack.enter_context(open_judge(self.config.grading))
         self.engine = stack.enter_context(
-            open_engine(model, self.config.engine, engine, logs=Path(self.config.output) / self.config.name, sleeps=True)
+            open_engine(
+                model, self.config.engine, engine, logs=Path(self.config.output) / self.config.name, sleeps=True
+            )
         )
         phases.pending = lambda: list(self.engine.pending)
 
@@ -116,7 +118,9 @@ class Collector:
         self.engine.load(parameters)
 
     def collect(self, step: int) -> Batch:
-        """Roll out whole batches until the filter has kept enough prompts; then the engine releases its memory for training."""
+        """Roll out whole batches until the filter has kept enough prompts; then the engine releases its memory for
+        training.
+        """
         wanted, keep = self.config.batch.prompts, named(FILTERS, self.config.filter, "filter")
         batch = Batch([], [])
         while len(batch.groups) < wanted:
@@ -142,7 +146,10 @@ class Collector:
         """The next problems' groups, graded and rewarded, in the order in which the problems were drawn."""
         problems: dict[str, Problem] = {problem.id: problem for problem in self.stream.next_batch()}
         with self.phases("rollout"):
-            chosen, samples = [(problem, self.prompt_ids[problem.id]) for problem in problems.values()], range(self.config.batch.group_size)
+            chosen, samples = (
+                [(problem, self.prompt_ids[problem.id]) for problem in problems.values()],
+                range(self.config.batch.group_size),
+            )
             seed = self.config.seed, step, number
             mine = self._unless_stopped(lambda watch: self._roll_out(chosen, samples, self.config.rollout, seed, watch))
         with self.phases("grade"):
@@ -163,7 +170,9 @@ class Collector:
             return validation_metrics(self._graded(mine))
 
     def _unless_stopped(self, roll_out: Callable[[Watch], list[Rollout]]) -> list[Rollout]:
-        """Until a step has changed a weight, the run can stop immediately. Every rank comes here, and all stop if one was told to."""
+        """Until a step has changed a weight, the run can stop immediately. Every rank comes here, and all stop if one
+        was told to.
+        """
         alone = self.config.engine.tensor_parallel == 1  # the ranks of one replica must take the same steps
         try:
             found = roll_out(Impatient(self.phases) if alone else Heartbeat(self.phases))
@@ -183,12 +192,15 @@ class Collector:
         return list(roll_out(self.engine, problems, pairs, self.config.prompt, config, seed=seed, watch=watch))
 
     def _graded(self, mine: list[Rollout]) -> list[Rollout]:
-        """All ranks' rollouts, graded where they were generated, in an order that does not depend on which finished first."""
+        """All ranks' rollouts, graded where they were generated, in an order that does not depend on which finished
+        first.
+        """
         if self.runtime.rank % self.config.engine.tensor_parallel:
             mine = []  # the ranks of one replica hold the same responses
         grade(mine, self.judge, thinking_counts=self.config.prompt.parallel)
         return sorted(
-            (rollout for part in self.runtime.gather(mine) for rollout in part), key=lambda rollout: (rollout.problem, rollout.sample)
+            (rollout for part in self.runtime.gather(mine) for rollout in part),
+            key=lambda rollout: (rollout.problem, rollout.sample),
         )
 
     @property
@@ -217,10 +229,14 @@ class Replay:
             except (KeyError, TypeError, ValueError) as error:
                 raise BadData(f"{path}:{line}: not a rollout ({type(error).__name__}: {error})") from None
             if rollout.advantage is None:
-                raise BadData(f"{path}:{line}: the rollout has no advantage; replay a file that a training run wrote to its rollouts/")
+                raise BadData(
+                    f"{path}:{line}: the rollout has no advantage; replay a file that a training run wrote to its rollouts/"
+                )
             groups.setdefault(rollout.problem, []).append(rollout)
         if len(groups) < prompts:
-            raise BadData(f"{path} holds {len(groups)} prompts; batch.prompts is {prompts}: set batch.prompts={len(groups)} or less")
+            raise BadData(
+                f"{path} holds {len(groups)} prompts; batch.prompts is {prompts}: set batch.prompts={len(groups)} or less"
+            )
         chosen = list(groups.values())[:prompts]
         self.batch = Batch(list(chosen), [rollout for group in chosen for rollout in group], kept=len(groups))
 
@@ -243,6 +259,8 @@ class Replay:
 def save_rollouts(folder: Path, step: int, batch: Batch, keep: int) -> None:
     """Write what the step trains on, for inspection and for `replay`; keeps the newest `keep` files."""
     folder.mkdir(exist_ok=True)
-    write_jsonl_atomic(folder / f"step_{step:06d}.jsonl", (rollout.to_json() for group in batch.groups for rollout in group))
+    write_jsonl_atomic(
+        folder / f"step_{step:06d}.jsonl", (rollout.to_json() for group in batch.groups for rollout in group)
+    )
     for old in sorted(path for path in folder.glob("step_*.jsonl") if step_of(Path(path.stem)) is not None)[:-keep]:
         old.unlink()

@@ -1,8 +1,8 @@
 """Reads dcp/ without executing anything in it.
 
-torch's `.metadata` is a pickle, and so are the optimizer's numbers inside the shards; a pickle can have any function called.
-Here the metadata may name only the classes that torch itself writes into it, and the numbers are read with `weights_only`. A checkpoint
-from elsewhere can hold wrong values, but it cannot run code.
+torch's `.metadata` is a pickle, and so are the optimizer's numbers inside the shards; a pickle can have any function
+called. Here the metadata may name only the classes that torch itself writes into it, and the numbers are read with
+`weights_only`. A checkpoint from elsewhere can hold wrong values, but it cannot run code.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from dccot.files import BadData
+from dccot.core.files import BadData
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 ALLOWED = {
-    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")),
+    *(
+        (_METADATA, name)
+        for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")
+    ),
     *((_METADATA, name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
@@ -42,7 +45,9 @@ class _Unpickler(pickle.Unpickler):
         module = module.removesuffix("._local")  # where Python 3.13 has its paths
         a_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if not a_dtype and (module, name) not in ALLOWED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of ours holds: do not use this folder")
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which no checkpoint of ours holds: do not use this folder"
+            )
         return super().find_class(module, name)
 
 
@@ -60,7 +65,11 @@ class _Reader(FileSystemReader):
             metadata = _Unpickler(io.BytesIO(file.read_bytes())).load()
             if not isinstance(metadata, Metadata):
                 raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
-            outside = [str(i.relative_path) for i in metadata.storage_data.values() if Path(i.relative_path).name != str(i.relative_path)]
+            outside = [
+                str(i.relative_path)
+                for i in metadata.storage_data.values()
+                if Path(i.relative_path).name != str(i.relative_path)
+            ]
             if outside:
                 raise pickle.UnpicklingError(f"it leads to {outside[0]!r}, outside its folder")
         except OSError:

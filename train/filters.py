@@ -28,4 +28,8 @@ def keep_all(group: Group) -> bool:
     return len(group) > 0
 
 
-FILTERS: dict[str, Callable[[Group], bool]] = {"include_easy": include_easy, "remove_easy": remove_easy, "none": keep_all}
+FILTERS: dict[str, Callable[[Group], bool]] = {
+    "include_easy": include_easy,
+    "remove_easy": remove_easy,
+    "none": keep_all,
+}

@@ -2,14 +2,15 @@
 
     prompt S1 | W2 as written | W3 as written | W1 W2' W3' S2 …          query q sees key k  ⇔  k ≤ q < visible_until[k]
 
-A branch (workers 2..K as written) is visible to itself only; the trunk is visible to the end of its response; a prompt shared by
-several responses is visible to the end of the last of them. Worker 1 as written and as read are the same tokens at the same
-positions in the same context, so they are one. The as-read copies W2', W3' carry no loss; where the director never continues
-(the budget ran out among the workers) they are never read, and are left out.
+A branch (workers 2..K as written) is visible to itself only; the trunk is visible to the end of its response; a prompt
+shared by several responses is visible to the end of the last of them. Worker 1 as written and as read are the same
+tokens at the same positions in the same context, so they are one. The as-read copies W2', W3' carry no loss; where the
+director never continues (the budget ran out among the workers) they are never read, and are left out.
 
 `Forest.from_rows` lays out any other set of rows that share prefixes: agents' turns, groups of samples, search trees.
 
-`pack` fills forests up to a token budget, balances them over ranks by estimated cost, and gives every rank the same number.
+`pack` fills forests up to a token budget, balances them over ranks by estimated cost, and gives every rank the same
+number.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from dccot.train.prefix_tree import prefix_tree
 class Forest:
     """One micro-batch. N tokens, M of them sampled by the policy; `build_forest` makes it.
 
-    >>> causal = Forest(torch.tensor([5, 6, 7]), torch.tensor([3, 3, 3]), torch.tensor([False, True, True]), torch.zeros(3), torch.zeros(3))
-    >>> causal.targets.tolist(), causal.mask.parent[causal.targets].tolist()  # which tokens carry loss, and the rows that predict them
+    >>> tokens, sampled = torch.tensor([5, 6, 7]), torch.tensor([False, True, True])
+    >>> causal = Forest(tokens, torch.tensor([3, 3, 3]), sampled, torch.zeros(3), torch.zeros(3))
+    >>> causal.targets.tolist(), causal.mask.parent[causal.targets].tolist()  # loss tokens, the rows that predict them
     ([1, 2], [0, 1])
     """
 
@@ -60,17 +62,22 @@ class Forest:
         if device == self.tokens.device:
             return self
         forest = Forest(*(moved(getattr(self, name), device) for name in self.__dataclass_fields__))
-        forest.__dict__.update(mask=self.mask.to(device), targets=moved(self.targets, device))  # where cached_property looks
+        # where cached_property looks
+        forest.__dict__.update(mask=self.mask.to(device), targets=moved(self.targets, device))
         return forest
 
     @classmethod
     def from_rows(
-        cls, rows: Sequence[Sequence[int] | np.ndarray | Tensor], sampled: Sequence[Sequence[bool] | np.ndarray | Tensor] | None = None
+        cls,
+        rows: Sequence[Sequence[int] | np.ndarray | Tensor],
+        sampled: Sequence[Sequence[bool] | np.ndarray | Tensor] | None = None,
     ) -> tuple[Forest, list[Tensor]]:
-        """Any rows of tokens as one forest that holds every shared prefix once, and where each row's tokens are in it (int64 per row).
+        """Any rows of tokens as one forest that holds every shared prefix once, and where each row's tokens are in it
+        (int64 per row).
 
-        `sampled` says which tokens of each row carry loss (default: all but the first); a token that several rows share carries it if
-        any of them says so. Its log-prob is computed once: `values[where[i]]` gives each row its own values.
+        `sampled` says which tokens of each row carry loss (default: all but the first); a token that several rows share
+        carries it if any of them says so. Its log-prob is computed once: `values[where[i]]` gives each row its own
+        values.
 
         >>> forest, where = Forest.from_rows([[1, 2, 3], [1, 2, 4, 5]])
         >>> forest.tokens.tolist(), forest.visible_until.tolist(), [at.tolist() for at in where]
@@ -85,9 +92,14 @@ class Forest:
             if len(own) != len(at):
                 raise ValueError(f"row {number} has {len(at):,} tokens, sampled[{number}] has {len(own):,}")
             if len(own) and own[0]:
-                raise ValueError(f"the first token of row {number} is marked as sampled, but nothing predicts it: put a prompt before it")
+                raise ValueError(
+                    f"the first token of row {number} is marked as sampled, but nothing predicts it: put a prompt before it"
+                )
             carries[at[own]] = True
-        tensors = map(torch.from_numpy, (tree.tokens, tree.visible_until, carries, tree.first_row, np.zeros(len(carries), np.float32)))
+        tensors = map(
+            torch.from_numpy,
+            (tree.tokens, tree.visible_until, carries, tree.first_row, np.zeros(len(carries), np.float32)),
+        )
         return cls(*tensors), [torch.from_numpy(at) for at in tree.where]
 
     def without_loss(self) -> Forest:
@@ -173,7 +185,9 @@ class _Item:
 
 
 def _size(response: Response) -> tuple[int, int, int]:
-    """(tokens after the prompt, pairs after the prompt, longest position) of a response's forest, by arithmetic on lengths."""
+    """(tokens after the prompt, pairs after the prompt, longest position) of a response's forest, by arithmetic on
+    lengths.
+    """
     depth, tokens, pairs = len(response.prompt), 0, 0
     longest = depth
     for segment, _, branch in _layout(response):
@@ -191,8 +205,12 @@ def longest_position(response: Response) -> int:
     return _size(response)[2]
 
 
-def _items(responses: Sequence[Response], token_budget: int, ranks: int, share_prompts: bool, max_positions: int | None) -> list[_Item]:
-    """Units of packing: neighbours with the same prompt, as many as leave enough for the other ranks, or single responses."""
+def _items(
+    responses: Sequence[Response], token_budget: int, ranks: int, share_prompts: bool, max_positions: int | None
+) -> list[_Item]:
+    """Units of packing: neighbours with the same prompt, as many as leave enough for the other ranks, or single
+    responses.
+    """
     sizes = [_size(response) for response in responses]
     limit = min(token_budget, sum(len(r.prompt) + tokens for r, (tokens, _, _) in zip(responses, sizes)) // ranks)
     items: list[_Item] = []
@@ -222,10 +240,10 @@ def pack(
 ) -> list[list[list[list[int]]]]:
     """Plan micro-batches: `plan[rank][micro_batch]` is a list of groups of response indices for `build_forest`.
 
-    The cost of a forest is tokens + pair_cost · pairs. Items go, largest first, to the cheapest forest that has room for them; a
-    response larger than the budget gets its own forest. The forests are then distributed in order of cost, so that ranks work
-    on forests of similar cost at the same time, and every rank has the same number. A rank may get an empty list if there
-    are fewer items than ranks.
+    The cost of a forest is tokens + pair_cost · pairs. Items go, largest first, to the cheapest forest that has room
+    for them; a response larger than the budget gets its own forest. The forests are then distributed in order of cost,
+    so that ranks work on forests of similar cost at the same time, and every rank has the same number. A rank may get
+    an empty list if there are fewer items than ranks.
     """
     if token_budget < 1:
         raise ValueError(f"token_budget is {token_budget}; it must be at least 1")
@@ -242,7 +260,9 @@ def pack(
     return [[[item.members for item in forests[b]] for b in by_cost[rank::ranks]] for rank in range(ranks)]
 
 
-def _fill(items: Sequence[_Item], cost: np.ndarray, count: int, token_budget: int, ranks: int) -> tuple[list[list[_Item]], np.ndarray]:
+def _fill(
+    items: Sequence[_Item], cost: np.ndarray, count: int, token_budget: int, ranks: int
+) -> tuple[list[list[_Item]], np.ndarray]:
     """Distribute items over `count` forests, or more if needed; returns their contents and costs."""
     room, load = np.full(count, token_budget, np.int64), np.zeros(count)
     content: list[list[_Item]] = [[] for _ in range(count)]

@@ -1,7 +1,8 @@
 """The largest micro-batch that a configuration allows: what must fit in memory.
 
-A forest is filled up to the token budget, but a response that is larger than the budget gets its own forest. A tree with K workers
-holds worker 1 once and the others twice, as written and as read, so a longest path of L tokens can be a tree of (2K − 1)·L:
+A forest is filled up to the token budget, but a response that is larger than the budget gets its own forest. A tree
+with K workers holds worker 1 once and the others twice, as written and as read, so a longest path of L tokens can be a
+tree of (2K − 1)·L:
 
     prompt S1 | W2 | W3 | W1 W2' W3' S2          longest path |S1| + |W| + |S2|, tokens |S1| + 5 |W| + |S2|
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from dccot.config import find_config, load_config, read_yaml
+from dccot.core.config import find_config, load_config, read_yaml
 from dccot.rollout.response import Response, Round, Segment
 from dccot.train.rl_config import RLConfig
 from dccot.train.sft import SFTConfig
@@ -23,7 +24,9 @@ DIRECTOR = 8  # director tokens before and after spawning: few, since worker tok
 
 @dataclass(frozen=True)
 class Largest:
-    """A micro-batch of `copies` equal responses: a prompt, `workers` workers of `length` tokens each, and the director's own text."""
+    """A micro-batch of `copies` equal responses: a prompt, `workers` workers of `length` tokens each, and the
+    director's own text.
+    """
 
     copies: int
     prompt: int
@@ -33,7 +36,9 @@ class Largest:
 
     @property
     def tokens(self) -> int:
-        return self.copies * (self.prompt + DIRECTOR * bool(self.workers) + max(0, 2 * self.workers - 1) * self.length + self.final)
+        return self.copies * (
+            self.prompt + DIRECTOR * bool(self.workers) + max(0, 2 * self.workers - 1) * self.length + self.final
+        )
 
     @property
     def rows(self) -> int:
@@ -43,7 +48,9 @@ class Largest:
     def response(self, number: int) -> Response:
         """One of them; prompts differ by number, so that nothing is shared."""
         prompt = [number, *[1] * (self.prompt - 1)]
-        rounds = [Round(_segment(DIRECTOR), [_segment(self.length) for _ in range(self.workers)])] if self.workers else []
+        rounds = (
+            [Round(_segment(DIRECTOR), [_segment(self.length) for _ in range(self.workers)])] if self.workers else []
+        )
         return Response(prompt, rounds, _segment(self.final))
 
 
@@ -54,7 +61,9 @@ def _segment(tokens: int) -> Segment:
 
 def load_training(path: str | Path, overrides: Sequence[str]) -> RLConfig | SFTConfig:
     """An RL or SFT configuration, depending on the file; the paths of its model and data do not matter here."""
-    kind: type[RLConfig] | type[SFTConfig] = RLConfig if isinstance(read_yaml(find_config(path)).get("batch"), dict) else SFTConfig
+    kind: type[RLConfig] | type[SFTConfig] = (
+        RLConfig if isinstance(read_yaml(find_config(path)).get("batch"), dict) else SFTConfig
+    )
     return load_config(kind, path, ["model.path=unused", "data.train=unused", *overrides])
 
 

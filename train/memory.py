@@ -1,15 +1,16 @@
 """Bytes of one rank while it trains, by arithmetic on shapes. `dccot rehearse` checks them against the step itself.
 
-N tokens and M rows with loss in a micro-batch, d hidden, I intermediate, V vocabulary, H and Hk heads of D; b parameters of a block, r of
-embedding, LM head and last norm; w bytes per number in compute precision, S ranks that share a copy of the model. Steady memory:
+N tokens and M rows with loss in a micro-batch, d hidden, I intermediate, V vocabulary, H and Hk heads of D; b
+parameters of a block, r of embedding, LM head and last norm; w bytes per number in compute precision, S ranks that
+share a copy of the model. Steady memory:
 
     master weights, moments   4 and 8 bytes per parameter of the rank's shard;  reference w
     gradients                 4 per parameter, unsharded until the last micro-batch (sharding.reduce_once), else of the shard
     gathered weights          w (r + 2b): root, the current block and the next one
     activations               per block w N (d + H D) + 4 N H: its input and its attention, or everything without recomputation
 
-The peak is the highest of three moments: the last block's backward, with everything of it recomputed; the LM head's backward; the
-reduction of the root's gradients when all blocks are done.
+The peak is the highest of three moments: the last block's backward, with everything of it recomputed; the LM head's
+backward; the reduction of the root's gradients when all blocks are done.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from functools import cache, cached_property
 
 import torch
 
-from dccot.kernels.linear_logprob import BLOCK_ELEMENTS, DEFAULT_CHUNK_ROWS
+from dccot.kernels.lm_head import BLOCK_ELEMENTS, DEFAULT_CHUNK_ROWS
 from dccot.model.config import ModelConfig
 from dccot.model.sharding import DTYPES, ShardingConfig
 from dccot.model.transformer import Transformer
@@ -54,7 +55,8 @@ class TrainingMemory:
         shard = sum(numbers(shape, self.shards) for shape in shapes)
         return {
             "master weights": DTYPES[self.sharding.master_dtype].itemsize * shard,
-            "AdamW moments": 2 * DTYPES[self.sharding.master_dtype].itemsize * shard + 4 * len(shapes),  # and the step count of each
+            "AdamW moments": 2 * DTYPES[self.sharding.master_dtype].itemsize * shard
+            + 4 * len(shapes),  # and the step count of each
             "reference policy": self.width * shard if self.reference else 0,
         }
 
@@ -66,7 +68,10 @@ class TrainingMemory:
     def moments(self) -> dict[str, dict[str, float]]:
         parts = self.model, self.width, self.tokens
         gathered = self.width * (self.root + 2 * self.block) if self.shards > 1 or self.width < 4 else 0
-        gradients = {"gradients": self.gradients, "the LM head's gradient": self.width * self.model.vocab_size * self.model.hidden_size}
+        gradients = {
+            "gradients": self.gradients,
+            "the LM head's gradient": self.width * self.model.vocab_size * self.model.hidden_size,
+        }
         flying = 0 if self.waits else 4 * self.block * (self.shards > 1)  # one block's gradients are on their way
         return {
             "a block's backward": {
@@ -116,20 +121,29 @@ class TrainingMemory:
     def kept(self) -> int:
         """What all blocks keep for the backward."""
         each = 1 if self.sharding.activation_checkpointing else 0
-        inside = inside_block(self.model) if not each else self.model.hidden_size + self.model.heads * self.model.head_dim
+        inside = (
+            inside_block(self.model) if not each else self.model.hidden_size + self.model.heads * self.model.head_dim
+        )
         statistics = 4 * self.model.heads + (0 if each else 2 * 4)  # log-sum-exp, and the norms'
         return self.model.layers * self.tokens * (self.width * inside + statistics)
 
 
 def inside_block(model: ModelConfig) -> int:
-    """Numbers per token that a block's backward needs: residuals and norms; q, k, v and attention; gate, its silu, up, their product."""
+    """Numbers per token that a block's backward needs: residuals and norms; q, k, v and attention; gate, its silu, up,
+    their product.
+    """
     return 4 * model.hidden_size + (2 * model.heads + 2 * model.kv_heads) * model.head_dim + 4 * model.intermediate_size
 
 
 def block_backward(model: ModelConfig, width: int, tokens: int, recomputed: bool) -> int:
-    """The MLP's backward: with recomputation the whole block except its input and attention, which are kept; three gradients of the MLP."""
+    """The MLP's backward: with recomputation the whole block except its input and attention, which are kept; three
+    gradients of the MLP.
+    """
     again = inside_block(model) - model.hidden_size - model.heads * model.head_dim if recomputed else 0
-    return width * (tokens * (again + 2 * model.intermediate_size + model.hidden_size) + 2 * model.hidden_size * model.intermediate_size)
+    return width * (
+        tokens * (again + 2 * model.intermediate_size + model.hidden_size)
+        + 2 * model.hidden_size * model.intermediate_size
+    )
 
 
 def head_backward(model: ModelConfig, width: int, tokens: int, rows: int) -> int:

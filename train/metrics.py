@@ -1,9 +1,10 @@
 """Metrics of a run: numbers from rollouts and updates, written to TensorBoard, metrics.jsonl and the console.
 
-Names are `section/what`. metrics.jsonl holds one row per step under these names and is what reports read; a resumed run truncates it and
-TensorBoard to the step it continues from, so no step appears twice. TensorBoard sorts by name and is read by people: the most important
-metrics are shown there under SHOWN's titles, numbered to come first, and explained in a table; LAYOUT arranges the same curves as charts.
-With `wandb: PROJECT` Weights & Biases gets the rows of metrics.jsonl as well.
+Names are `section/what`. metrics.jsonl holds one row per step under these names and is what reports read; a resumed run
+truncates it and TensorBoard to the step it continues from, so no step appears twice. TensorBoard sorts by name and is
+read by people: the most important metrics are shown there under SHOWN's titles, numbered to come first, and explained
+in a table; LAYOUT arranges the same curves as charts. With `wandb: PROJECT` Weights & Biases gets the rows of
+metrics.jsonl as well.
 """
 
 from __future__ import annotations
@@ -25,38 +26,70 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import summary
 
-from dccot.files import JsonlWriter, flush_to_disk, make_folder, read_jsonl, write_atomic, write_jsonl_atomic
-from dccot.rollout.protocol import OVERSHOOTS, Flaw, overshoots
+from dccot.core.files import JsonlWriter, flush_to_disk, make_folder, read_jsonl, write_atomic, write_jsonl_atomic
+from dccot.core.statistics import PERCENTILES, clustered_error, mean
 from dccot.rollout.response import Finish, Rollout
-from dccot.statistics import PERCENTILES, clustered_error, mean
+from dccot.rollout.tags import OVERSHOOTS, Flaw, overshoots
 
 LEARNING, HEALTH = "1 learning", "2 health"
-SHOWN = {  # name → TensorBoard's title and description; a title with parentheses would not be drawn among "custom scalars"
+# name → TensorBoard's title and description; a title with parentheses would not be drawn among "custom scalars"
+SHOWN = {
     "reward/correct": (f"{LEARNING}/answers right, share", "Training rollouts whose answer is right."),
-    "reward/well_formed": (f"{LEARNING}/well-formed, share", "Training rollouts that keep every rule of the parallel format."),
+    "reward/well_formed": (
+        f"{LEARNING}/well-formed, share",
+        "Training rollouts that keep every rule of the parallel format.",
+    ),
     "reward/mean": (f"{LEARNING}/reward, mean", "Of training rollouts, length penalty included."),
-    "length/longest_path": (f"{LEARNING}/longest path, tokens", "Director plus, per round, the longest worker: what latency follows."),
-    "length/longest_path_correct": (f"{LEARNING}/right answers: longest path, tokens", "The same, of responses whose answer is right."),
-    "length/longest_path_incorrect": (f"{LEARNING}/wrong answers: longest path, tokens", "The same, of responses whose answer is wrong."),
-    "parallel/degree": (f"{LEARNING}/parallelism, total over longest path", "1: nothing runs in parallel; 3 workers can reach 3."),
+    "length/longest_path": (
+        f"{LEARNING}/longest path, tokens",
+        "Director plus, per round, the longest worker: what latency follows.",
+    ),
+    "length/longest_path_correct": (
+        f"{LEARNING}/right answers: longest path, tokens",
+        "The same, of responses whose answer is right.",
+    ),
+    "length/longest_path_incorrect": (
+        f"{LEARNING}/wrong answers: longest path, tokens",
+        "The same, of responses whose answer is wrong.",
+    ),
+    "parallel/degree": (
+        f"{LEARNING}/parallelism, total over longest path",
+        "1: nothing runs in parallel; 3 workers can reach 3.",
+    ),
     "parallel/spawn_rate": (f"{LEARNING}/spawns workers, share", "Responses that spawn at least once."),
     "validation/accuracy": (f"{LEARNING}/validation: answers right, share", "pass@1 on held-out problems."),
     "validation/longest_path": (f"{LEARNING}/validation: longest path, tokens", "On held-out problems."),
     "validation/loss": (f"{LEARNING}/validation: loss per token", "Negative log-prob on held-out demonstrations."),
-    "policy/loss": (f"{LEARNING}/loss per token", "SFT: negative log-prob of demonstrations. RL: the objective, whose size says little."),
-    "policy/entropy": (f"{HEALTH}/entropy, mean, nats", "Of the policy at sampled tokens. A fall to 0 ends exploration."),
+    "policy/loss": (
+        f"{LEARNING}/loss per token",
+        "SFT: negative log-prob of demonstrations. RL: the objective, whose size says little.",
+    ),
+    "policy/entropy": (
+        f"{HEALTH}/entropy, mean, nats",
+        "Of the policy at sampled tokens. A fall to 0 ends exploration.",
+    ),
     "policy/kl": (f"{HEALTH}/KL to the reference", "From the policy at the stage's start, per token (k3)."),
     "policy/grad_norm": (f"{HEALTH}/gradient norm, before clipping", "Largest of the step's updates."),
     "policy/clip_fraction": (f"{HEALTH}/clipped tokens, share", "Tokens whose ratio lies at the clip or cap."),
     "policy/learning_rate": (f"{HEALTH}/learning rate", "Of the last update."),
-    "gap/kl": (f"{HEALTH}/KL of trainer and rollout", "Log-probs of the engine against the trainer's: should be near 0."),
+    "gap/kl": (
+        f"{HEALTH}/KL of trainer and rollout",
+        "Log-probs of the engine against the trainer's: should be near 0.",
+    ),
     "length/truncated": (f"{HEALTH}/cut off, share", "Responses that ended for want of tokens, not with an answer."),
-    **{f"policy/entropy_p{p}": (f"{HEALTH}/entropy, percentile {p:3}, nats", f"{p}% of sampled tokens have less.") for p in PERCENTILES},
+    **{
+        f"policy/entropy_p{p}": (f"{HEALTH}/entropy, percentile {p:3}, nats", f"{p}% of sampled tokens have less.")
+        for p in PERCENTILES
+    },
 }
 LAYOUT = {  # TensorBoard's page "custom scalars": section → chart → curves
     "1 · Is it learning?": {
         "Accuracy and form (training rollouts)": ["reward/correct", "reward/well_formed", "reward/mean"],
-        "Longest path (tokens)": ["length/longest_path", "length/longest_path_correct", "length/longest_path_incorrect"],
+        "Longest path (tokens)": [
+            "length/longest_path",
+            "length/longest_path_correct",
+            "length/longest_path_incorrect",
+        ],
         "Validation accuracy": ["validation/accuracy"],
         "Validation longest path (tokens)": ["validation/longest_path"],
         "Parallelism: total tokens / longest path": ["parallel/degree"],
@@ -71,7 +104,14 @@ LAYOUT = {  # TensorBoard's page "custom scalars": section → chart → curves
         "Cut off by the budget": ["length/truncated"],
     },
     "3 · Where does the time go?": {
-        "Seconds per phase": ["time/rollout", "time/grade", "time/old_logprob", "time/reference", "time/update", "time/sync"],
+        "Seconds per phase": [
+            "time/rollout",
+            "time/grade",
+            "time/old_logprob",
+            "time/reference",
+            "time/update",
+            "time/sync",
+        ],
         "Tokens per second": ["speed/rollout_tokens", "speed/trained_tokens"],
         "Model FLOP utilisation": ["speed/mfu"],
     },
@@ -79,7 +119,10 @@ LAYOUT = {  # TensorBoard's page "custom scalars": section → chart → curves
 SFT_LAYOUT = {
     "1 · Is it learning?": {"Loss per token: training and held-out": ["policy/loss", "validation/loss"]},
     "2 · Is it healthy?": {"Gradient norm": ["policy/grad_norm"], "Learning rate": ["policy/learning_rate"]},
-    "3 · Where does the time go?": {"Tokens per second": ["speed/trained_tokens"], "Model FLOP utilisation": ["speed/mfu"]},
+    "3 · Where does the time go?": {
+        "Tokens per second": ["speed/trained_tokens"],
+        "Model FLOP utilisation": ["speed/mfu"],
+    },
 }
 
 
@@ -147,31 +190,46 @@ def validation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def open_wandb(run: Path, project: str, settings: Mapping[str, Any]) -> Any:
-    """A Weights & Biases run for this run folder; restarts continue it. Keys and offline mode come from the environment (WANDB_…)."""
+    """A Weights & Biases run for this run folder; restarts continue it. Keys and offline mode come from the environment
+    (WANDB_…).
+    """
     import wandb
 
     file = run / "wandb_id"
     if not file.is_file():
         write_atomic(file, uuid.uuid4().hex[:8])
     quiet = wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True)
-    online = wandb.init(project=project, name=run.name, id=file.read_text(), resume="allow", dir=run, config=dict(settings), settings=quiet)
+    online = wandb.init(
+        project=project,
+        name=run.name,
+        id=file.read_text(),
+        resume="allow",
+        dir=run,
+        config=dict(settings),
+        settings=quiet,
+    )
     online.define_metric("*", step_metric="step")  # its own counter cannot go back to a checkpoint's step
     return online
 
 
 class EventFile:
-    """Event file of one start of a run, which continues from `first_step`. TensorBoard reads files in the order of their names,
-    so each is numbered higher than those before it, regardless of the clock."""
+    """Event file of one start of a run, which continues from `first_step`. TensorBoard reads files in the order of
+    their names, so each is numbered higher than those before it, regardless of the clock."""
 
     def __init__(self, folder: Path, first_step: int):
         make_folder(folder)
-        numbers = [int(match[1]) for path in folder.iterdir() if (match := re.match(r"events\.out\.tfevents\.(\d+)\.", path.name))]
+        numbers = [
+            int(match[1])
+            for path in folder.iterdir()
+            if (match := re.match(r"events\.out\.tfevents\.(\d+)\.", path.name))
+        ]
         number = max(int(time.time()), *(number + 1 for number in numbers), 0)
         self.path = folder / f"events.out.tfevents.{number:010d}.{socket.gethostname()}.{os.getpid()}"
         self._file = self.path.open("xb")
         self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
-        self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))  # TensorBoard discards everything from there on
+        # TensorBoard discards everything from there on
+        self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
 
     def add(self, summary: Summary, step: int = 0) -> None:
         self._write(summary=summary, step=step)
@@ -189,9 +247,18 @@ class EventFile:
 
 
 class Recorder:
-    """Writes metrics on rank 0; a no-op elsewhere. `wandb` is a Weights & Biases project that also gets them, with the `settings`."""
+    """Writes metrics on rank 0; a no-op elsewhere. `wandb` is a Weights & Biases project that also gets them, with the
+    `settings`.
+    """
 
-    def __init__(self, run: Path, first_step: int, active: bool, wandb: str | None = None, settings: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        run: Path,
+        first_step: int,
+        active: bool,
+        wandb: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ):
         self.writer = self.online = None
         if not active:
             return
@@ -210,10 +277,16 @@ class Recorder:
             return
         finite = {name: value for name, value in metrics.items() if not math.isnan(value)}
         if not self.arranged:
-            self.writer.add(summary.custom_scalars(_charts(LAYOUT if any(name.startswith("reward/") for name in finite) else SFT_LAYOUT)))
+            self.writer.add(
+                summary.custom_scalars(
+                    _charts(LAYOUT if any(name.startswith("reward/") for name in finite) else SFT_LAYOUT)
+                )
+            )
             self.writer.add(summary.text("what the curves mean", _legend(finite)), step)
             self.arranged = True
-        self.writer.add(Summary(value=[Summary.Value(tag=tag_of(name), simple_value=value) for name, value in finite.items()]), step)
+        self.writer.add(
+            Summary(value=[Summary.Value(tag=tag_of(name), simple_value=value) for name, value in finite.items()]), step
+        )
         for name, text in (texts or {}).items():
             self.writer.add(summary.text(name, text), step)
         self.lines.write({"step": step, **finite})

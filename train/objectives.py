@@ -1,15 +1,15 @@
 """What is maximised: GRPO, DAPO and CISPO per token, KL to the reference, and the correction for the rollout gap.
 
-Everything is [M], one entry per sampled token; the caller divides sums by the number of sampled tokens of the whole mini-batch
-over all ranks (token mean). r = π_θ / π_old, A the group-normalised advantage of the token's response.
+Everything is [M], one entry per sampled token; the caller divides sums by the number of sampled tokens of the whole
+mini-batch over all ranks (token mean). r = π_θ / π_old, A the group-normalised advantage of the token's response.
 
     GRPO    −min(r·A, clip(r, 1−ε, 1+ε)·A)
     DAPO    −min(r·A, clip(r, 1−ε_low, 1+ε_high)·A), optionally bounded from below by −c·A where A < 0 (dual clip)
     CISPO   −sg[min(r, cap)] · A · log π_θ
     KL      π_ref/π_θ − log(π_ref/π_θ) − 1      (k3)
 
-Another objective is one entry of OBJECTIVES, or your own function: objective.kind=my_package.my_module:my_loss with the arguments
-(config, logprob, old_logprob, advantage), or an `Objective` that also reports which tokens it clips.
+Another objective is one entry of OBJECTIVES, or your own function: objective.kind=my_package.my_module:my_loss with the
+arguments (config, logprob, old_logprob, advantage), or an `Objective` that also reports which tokens it clips.
 
 >>> ratio, advantage = torch.tensor([0.5, 1.0, 2.0]), torch.tensor([1.0, 1.0, 1.0])
 >>> dapo(ratio.log(), torch.zeros(3), advantage, clip_low=0.2, clip_high=0.28)  # a ratio of 2 is clipped at 1.28
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dccot.config import named, require
+from dccot.core.config import named, require
 
 MAX_LOG_RATIO = 20.0  # beyond this, exp is meaningless and overflows in products
 
@@ -38,7 +38,8 @@ class ObjectiveConfig:
     dual_clip: float | None = None  # c of the dual clip for negative advantages (DAPO); the paper has none
     ratio_cap: float = 5.0  # CISPO: absolute bound on the ratio
     kl_coefficient: float = 0.001
-    rollout_ratio_cap: float | None = None  # truncated importance sampling for the rollout/trainer gap; the paper has none
+    # truncated importance sampling for the rollout/trainer gap; the paper has none
+    rollout_ratio_cap: float | None = None
 
     def check(self) -> None:
         objective_of(self)
@@ -47,7 +48,10 @@ class ObjectiveConfig:
         dual = self.dual_clip is None or 1 < self.dual_clip < math.inf
         require(dual, f"objective.dual_clip is {self.dual_clip}; it must be above 1 and finite, or null")
         alone = self.dual_clip is None or self.kind == "dapo" or self.kind not in OBJECTIVES
-        require(alone, f"objective.dual_clip does not go with objective.kind={self.kind}; set it to null or the kind to dapo")
+        require(
+            alone,
+            f"objective.dual_clip does not go with objective.kind={self.kind}; set it to null or the kind to dapo",
+        )
         finite = 0 <= self.kl_coefficient < math.inf
         require(finite, f"objective.kl_coefficient is {self.kl_coefficient}; it must be finite and not negative")
         require(self.ratio_cap > 0, f"objective.ratio_cap is {self.ratio_cap}; it must be positive")
@@ -60,7 +64,13 @@ def ratio_of(logprob: Tensor, old_logprob: Tensor) -> Tensor:
 
 
 def dapo(
-    logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> Tensor:
     """Per-token DAPO loss."""
     ratio = ratio_of(logprob, old_logprob)
@@ -88,18 +98,28 @@ def kl_k3(logprob: Tensor, reference_logprob: Tensor) -> Tensor:
 
 
 def outside(
-    logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> Tensor:
     """bool [M]: where the clip of GRPO and DAPO zeroed the token's gradient."""
     ratio, too_high = ratio_of(logprob, old_logprob), math.inf if dual_clip is None else dual_clip
-    return ((advantage > 0) & (ratio > 1 + clip_high)) | ((advantage < 0) & ((ratio < 1 - clip_low) | (ratio > too_high)))
+    return ((advantage > 0) & (ratio > 1 + clip_high)) | (
+        (advantage < 0) & ((ratio < 1 - clip_low) | (ratio > too_high))
+    )
 
 
 def nowhere(config: ObjectiveConfig, logprob: Tensor, old_logprob: Tensor, advantage: Tensor) -> Tensor:
     return torch.zeros_like(logprob, dtype=torch.bool)
 
 
-OfTokens = Callable[[ObjectiveConfig, Tensor, Tensor, Tensor], Tensor]  # (config, logprob, old logprob, advantage) → [M]
+OfTokens = Callable[
+    [ObjectiveConfig, Tensor, Tensor, Tensor], Tensor
+]  # (config, logprob, old logprob, advantage) → [M]
 
 
 @dataclass(frozen=True)
@@ -117,8 +137,12 @@ OBJECTIVES: dict[str, OfTokens] = {
         lambda config, *tokens: outside(*tokens, clip_low=config.clip_low, clip_high=config.clip_low),
     ),
     "dapo": Objective(
-        lambda config, *tokens: dapo(*tokens, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip),
-        lambda config, *tokens: outside(*tokens, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip),
+        lambda config, *tokens: dapo(
+            *tokens, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip
+        ),
+        lambda config, *tokens: outside(
+            *tokens, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip
+        ),
     ),
     "cispo": Objective(
         lambda config, *tokens: cispo(*tokens, ratio_cap=config.ratio_cap),
@@ -140,7 +164,9 @@ def objective_loss(
     rollout_logprob: Tensor,
     reference_logprob: Tensor | None,
 ) -> Tensor:
-    """Per-token loss in full: policy term (corrected for the rollout gap if rollout_ratio_cap is set) plus KL to the reference."""
+    """Per-token loss in full: policy term (corrected for the rollout gap if rollout_ratio_cap is set) plus KL to the
+    reference.
+    """
     loss = objective_of(config).loss(config, logprob, old_logprob, advantage)
     if config.rollout_ratio_cap is not None:
         loss = loss * ratio_of(old_logprob, rollout_logprob).clamp(max=config.rollout_ratio_cap)

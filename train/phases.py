@@ -2,7 +2,8 @@
 
     with phases("rollout"): …
 
-An error that leaves a phase gets rank, step and phase as notes, so that a timed-out collective on one of many ranks can be located.
+An error that leaves a phase gets rank, step and phase as notes, so that a timed-out collective on one of many ranks can
+be located.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dccot.config import one_of, require
-from dccot.runtime import Runtime
-from dccot.train.timeline import merge
+from dccot.core.config import one_of, require
+from dccot.core.runtime import Runtime
+from dccot.train.trace import merge
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,8 @@ ACTIVITIES = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_
 @dataclass
 class ProfileConfig:
     steps: list[int] = field(default_factory=list)  # steps to trace, on every rank
-    phases: list[str] = field(default_factory=lambda: ["update", "sync"])  # phases to trace; a rollout produces millions of events
+    # phases to trace; a rollout produces millions of events
+    phases: list[str] = field(default_factory=lambda: ["update", "sync"])
     shapes: bool = False
     memory: bool = False
 
@@ -73,7 +75,9 @@ class Phases:
             with self._observed(name), record_function(name):
                 yield
         except BaseException as error:
-            error.add_note(f"rank {self.rank}, step {self.step}, phase {name}, after {time.perf_counter() - start:.1f} s")
+            error.add_note(
+                f"rank {self.rank}, step {self.step}, phase {name}, after {time.perf_counter() - start:.1f} s"
+            )
             raise
         finally:
             self._enter("what comes between phases")
@@ -103,7 +107,7 @@ class Phases:
 
 @contextmanager
 def profiled(config: ProfileConfig, step: int, folder: Path, runtime: Runtime, phases: Phases) -> Iterator[None]:
-    """If `step` is selected, one trace per rank and one of all ranks together (train/timeline.py)."""
+    """If `step` is selected, one trace per rank and one of all ranks together (train/trace.py)."""
     if step not in config.steps:
         yield
         return

@@ -13,7 +13,8 @@ Memory is arithmetic on shapes, per rank (P parameters, S ranks that share one c
 
 `dccot rehearse` checks this against the training step itself: steady memory is exact, the peak of a step within 10%.
 
-Speeds are estimates: sampling is bound by reading weights and KV cache, training by matrix products at the assumed utilisation.
+Speeds are estimates: sampling is bound by reading weights and KV cache, training by matrix products at the assumed
+utilisation.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dccot.config import ConfigError, load_config
+from dccot.core.config import ConfigError, load_config
 from dccot.kernels.gpus import GPUS, Gpu
 from dccot.model.config import ModelConfig, parse_config, read_config
 from dccot.rollout.settings import EngineConfig
@@ -84,7 +85,9 @@ class Plan:
 def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan:
     copies = config.sharding.copies(gpus)
     if gpus % copies or gpus % config.engine.tensor_parallel:
-        raise ConfigError(f"{gpus} GPUs do not divide by {copies} replicas and tensor parallel {config.engine.tensor_parallel}")
+        raise ConfigError(
+            f"{gpus} GPUs do not divide by {copies} replicas and tensor parallel {config.engine.tensor_parallel}"
+        )
     total, shards, parallel = parameters(model), gpus // copies, config.engine.tensor_parallel
     largest = largest_micro_batch(config, model.max_position)
     reference = bool(config.objective.kl_coefficient)
@@ -93,7 +96,8 @@ def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan
     kv_per_token = 2 * model.layers * model.kv_heads * model.head_dim * 2 / parallel
     weights = 2 * total / parallel
     working = engine_at_work(model, config.engine)
-    room = config.engine.gpu_memory * gpu.memory * GB - weights - working  # vLLM takes its share whatever the trainer holds beside it
+    # vLLM takes its share whatever the trainer holds beside it
+    room = config.engine.gpu_memory * gpu.memory * GB - weights - working
     kv_tokens = max(0, int(room / kv_per_token))
     sampling = {"engine weights": weights, "engine at work": working, "KV cache": max(0.0, room)}
     typical = config.prompt.max_prompt_tokens / 4 + config.rollout.budget / 2
@@ -108,7 +112,9 @@ def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan
 
 
 def engine_at_work(model: ModelConfig, engine: EngineConfig) -> float:
-    """Bytes of the engine's largest forward pass, in an MLP, or of its fp32 logits and their sampling, whichever is more."""
+    """Bytes of the engine's largest forward pass, in an MLP, or of its fp32 logits and their sampling, whichever is
+    more.
+    """
     hidden, inside = 2 * model.hidden_size, 3 * model.intermediate_size / engine.tensor_parallel
     return max(2 * engine.batched_tokens * (hidden + inside), 3 * 4 * engine.max_sequences * model.vocab_size)
 
@@ -128,8 +134,13 @@ def checkpoint_bytes(total: int, config: Any) -> float:
 def advice(plan: Plan, gpu: Gpu, token_budget: int) -> list[str]:
     room, found = gpu.memory * GB, []
     if plan.training_peak > room:
-        if plan.training["gradients"] >= 4 * plan.parameters and plan.persistent["master weights"] < 4 * plan.parameters:
-            found.append("training does not fit: set sharding.reduce_once=false (one reduction per micro-batch, no gradients waiting)")
+        if (
+            plan.training["gradients"] >= 4 * plan.parameters
+            and plan.persistent["master weights"] < 4 * plan.parameters
+        ):
+            found.append(
+                "training does not fit: set sharding.reduce_once=false (one reduction per micro-batch, no gradients waiting)"
+            )
         elif plan.tokens > token_budget:
             found.append(
                 f"training does not fit: a single response can be a tree of {plan.tokens:,} tokens, more than batch.token_budget "
@@ -141,7 +152,9 @@ def advice(plan: Plan, gpu: Gpu, token_budget: int) -> list[str]:
         share = int(100 * (1 - sum(plan.persistent.values()) / room)) / 100
         found.append(f"sampling does not fit beside the trainer's weights: set engine.gpu_memory={share:g} or less")
     if plan.kv_cache_tokens < 100_000:
-        found.append("little room for the KV cache: raise engine.tensor_parallel, engine.gpu_memory or the number of GPUs")
+        found.append(
+            "little room for the KV cache: raise engine.tensor_parallel, engine.gpu_memory or the number of GPUs"
+        )
     found = found or ["fits"]
     if plan.training_peak <= room and plan.tokens > token_budget:
         found.append(
@@ -162,36 +175,57 @@ def read_shape(name: str) -> ModelConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Memory per rank and expected speed of an RL run.", epilog="example: dccot plan 7B --gpus 8 --gpu H100"
+        description="Memory per rank and expected speed of an RL run.",
+        epilog="example: dccot plan 7B --gpus 8 --gpu H100",
     )
     parser.add_argument("model", help=f"a checkpoint, a run, or one of {', '.join(SHAPES)}")
-    parser.add_argument("config", nargs="?", default="configs/rl/stage4.yaml", help="RL configuration (default: configs/rl/stage4.yaml)")
+    parser.add_argument(
+        "config", nargs="?", default="configs/rl/stage4.yaml", help="RL configuration (default: configs/rl/stage4.yaml)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--gpu", choices=GPUS, default="H100")
     parser.add_argument("--tensor-parallel", type=int, help="GPUs of one engine (default: as configured)")
-    parser.add_argument("--replicate", type=int, help="copies of the model (HSDP), usually one per machine (default: as configured)")
+    parser.add_argument(
+        "--replicate", type=int, help="copies of the model (HSDP), usually one per machine (default: as configured)"
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_intermixed_args(argv)
     given = {"engine.tensor_parallel": arguments.tensor_parallel, "sharding.replicate": arguments.replicate}
     fixed = [f"{key}={value}" for key, value in given.items() if value is not None]
     try:
-        config = load_config(RLConfig, arguments.config, ["model.path=unused", "data.train=unused", *fixed, *arguments.overrides])
+        config = load_config(
+            RLConfig, arguments.config, ["model.path=unused", "data.train=unused", *fixed, *arguments.overrides]
+        )
         plan = make_plan(read_shape(arguments.model), config, arguments.gpus, GPUS[arguments.gpu])
     except (ConfigError, ValueError, OSError) as error:
         print(f"dccot: {error}", file=sys.stderr)
         return 2
     if arguments.json:
-        print(json.dumps(plan.__dict__ | {"training_peak": plan.training_peak, "sampling_peak": plan.sampling_peak}, indent=1))
+        print(
+            json.dumps(
+                plan.__dict__ | {"training_peak": plan.training_peak, "sampling_peak": plan.sampling_peak}, indent=1
+            )
+        )
         return 0
     gpu = GPUS[arguments.gpu]
-    print(f"{plan.parameters / 1e9:.2f}B parameters on {arguments.gpus} × {arguments.gpu} ({gpu.memory} GB), per rank in GB:")
-    for title, parts in (("always", plan.persistent), ("while training", plan.training), ("while sampling", plan.sampling)):
+    print(
+        f"{plan.parameters / 1e9:.2f}B parameters on {arguments.gpus} × {arguments.gpu} ({gpu.memory} GB), per rank in GB:"
+    )
+    for title, parts in (
+        ("always", plan.persistent),
+        ("while training", plan.training),
+        ("while sampling", plan.sampling),
+    ):
         print(f"  {title}: " + ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size))
     print(f"  the training peak is {plan.moment}, with {plan.tokens:,} tokens in the largest micro-batch")
     print(f"  peak: training {plan.training_peak / GB:.1f}, sampling {plan.sampling_peak / GB:.1f}")
-    print(f"  KV cache: {plan.kv_cache_tokens:,} tokens per engine; token budget {config.batch.token_budget:,} per micro-batch")
-    print(f"expected, not measured: {plan.rollout_tokens_per_second:,.0f} sampled and {plan.train_tokens_per_second:,.0f} trained tokens/s")
+    print(
+        f"  KV cache: {plan.kv_cache_tokens:,} tokens per engine; token budget {config.batch.token_budget:,} per micro-batch"
+    )
+    print(
+        f"expected, not measured: {plan.rollout_tokens_per_second:,.0f} sampled and {plan.train_tokens_per_second:,.0f} trained tokens/s"
+    )
     print("→ " + "\n→ ".join(advice(plan, gpu, config.batch.token_budget)))
     return 0
 

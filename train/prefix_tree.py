@@ -3,9 +3,9 @@
     rows      5 6 7 8 · 5 6 9 · 5 6 7 4 4            tokens          5 6 7 4 4 8 9
                                                      visible_until   7 7 6 5 5 6 7
 
-In lexicographic order rows with a common prefix are neighbours, so a row adds only the tokens after what it shares with the previous row,
-and a token ends where the next row that does not share it begins. Sorting compares rows as bytes; everything else touches each
-token once, in NumPy. Python works row by row, never token by token.
+In lexicographic order rows with a common prefix are neighbours, so a row adds only the tokens after what it shares with
+the previous row, and a token ends where the next row that does not share it begins. Sorting compares rows as bytes;
+everything else touches each token once, in NumPy. Python works row by row, never token by token.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def _ids(number: int, row: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise TypeError(f"row {number} must be one-dimensional integers, got {array.dtype} of shape {array.shape}")
     if len(array) and not 0 <= int(array.min()) <= int(array.max()) < MAX_TOKEN:
-        raise ValueError(f"row {number} holds ids from {array.min()} to {array.max()}; token ids are at least 0 and below 2³¹")
+        raise ValueError(
+            f"row {number} holds ids from {array.min()} to {array.max()}; token ids are at least 0 and below 2³¹"
+        )
     return array.astype(np.int64, copy=False)
 
 
@@ -78,8 +80,8 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
 def _ends(lengths: list[int], shared: list[int], starts: list[int], total: int) -> np.ndarray:
     """`visible_until`: a token at depth d of row i ends where the next row that shares at most d tokens begins.
 
-    From the last row to the first, `open` holds the rows after it that share less and less: a row permanently removes those that share more
-    than itself, so there are at most two pieces of equal ends per row.
+    From the last row to the first, `open` holds the rows after it that share less and less: a row permanently removes
+    those that share more than itself, so there are at most two pieces of equal ends per row.
     """
     values: list[int] = []
     counts: list[int] = []

@@ -5,12 +5,12 @@
     correctness-format    max(0, f − ℓ),  f = 1 correct and well-formed, `correct_only` (0.5) correct only, else 0
     high-length-penalty   1 − ℓ correct and well-formed, `correct_only` (0.01) correct only, else 0
 
-DeepScaleR's rule for the sequential baselines is the second with `correct_only` = 0, where well-formed means `<think>…</think>` with
-an answer after it; there, only what follows `</think>` is graded (collect.py). An answer that the grader could not judge (timed out,
-crashed) has no reward at all: None.
+DeepScaleR's rule for the sequential baselines is the second with `correct_only` = 0, where well-formed means
+`<think>…</think>` with an answer after it; there, only what follows `</think>` is graded (collect.py). An answer that
+the grader could not judge (timed out, crashed) has no reward at all: None.
 
-Another reward is one entry of REWARDS, or your own function: reward.kind=my_package.my_module:my_reward with the arguments
-(rollout, config, budget), called for rollouts that were judged.
+Another reward is one entry of REWARDS, or your own function: reward.kind=my_package.my_module:my_reward with the
+arguments (rollout, config, budget), called for rollouts that were judged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dccot.config import named, require
+from dccot.core.config import named, require
 from dccot.rollout.response import Rollout
 
 
@@ -44,13 +44,21 @@ def length_penalty(longest_path: int, config: RewardConfig, budget: int) -> floa
 def correctness_format(rollout: Rollout, config: RewardConfig, budget: int) -> float:
     if not rollout.correct:
         return 0.0
-    return max(0.0, (1.0 if rollout.well_formed else config.correct_only) - length_penalty(rollout.response.longest_path, config, budget))
+    return max(
+        0.0,
+        (1.0 if rollout.well_formed else config.correct_only)
+        - length_penalty(rollout.response.longest_path, config, budget),
+    )
 
 
 def high_length_penalty(rollout: Rollout, config: RewardConfig, budget: int) -> float:
     if not rollout.correct:
         return 0.0
-    return 1.0 - length_penalty(rollout.response.longest_path, config, budget) if rollout.well_formed else config.correct_only
+    return (
+        1.0 - length_penalty(rollout.response.longest_path, config, budget)
+        if rollout.well_formed
+        else config.correct_only
+    )
 
 
 REWARDS: dict[str, Callable[[Rollout, RewardConfig, int], float]] = {

@@ -2,11 +2,12 @@
 
     torchrun --nproc_per_node 8 -m dccot.train.rl configs/rl/stage1.yaml model.path=runs/sft      or   dccot rl configs/rl/stage1.yaml …
 
-One step: draw problems → director and workers answer each `group_size` times → grade → reward → keep the groups that pass the filter,
-rolling out whole batches until there are enough → advantages (collect.py) → old and reference log-probs → `optimizer_steps` updates, one
-mini-batch each → weights into the engine → validate, log, checkpoint.
+One step: draw problems → director and workers answer each `group_size` times → grade → reward → keep the groups that
+pass the filter, rolling out whole batches until there are enough → advantages (collect.py) → old and reference
+log-probs → `optimizer_steps` updates, one mini-batch each → weights into the engine → validate, log, checkpoint.
 
-The reference policy is the model that the stage started from. The first mini-batch needs no old log-probs: its ratio is 1.
+The reference policy is the model that the stage started from. The first mini-batch needs no old log-probs: its ratio is
+1.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dccot.model.checkpoint_io import full_parameters
+from dccot.core.runtime import Runtime
 from dccot.model.sharding import build_model
-from dccot.rollout.interface import Engine
+from dccot.model.weights import full_parameters
+from dccot.rollout.engine import Engine
 from dccot.rollout.response import Rollout
-from dccot.runtime import Runtime
 from dccot.train.collect import Batch, Collector, Replay, save_rollouts
 from dccot.train.flops import pair_cost
 from dccot.train.forest import Forest, forests_of_rank, pack
@@ -38,7 +39,9 @@ from dccot.train.update import StepReport, TokenLoss, compute_logprobs
 
 
 def train(config: RLConfig, engine: Engine | None = None) -> None:
-    """Run the stage to the end. A given engine is used (its weights are replaced) and left running; otherwise the stage starts its own."""
+    """Run the stage to the end. A given engine is used (its weights are replaced) and left running; otherwise the stage
+    starts its own.
+    """
     with Runtime.start(config.timeout_seconds) as runtime, ExitStack() as stack:
         rl = RL(config, runtime, stack, engine)
         rl.sync()
@@ -62,11 +65,15 @@ class RL(Trainer[RLConfig]):
     def __init__(self, config: RLConfig, runtime: Runtime, stack: ExitStack, engine: Engine | None = None):
         path, tokenizer = check_model(config)
         prompts = config.batch.prompts
-        self.rollouts = Replay(config.replay, prompts) if config.replay is not None else Collector(config, runtime, tokenizer)
+        self.rollouts = (
+            Replay(config.replay, prompts) if config.replay is not None else Collector(config, runtime, tokenizer)
+        )
         super().__init__(config, runtime, path, self.rollouts.rows)
         self.reference: nn.Module | None = None
         if config.objective.kl_coefficient:
-            frozen = replace(config.sharding, master_dtype=config.sharding.compute_dtype, activation_checkpointing=False)
+            frozen = replace(
+                config.sharding, master_dtype=config.sharding.compute_dtype, activation_checkpointing=False
+            )
             self.reference = build_model(path, frozen, device=runtime.device).requires_grad_(False).eval()
         self.rollouts.start(path, self.phases, stack, engine)
         state = self.resume(stack)
@@ -83,7 +90,9 @@ class RL(Trainer[RLConfig]):
         with self.phases("old_logprob"):
             old = [None, *(self.logprobs(self.model, mini_batch) for mini_batch in forests[1:])]
         with self.phases("reference"):
-            reference = [self.logprobs(self.reference, mini_batch) if self.reference else None for mini_batch in forests]
+            reference = [
+                self.logprobs(self.reference, mini_batch) if self.reference else None for mini_batch in forests
+            ]
         tokens = TokenMetrics(self.config.objective, self.runtime)
         reports = []
         for number, mini_batch in enumerate(forests):
@@ -108,16 +117,23 @@ class RL(Trainer[RLConfig]):
 
     @torch.no_grad()
     def logprobs(self, model: nn.Module, forests: Sequence[Forest]) -> list[Tensor]:
-        return [compute_logprobs(model, forest.to(self.runtime.device), self.config.rollout.temperature)[0] for forest in forests]
+        return [
+            compute_logprobs(model, forest.to(self.runtime.device), self.config.rollout.temperature)[0]
+            for forest in forests
+        ]
 
-    def token_loss(self, advantages: Tensor, old: list[Tensor] | None, reference: list[Tensor] | None, tokens: TokenMetrics) -> TokenLoss:
+    def token_loss(
+        self, advantages: Tensor, old: list[Tensor] | None, reference: list[Tensor] | None, tokens: TokenMetrics
+    ) -> TokenLoss:
         def loss(number: int, forest: Forest, logprob: Tensor, entropy: Tensor) -> Tensor:
             advantage = advantages[forest.response[forest.targets].long()]
             rollout_logprob = forest.logprob[forest.targets]
             old_logprob = old[number] if old is not None else logprob.detach()
             reference_logprob = reference[number] if reference is not None else None
             tokens.add(logprob, entropy, old_logprob, advantage, rollout_logprob, reference_logprob)
-            return objective_loss(self.config.objective, logprob, old_logprob, advantage, rollout_logprob, reference_logprob)
+            return objective_loss(
+                self.config.objective, logprob, old_logprob, advantage, rollout_logprob, reference_logprob
+            )
 
         return loss
 
@@ -141,7 +157,10 @@ class RL(Trainer[RLConfig]):
 
     def data_metrics(self, batch: Batch) -> dict[str, float]:
         trained = [rollout for group in batch.groups for rollout in group]
-        sampled, seconds = sum(rollout.response.sampled_tokens for rollout in batch.rolled_out), self.phases.seconds.get("rollout")
+        sampled, seconds = (
+            sum(rollout.response.sampled_tokens for rollout in batch.rolled_out),
+            self.phases.seconds.get("rollout"),
+        )
         return {
             "data/rollout_batches": float(batch.batches),
             "data/kept": float(batch.kept),

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from dccot.config import ConfigError, at_least, named, one_of, require
-from dccot.data.grading import GradingConfig
+from dccot.core.config import ConfigError, at_least, named, one_of, require
+from dccot.data.judge import GradingConfig
 from dccot.data.problems import PRESETS
-from dccot.data.prompting import PromptConfig
+from dccot.data.prompts import PromptConfig
 from dccot.model.config import ModelConfig
 from dccot.model.sharding import ShardingConfig
 from dccot.rollout.director import RolloutConfig
@@ -49,7 +49,9 @@ class BatchConfig:
     share_prompts: bool = True
 
     def check(self) -> None:
-        require(self.group_size > 1, f"batch.group_size is {self.group_size}; an advantage within a group needs at least 2")
+        require(
+            self.group_size > 1, f"batch.group_size is {self.group_size}; an advantage within a group needs at least 2"
+        )
         at_least(1, self.prompts, "batch.prompts")
         at_least(1, self.prompts_rolled_out, "batch.prompts_rolled_out")
         at_least(1, self.max_rollout_batches, "batch.max_rollout_batches")
@@ -90,7 +92,8 @@ class RLConfig:
     keep_rollouts: int = 100  # newest steps whose rollouts are kept on disk
     max_bad_steps: int = 5  # consecutive steps that may be skipped for non-finite numbers
     timeout_seconds: float = 1800.0  # of a collective
-    stall_seconds: float = 3600.0  # a rank without progress for this long is ended; engine.stall_seconds is for single calls
+    # a rank without progress for this long is ended; engine.stall_seconds is for single calls
+    stall_seconds: float = 3600.0
     wandb: str | None = None  # Weights & Biases project that also gets the metrics; None: off
     model: ModelPath = field(default_factory=ModelPath)
     data: RLData = field(default_factory=RLData)
@@ -112,22 +115,31 @@ class RLConfig:
         named(FILTERS, self.filter, "filter")
         check_run(self)
         require(bool(self.data.train or self.replay), "data.train is not set; name a JSONL or parquet file of problems")
-        require(not self.engine.url, "engine.url is set; training streams its weights into an engine of its own: leave engine.url out")
+        require(
+            not self.engine.url,
+            "engine.url is set; training streams its weights into an engine of its own: leave engine.url out",
+        )
         at_least(1, self.keep_rollouts, "keep_rollouts")
         temperature = self.rollout.temperature
         good = 0 < temperature < math.inf
-        require(good, f"rollout.temperature is {temperature}; training divides logits by it: it must be positive and finite")
+        require(
+            good, f"rollout.temperature is {temperature}; training divides logits by it: it must be positive and finite"
+        )
         require(
             self.rollout.top_p == 1,
             f"rollout.top_p is {self.rollout.top_p}; training takes log-probs of the whole distribution: it must be 1 "
             "(validation.top_p is apart)",
         )
         cutoff, budget = self.reward.cutoff, self.rollout.budget
-        require(cutoff < budget, f"reward.cutoff is {cutoff}, which is not below rollout.budget {budget}; lower the cutoff")
+        require(
+            cutoff < budget, f"reward.cutoff is {cutoff}, which is not below rollout.budget {budget}; lower the cutoff"
+        )
 
 
 def check_model(config: RLConfig) -> tuple[Path, PreTrainedTokenizerBase]:
-    """The model's folder and tokenizer; rejected, before any weights are loaded, if they do not support the configuration."""
+    """The model's folder and tokenizer; rejected, before any weights are loaded, if they do not support the
+    configuration.
+    """
     path, model, tokenizer = open_model(config.model.path, config.prompt, config.rollout.workers)
     check_context(config, model)
     return path, tokenizer

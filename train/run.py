@@ -1,6 +1,7 @@
 """What SFT and RL runs have in common: the command line, the run folder.
 
-runs/<name>/config.yaml  provenance.json  data.jsonl  metrics.jsonl  tensorboard/  rollouts/  checkpoints/  latest  profile/
+runs/<name>/config.yaml  provenance.json  data.jsonl  metrics.jsonl  tensorboard/  rollouts/  checkpoints/  latest
+profile/
 """
 
 from __future__ import annotations
@@ -22,22 +23,33 @@ from typing import Any, TextIO
 
 from transformers import PreTrainedTokenizerBase
 
-from dccot.command import run_cleanly
-from dccot.config import ConfigError, at_least, load_config, require, to_yaml
-from dccot.data.prompting import PromptConfig
-from dccot.files import LEASE_SECONDS, BadData, checksum, make_folder, read_jsonl, take_lock, write_atomic, write_jsonl_atomic
+from dccot.core.command import run_cleanly
+from dccot.core.config import ConfigError, at_least, load_config, require, to_yaml
+from dccot.core.files import (
+    LEASE_SECONDS,
+    BadData,
+    checksum,
+    make_folder,
+    read_jsonl,
+    take_lock,
+    write_atomic,
+    write_jsonl_atomic,
+)
+from dccot.core.provenance import record
+from dccot.core.runtime import Runtime, on_rank_zero, require_shared
+from dccot.data.prompts import PromptConfig
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import model_checksums, resolve_model
 from dccot.model.tokenizer import open_tokenizer
-from dccot.provenance import record
-from dccot.rollout.protocol import TagIds
-from dccot.runtime import Runtime, on_rank_zero, require_shared
+from dccot.rollout.tags import TagIds
 
 log = logging.getLogger("dccot")
 
 
 def launch(kind: type, train: Callable[[Any], None], argv: Sequence[str] | None, description: str, example: str) -> int:
-    """Read the configuration named on the command line and train with it. An invalid one gives a one-line error, not a stack trace."""
+    """Read the configuration named on the command line and train with it. An invalid one gives a one-line error, not a
+    stack trace.
+    """
     arguments = launch_parser(description, example).parse_args(argv)
     log_to_terminal()
 
@@ -52,7 +64,9 @@ def launch(kind: type, train: Callable[[Any], None], argv: Sequence[str] | None,
 
 
 def log_to_terminal() -> None:
-    logging.basicConfig(level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING, format="%(message)s")
+    logging.basicConfig(
+        level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING, format="%(message)s"
+    )
 
 
 def launch_parser(description: str, example: str) -> argparse.ArgumentParser:
@@ -69,16 +83,24 @@ def check_run(config: Any) -> None:
     require(0 <= config.seed < 2**63, f"seed is {config.seed}; it must be in [0, 2^63)")
     at_least(1, config.steps, "steps")
     at_least(0, config.max_bad_steps, "max_bad_steps")
-    require(config.replay != "", "replay is ''; name a file that a training run wrote to its bad/ or rollouts/, or set it to null")
+    require(
+        config.replay != "",
+        "replay is ''; name a file that a training run wrote to its bad/ or rollouts/, or set it to null",
+    )
     for name in ("timeout_seconds", "stall_seconds"):
         seconds = getattr(config, name)
         require(0 < seconds <= 1e9, f"{name} is {seconds}; it must be positive and at most 1e9")
     installed = config.wandb is None or importlib.util.find_spec("wandb") is not None
-    require(installed, f"wandb is {config.wandb!r}, but Weights & Biases is not installed: pip install wandb, or leave wandb unset")
+    require(
+        installed,
+        f"wandb is {config.wandb!r}, but Weights & Biases is not installed: pip install wandb, or leave wandb unset",
+    )
 
 
 def open_model(path: str, prompt: PromptConfig, workers: int) -> tuple[Path, ModelConfig, PreTrainedTokenizerBase]:
-    """Folder, configuration and tokenizer of the model a run starts from; rejected, before any weights are loaded, if they do not fit."""
+    """Folder, configuration and tokenizer of the model a run starts from; rejected, before any weights are loaded, if
+    they do not fit.
+    """
     folder = resolve_model(path)
     return folder, *open_folder(folder, prompt, workers)
 
@@ -102,9 +124,11 @@ _CLAIMS: dict[Path, TextIO] = {}  # a lock lives as long as its file is open: to
 
 
 def claim(run: Path, patience: float = LEASE_SECONDS) -> str | None:
-    """Lock the folder for this process; returns what prevents that, or None. Two jobs in one folder would corrupt each other's files.
+    """Lock the folder for this process; returns what prevents that, or None. Two jobs in one folder would corrupt each
+    other's files.
 
-    A lock held by a live process on this machine is final. Another machine may be dead, so its lock is retried for a while.
+    A lock held by a live process on this machine is final. Another machine may be dead, so its lock is retried for a
+    while.
     """
     make_folder(run)
     if run.resolve() in _CLAIMS:
@@ -119,7 +143,13 @@ def claim(run: Path, patience: float = LEASE_SECONDS) -> str | None:
             return f"{run} is being written by {holder}, since {age:.0f} s ago; wait for it, end it, or choose another name"
         if time.monotonic() - told > 20:
             told = time.monotonic()
-            log.warning("%s is locked by %s, since %.0f s ago; waiting up to %.0f s in case it is dead", run, holder, age, patience)
+            log.warning(
+                "%s is locked by %s, since %.0f s ago; waiting up to %.0f s in case it is dead",
+                run,
+                holder,
+                age,
+                patience,
+            )
         time.sleep(min(1.0, patience / 10))
     _CLAIMS[run.resolve()] = file
     file.truncate(0)
@@ -129,7 +159,8 @@ def claim(run: Path, patience: float = LEASE_SECONDS) -> str | None:
 
 
 def open_run(config: Any, runtime: Runtime, source: Path, rows: Sequence[tuple[str, str]]) -> Path:
-    """Create the run folder; write the resolved configuration and the provenance. Logs what changed if the configuration differs.
+    """Create the run folder; write the resolved configuration and the provenance. Logs what changed if the
+    configuration differs.
 
     `rows` are (id, checksum) of its data: a run that has a checkpoint resumes only with the same rows.
     """
@@ -138,7 +169,11 @@ def open_run(config: Any, runtime: Runtime, source: Path, rows: Sequence[tuple[s
         raise FileExistsError(taken)
     require_shared(run, runtime)
     on_rank_zero(lambda: _keep_rows(run, rows))
-    read = {"replay": config.replay} if config.replay else {"data.train": config.data.train, "data.validation": config.data.validation}
+    read = (
+        {"replay": config.replay}
+        if config.replay
+        else {"data.train": config.data.train, "data.validation": config.data.validation}
+    )
     data = {key: {Path(file).name: checksum(file)} for key, file in read.items() if file}
     record(run, config, {"model.path": model_checksums(source, runtime), **data}, runtime)
     if runtime.is_main:
@@ -152,7 +187,9 @@ def open_run(config: Any, runtime: Runtime, source: Path, rows: Sequence[tuple[s
 
 
 def _keep_rows(run: Path, rows: Sequence[tuple[str, str]]) -> None:
-    """Reject data that differs from the checkpoints', naming the first differing row; without a checkpoint, record it as the run's data."""
+    """Reject data that differs from the checkpoints', naming the first differing row; without a checkpoint, record it
+    as the run's data.
+    """
     file = run / "data.jsonl"
     if not (run / "latest").exists():
         write_jsonl_atomic(file, ({"id": id, "sha256": found} for id, found in rows))
@@ -162,7 +199,9 @@ def _keep_rows(run: Path, rows: Sequence[tuple[str, str]]) -> None:
             if before != now:
                 was, is_ = ("missing" if row is None else f"{row[0]!r}" for row in (before, now))
                 what = f"was {was} and is {is_}" if was != is_ else f"{is_} has another content"
-                raise BadData(f"{run} was trained on other data: row {number} {what}; continue with that data, or choose another name")
+                raise BadData(
+                    f"{run} was trained on other data: row {number} {what}; continue with that data, or choose another name"
+                )
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node 8 -m dccot.train.sft configs/sft.yaml model.path=…   or   dccot sft configs/sft.yaml …
 
-A demonstration is split into segments as inference would have produced them, tokenised segment by segment, and laid out as a forest; the
-loss is the mean negative log-prob of the sampled tokens, at temperature 1. Opening worker tags and `</spawn_workers>` carry no loss:
-at inference they are inserted. Data: JSONL with `id`, `question`, `completion`.
+A demonstration is split into segments as inference would have produced them, tokenised segment by segment, and laid out
+as a forest; the loss is the mean negative log-prob of the sampled tokens, at temperature 1. Opening worker tags and
+`</spawn_workers>` carry no loss: at inference they are inserted. Data: JSONL with `id`, `question`, `completion`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dccot.config import at_least, require
-from dccot.data.prompting import PromptConfig, UnusablePrompt
+from dccot.core.config import at_least, require
+from dccot.core.files import BadData, read_jsonl, write_jsonl_atomic
+from dccot.core.runtime import Runtime
+from dccot.data.prompts import PromptConfig, UnusablePrompt
 from dccot.data.stream import ProblemStream
-from dccot.files import BadData, read_jsonl, write_jsonl_atomic
 from dccot.model.sharding import ShardingConfig
-from dccot.rollout.protocol import THINK_OPEN, IllFormed, TagIds, parse
 from dccot.rollout.response import Response, Round, Segment
-from dccot.runtime import Runtime
+from dccot.rollout.tags import THINK_OPEN, IllFormed, TagIds, parse
 from dccot.train.checkpoint import CheckpointConfig
 from dccot.train.flops import pair_cost
 from dccot.train.forest import Forest, forests_of_rank, longest_position, pack
@@ -44,7 +44,10 @@ class ModelPath:
     path: str = ""  # a Hugging Face folder, or a run (its newest checkpoint)
 
     def check(self) -> None:
-        require(bool(self.path), "model.path is not set; name a Hugging Face folder or an earlier run, e.g. model.path=runs/sft")
+        require(
+            bool(self.path),
+            "model.path is not set; name a Hugging Face folder or an earlier run, e.g. model.path=runs/sft",
+        )
 
 
 @dataclass
@@ -77,7 +80,9 @@ class SFTConfig:
     model: ModelPath = field(default_factory=ModelPath)
     data: SFTData = field(default_factory=SFTData)
     prompt: PromptConfig = field(default_factory=lambda: PromptConfig(open_think=False))
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(5e-6, weight_decay=0.0, warmup_steps=105))
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(5e-6, weight_decay=0.0, warmup_steps=105)
+    )
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every=100))
     profile: ProfileConfig = field(default_factory=ProfileConfig)
@@ -97,8 +102,12 @@ class Example:
     line: int = field(default=0, repr=False)  # of the file it was read from
 
 
-def demonstration(completion: str, prompt: list[int], tokenizer, tags: TagIds, *, parallel: bool, open_think: bool) -> Response:
-    """A completion as the response that inference would have produced; raises IllFormed if a parallel one is not well-formed."""
+def demonstration(
+    completion: str, prompt: list[int], tokenizer, tags: TagIds, *, parallel: bool, open_think: bool
+) -> Response:
+    """A completion as the response that inference would have produced; raises IllFormed if a parallel one is not
+    well-formed.
+    """
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
@@ -112,14 +121,22 @@ def demonstration(completion: str, prompt: list[int], tokenizer, tags: TagIds, *
     parsed = parse(completion.strip(), tags.workers)
     rounds = []
     for number, round_ in enumerate(parsed.rounds):
-        director = Segment(list(tags.spawn_close), encode(round_.director)) if number else Segment([], encode(own(round_.director)))
+        director = (
+            Segment(list(tags.spawn_close), encode(round_.director))
+            if number
+            else Segment([], encode(own(round_.director)))
+        )
         workers = [Segment(list(tag), encode(text)) for tag, text in zip(tags.worker_open, round_.workers)]
         rounds.append(Round(director, workers))
     return Response(prompt, rounds, Segment(list(tags.spawn_close), [*encode(parsed.final), tags.eos]))
 
 
 def load_examples(
-    path: str | Path, config: SFTConfig, tokenizer, max_positions: int | None = None, report: Callable[..., None] = log.warning
+    path: str | Path,
+    config: SFTConfig,
+    tokenizer,
+    max_positions: int | None = None,
+    report: Callable[..., None] = log.warning,
 ) -> list[Example]:
     """Every usable demonstration of a file; skipped rows are counted and reported."""
     tags = TagIds.of(tokenizer, config.workers)
@@ -130,7 +147,9 @@ def load_examples(
             raise BadData(f"{path}:{line}: no text field {missing[0]!r}; an SFT row has id, question and completion")
         try:
             asked = prompt.ids(tokenizer, row["question"])
-            response = demonstration(row["completion"], asked, tokenizer, tags, parallel=prompt.parallel, open_think=prompt.open_think)
+            response = demonstration(
+                row["completion"], asked, tokenizer, tags, parallel=prompt.parallel, open_think=prompt.open_think
+            )
         except (IllFormed, UnusablePrompt) as error:
             left_out[type(error)] += 1
             report("%s:%d left out: %s", path, line, error)
@@ -140,7 +159,9 @@ def load_examples(
             left_out["long"] += 1
             continue
         if max_positions is not None and longest_position(response) > max_positions:
-            raise BadData(f"{path}:{line}: the example reaches position {longest_position(response):,}; the model takes {max_positions:,}")
+            raise BadData(
+                f"{path}:{line}: the example reaches position {longest_position(response):,}; the model takes {max_positions:,}"
+            )
         examples.append(Example(str(row.get("id", line)), response, line))
     dropped = f"dropped {left_out['long']} over {config.data.max_tokens} tokens, {left_out[IllFormed]} ill-formed, "
     dropped += f"{left_out[UnusablePrompt]} with a prompt that cannot be used"
@@ -161,7 +182,9 @@ class SFT(Trainer[SFTConfig]):
         path, shape, tokenizer = open_model(config.model.path, config.prompt, config.workers)
         report = log.warning if runtime.is_main else lambda *message: None
         files = config.replay or config.data.train, config.data.validation
-        examples, held_out = (load_examples(file, config, tokenizer, shape.max_position, report) if file else [] for file in files)
+        examples, held_out = (
+            load_examples(file, config, tokenizer, shape.max_position, report) if file else [] for file in files
+        )
         self.stream = ProblemStream(examples, config.seed, len(examples) if config.replay else config.batch)
         super().__init__(config, runtime, path, self.stream.rows)
         self.held_out = self.forests(held_out) if held_out else []
@@ -218,7 +241,13 @@ def train(config: SFTConfig) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return launch(SFTConfig, train, argv, "Supervised fine-tuning.", "dccot sft configs/sft.yaml model.path=… data.train=sft.jsonl")
+    return launch(
+        SFTConfig,
+        train,
+        argv,
+        "Supervised fine-tuning.",
+        "dccot sft configs/sft.yaml model.path=… data.train=sft.jsonl",
+    )
 
 
 if __name__ == "__main__":

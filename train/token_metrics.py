@@ -4,8 +4,9 @@
     tokens.add(logprob, entropy, old, advantage, rollout, reference)     every micro-batch; [M] each, no synchronisation with the device
     tokens.reduce()                                                      once per step: one all-reduce, one copy to the host
 
-Percentiles of the entropy come from a histogram whose bins are the 65,536 bfloat16 numbers: a float32 belongs to the bin of its upper 16
-bits. So there is no range to choose, zeros and rounding noise below zero are covered, and a bin's middle is within 0.4% of its values.
+Percentiles of the entropy come from a histogram whose bins are the 65,536 bfloat16 numbers: a float32 belongs to the
+bin of its upper 16 bits. So there is no range to choose, zeros and rounding noise below zero are covered, and a bin's
+middle is within 0.4% of its values.
 """
 
 from __future__ import annotations
@@ -15,12 +16,20 @@ import math
 import torch
 from torch import Tensor
 
-from dccot.runtime import Runtime
-from dccot.statistics import PERCENTILES
+from dccot.core.runtime import Runtime
+from dccot.core.statistics import PERCENTILES
 from dccot.train.objectives import ObjectiveConfig, kl_k3, objective_of, ratio_of
 
 MAX_LOG_GAP = 20.0  # beyond this, exp is meaningless
-MEANS = ("policy/clip_fraction", "policy/ratio_mean", "policy/logprob", "policy/entropy", "gap/kl", "gap/fraction_over_2", "policy/kl")
+MEANS = (
+    "policy/clip_fraction",
+    "policy/ratio_mean",
+    "policy/logprob",
+    "policy/entropy",
+    "gap/kl",
+    "gap/fraction_over_2",
+    "policy/kl",
+)
 MAXIMA = ("policy/ratio_max", "gap/max_abs_logprob", "gap/max_ratio", "entropy", "-entropy")
 BINS = 2**16
 
@@ -36,7 +45,15 @@ class TokenMetrics:
         self.histogram = torch.zeros(BINS, dtype=torch.int64, device=runtime.device)
 
     @torch.no_grad()
-    def add(self, logprob: Tensor, entropy: Tensor, old: Tensor, advantage: Tensor, rollout: Tensor, reference: Tensor | None) -> None:
+    def add(
+        self,
+        logprob: Tensor,
+        entropy: Tensor,
+        old: Tensor,
+        advantage: Tensor,
+        rollout: Tensor,
+        reference: Tensor | None,
+    ) -> None:
         self.with_reference = reference is not None
         if not len(logprob):
             return
@@ -45,7 +62,16 @@ class TokenMetrics:
         gap = log_gap.clamp(-MAX_LOG_GAP, MAX_LOG_GAP).exp()
         kl = kl_k3(logprob, reference.float()) if reference is not None else torch.zeros_like(logprob)
         clipped = self.objective.clipped(self.config, logprob, old, advantage)
-        averaged = (torch.ones_like(ratio), clipped, ratio, logprob, entropy, gap - 1 - log_gap, (gap > 2) | (gap < 0.5), kl)
+        averaged = (
+            torch.ones_like(ratio),
+            clipped,
+            ratio,
+            logprob,
+            entropy,
+            gap - 1 - log_gap,
+            (gap > 2) | (gap < 0.5),
+            kl,
+        )
         self.sums += torch.stack([values.double().sum() for values in averaged])
         bounded = (ratio, log_gap.abs(), gap, entropy, -entropy)
         self.maxima = torch.maximum(self.maxima, torch.stack([values.double().max() for values in bounded]))
@@ -61,7 +87,9 @@ class TokenMetrics:
         if not tokens:
             return {}
         largest = dict(zip(MAXIMA, flat.view_as(by_rank).max(0).values.tolist()))
-        metrics = {name: total / tokens for name, total in zip(MEANS, totals) if name != "policy/kl" or self.with_reference}
+        metrics = {
+            name: total / tokens for name, total in zip(MEANS, totals) if name != "policy/kl" or self.with_reference
+        }
         metrics |= {name: value for name, value in largest.items() if "/" in name}
         least, most = -largest["-entropy"], largest["entropy"]
         return metrics | {f"policy/entropy_p{p}": percentile(counts, p, least, most) for p in PERCENTILES}
@@ -82,5 +110,9 @@ def percentile(counts: Tensor, percent: float, least: float, most: float) -> flo
     if wanted >= below[-1]:
         return most
     number = int(ascending[int(torch.searchsorted(below, wanted))])
-    middle = torch.tensor([number << 16 | 2**15 * (number % half > 0)], dtype=torch.int64).to(torch.int32).view(torch.float32)
+    middle = (
+        torch.tensor([number << 16 | 2**15 * (number % half > 0)], dtype=torch.int64)
+        .to(torch.int32)
+        .view(torch.float32)
+    )
     return min(max(float(middle), least), most)

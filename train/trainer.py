@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dccot.core.progress import Progress
+from dccot.core.runtime import Runtime, inherit_timeout
+from dccot.core.signals import Stopped, asked, listening
 from dccot.model.sharding import DTYPES, ShardingConfig, build_model
-from dccot.progress import Progress
-from dccot.runtime import Runtime, inherit_timeout
-from dccot.stops import Stopped, asked, listening
 from dccot.train.checkpoint import CheckpointConfig, Checkpointer
 from dccot.train.flops import training_speed
 from dccot.train.forest import Forest
@@ -68,7 +68,9 @@ class Trainer(Generic[C]):
         self.optimizer = make_optimizer(self.model, config.optimizer)
 
     def resume(self, stack: ExitStack) -> dict[str, Any]:
-        """Restore the newest checkpoint, open what the run writes to, and return the state that was saved with the weights."""
+        """Restore the newest checkpoint, open what the run writes to, and return the state that was saved with the
+        weights.
+        """
         config, runtime = self.config, self.runtime
         self.checkpointer = Checkpointer(self.run, config.checkpoint, runtime, source=self.source)
         stack.callback(self.checkpointer.close)
@@ -79,9 +81,12 @@ class Trainer(Generic[C]):
         self.bad_in_a_row: int = state.get("bad_in_a_row", 0)
         self.recorder = Recorder(self.run, self.first_step, runtime.is_main, config.wandb, flat(config))
         stack.callback(self.recorder.close)
-        progress = Progress(config.name, config.steps, first=self.first_step, active=runtime.is_main, lines=True, pause=3.0)
+        progress = Progress(
+            config.name, config.steps, first=self.first_step, active=runtime.is_main, lines=True, pause=3.0
+        )
         self.progress = stack.enter_context(progress)
-        self._finished: tuple[int, dict[str, Any]] | None = None  # the last whole step since the start, as a checkpoint would store it
+        # the last whole step since the start, as a checkpoint would store it
+        self._finished: tuple[int, dict[str, Any]] | None = None
         self._saved, self._saved_at = self.first_step, time.monotonic()
         inherit_timeout(dist.distributed_c10d._world.pg_map)  # the engine has its own groups
         stack.enter_context(Watchdog(self.phases, config.stall_seconds))
@@ -117,7 +122,9 @@ class Trainer(Generic[C]):
             "policy/learning_rate": config.optimizer.rate(self.updates - 1),
             "policy/skipped_updates": float(self.skipped),
             "speed/trained_tokens": sum(map(len, forests)) * self.runtime.ranks / seconds,
-            **training_speed(self.model.config, forests, seconds, self.runtime.device, DTYPES[config.sharding.compute_dtype]),
+            **training_speed(
+                self.model.config, forests, seconds, self.runtime.device, DTYPES[config.sharding.compute_dtype]
+            ),
         }
 
     def due(self, step: int, every: int) -> bool:
@@ -142,7 +149,9 @@ class Trainer(Generic[C]):
         return loss
 
     def note_bad(self, step: int, reports: Sequence[StepReport], save: Callable[[Path], None]) -> None:
-        """Save the batch of a step with skipped updates in bad/, for replay. Stop after too many such steps in a row."""
+        """Save the batch of a step with skipped updates in bad/, for replay. Stop after too many such steps in a
+        row.
+        """
         bad, folder = [report for report in reports if not report.applied], self.run / "bad"
         self.bad_in_a_row = self.bad_in_a_row + 1 if bad else 0
         if bad and self.config.replay is None and self.runtime.is_main:
@@ -184,10 +193,14 @@ class Trainer(Generic[C]):
             self.checkpointer.save(step, self.model, self.optimizer, state, last=last)
         self._saved, self._saved_at = step, time.monotonic()
 
-    def _save_before_stopping(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def _save_before_stopping(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         """On every rank, when all have agreed to stop: nothing since the last whole step has changed the weights."""
         if not isinstance(error, Stopped):
             return
         if self._finished is not None and (self._finished[0] != self._saved or not self.checkpointer.finish()):
             self._save(last=True)
-        log.info("stopped after step %d of %d", self._finished[0] if self._finished else self.first_step, self.config.steps)
+        log.info(
+            "stopped after step %d of %d", self._finished[0] if self._finished else self.first_step, self.config.steps
+        )

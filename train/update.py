@@ -1,9 +1,9 @@
 """One optimizer step over a mini-batch of forests, the same for SFT and RL.
 
-The loss is the sum of per-token losses divided by the number of sampled tokens of the whole mini-batch, over all micro-batches and
-ranks; so packing, micro-batching and the number of ranks never matter. Gradients are reduced once, with the last micro-batch,
-or after each (sharding.reduce_once), which needs less memory.
-A step whose gradient is not finite is skipped and counted, never applied.
+The loss is the sum of per-token losses divided by the number of sampled tokens of the whole mini-batch, over all
+micro-batches and ranks; so packing, micro-batching and the number of ranks never matter. Gradients are reduced once,
+with the last micro-batch, or after each (sharding.reduce_once), which needs less memory. A step whose gradient is not
+finite is skipped and counted, never applied.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from dccot.config import at_least, require
-from dccot.runtime import Runtime
+from dccot.core.config import at_least, require
+from dccot.core.runtime import Runtime
 from dccot.train.forest import Forest
 
 
@@ -57,7 +57,11 @@ class OptimizerConfig:
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay, fused=True
+        model.parameters(),
+        lr=config.learning_rate,
+        betas=(config.betas[0], config.betas[1]),
+        weight_decay=config.weight_decay,
+        fused=True,
     )
 
 
@@ -77,11 +81,18 @@ class StepReport:
     tokens: int  # sampled tokens over all ranks
 
 
-TokenLoss = Callable[[int, Forest, Tensor, Tensor], Tensor]  # (micro-batch, forest, logprob [M], entropy [M]) → loss [M]
+TokenLoss = Callable[
+    [int, Forest, Tensor, Tensor], Tensor
+]  # (micro-batch, forest, logprob [M], entropy [M]) → loss [M]
 
 
 def accumulate(
-    model: nn.Module, forests: Sequence[Forest], token_loss: TokenLoss, temperature: float, runtime: Runtime, reduce_once: bool = True
+    model: nn.Module,
+    forests: Sequence[Forest],
+    token_loss: TokenLoss,
+    temperature: float,
+    runtime: Runtime,
+    reduce_once: bool = True,
 ) -> tuple[float, int]:
     """Gradients of the mini-batch's token mean; returns it and the number of tokens, over all ranks."""
     tokens = int(runtime.sum(torch.tensor([sum(len(f.targets) for f in forests)])))
@@ -100,7 +111,9 @@ def accumulate(
 def apply_gradients(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss: float, learning_rate: float, max_grad_norm: float
 ) -> tuple[float, bool]:
-    """Clip and step unless loss or gradient is not finite; returns the gradient's norm and whether the step was taken."""
+    """Clip and step unless loss or gradient is not finite; returns the gradient's norm and whether the step was
+    taken.
+    """
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     size = float(norm)

@@ -2,10 +2,10 @@
 
     with Watchdog(phases, stall_seconds): …
 
-A phase that takes far longer than ever before, or a rank that makes no progress, is reported while it hangs, with the code location
-and the pending calls; again after twice the time, and so on. After `stall_seconds` without progress the rank is ended, so that
-`torchrun --max-restarts` or the next job can resume from the newest checkpoint. A call that never returns to Python is
-ended by faulthandler, which needs no Python.
+A phase that takes far longer than ever before, or a rank that makes no progress, is reported while it hangs, with the
+code location and the pending calls; again after twice the time, and so on. After `stall_seconds` without progress the
+rank is ended, so that `torchrun --max-restarts` or the next job can resume from the newest checkpoint. A call that
+never returns to Python is ended by faulthandler, which needs no Python.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class Watchdog:
         self.phases, self.stall_seconds = phases, stall_seconds
         self.silence = min(self.SILENCE_SECONDS, stall_seconds / 4)
         self.every = min(10.0, self.silence / 4, self.LEAST_SECONDS / 4)
-        self._report: tuple[float, float] = 0.0, 0.0  # when the current phase began, after how many seconds to report it next
+        self._report: tuple[float, float] = (
+            0.0,
+            0.0,
+        )  # when the current phase began, after how many seconds to report it next
         self._ended = threading.Event()
         self._watched = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -62,7 +65,11 @@ class Watchdog:
         if not late and silent <= self.silence:
             return
         if silent > self.stall_seconds:
-            log.error("%s\nended after stall_seconds=%g without a sign of life", self._story(silent, running, usual), self.stall_seconds)
+            log.error(
+                "%s\nended after stall_seconds=%g without a sign of life",
+                self._story(silent, running, usual),
+                self.stall_seconds,
+            )
             logging.shutdown()
             os._exit(STALLED)
         began, after = self._report if self._report[0] == phases.since else (phases.since, 0.0)

@@ -4,16 +4,20 @@ import json
 
 import pytest
 
+from dccot.core.files import BadData, write_jsonl_atomic
 from dccot.data.check import check_set, leaks_in, verbatim_share, word_runs
 from dccot.data.cli import main
-from dccot.files import BadData, write_jsonl_atomic
 
 BLOCK = "<spawn_workers>\n<worker_1>{}</worker_1>\n<worker_2>{}</worker_2>\n<worker_3>{}</worker_3>\n</spawn_workers>"
 SOURCE = "<think>\none two three four five six seven eight nine ten eleven twelve</think>"
 
 
 def completion(*blocks: tuple[str, str, str]) -> str:
-    return "<think>" + "".join("\nlet us split" + BLOCK.format(*block) for block in blocks) + "\nso</think><answer>\\boxed{1}</answer>"
+    return (
+        "<think>"
+        + "".join("\nlet us split" + BLOCK.format(*block) for block in blocks)
+        + "\nso</think><answer>\\boxed{1}</answer>"
+    )
 
 
 def sft_file(folder, rows):
@@ -28,7 +32,8 @@ def test_lengths_rounds_and_balance_by_hand(tmp_path):
     report = check_set(sft_file(tmp_path, [one, two, bad]))
     assert (report.examples, report.ill_formed, report.rounds) == (3, {"no_spawn": 1}, {1: 1, 2: 1})
     assert report.balance.values == [1 / 4, 1.0, 1.0]
-    # Words, inserted tags left out: "<think>\nlet us split<spawn_workers>" 4, "\nlet us split<spawn_workers>" 3, "\nso</think>…" 1.
+    # Words, inserted tags left out: "<think>\nlet us split<spawn_workers>" 4, "\nlet us split<spawn_workers>" 3,
+    # "\nso</think>…" 1.
     director, later, end = 4, 3, 1
     assert report.total.values == [director + 7 + end, director + 3 + later + 6 + end]
     assert report.longest_path.values == [director + 4 + end, director + 1 + later + 2 + end]
@@ -56,7 +61,10 @@ def test_verbatim_share_counts_words_in_copied_runs(text, share):
         (["a = 2", "b", "as a = 2"], []),  # known from the director's text below
         ([r"$a_{1} = -3/4$", r"b", r"take $a_{1}=-3/4$"], [(3, "states 'a_{1}=-3/4', which worker 1 reached")]),
         (["f(2) = 9", "b", "f(2)=9"], [(3, "states 'f(2)=9', which worker 1 reached")]),
-        (["I am worker 1", "as Worker 1 found", "the other workers know"], [(2, "names 'Worker 1'"), (3, "names 'the other workers'")]),
+        (
+            ["I am worker 1", "as Worker 1 found", "the other workers know"],
+            [(2, "names 'Worker 1'"), (3, "names 'the other workers'")],
+        ),
         (["2 + 3 = 5", "2 + 3 = 5", "5"], []),
     ],
 )
@@ -70,7 +78,12 @@ def test_later_rounds_know_the_earlier_ones(tmp_path):
 
 
 def test_command_prints_the_report_for_people_and_for_programs(tmp_path, capsys):
-    row = {"id": "a", "question": "q", "completion": completion(("two three four five six", "b", "as worker 1 says")), "source": SOURCE}
+    row = {
+        "id": "a",
+        "question": "q",
+        "completion": completion(("two three four five six", "b", "as worker 1 says")),
+        "source": SOURCE,
+    }
     path = sft_file(tmp_path, [row])
     assert main(["check", str(path)]) == 0
     assert "leaks               1\n  a, round 1, worker 3: names 'worker 1'" in capsys.readouterr().out

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dccot.core.files import BadData
 from dccot.data import problems as module
 from dccot.data.problems import PRESETS, Fields, Problem, fetch, load_problems
-from dccot.files import BadData
 
 
 def jsonl(path, rows):
@@ -55,7 +55,10 @@ BAD_ROWS = {
 
 @pytest.mark.parametrize("fault", BAD_ROWS)
 def test_bad_row_is_reported_with_file_and_line(tmp_path, fault):
-    path = jsonl(tmp_path / "p.jsonl", [{"id": "one", "question": "?", "gold": 1}, BAD_ROWS[fault], {"id": 3, "question": "!", "gold": 1}])
+    path = jsonl(
+        tmp_path / "p.jsonl",
+        [{"id": "one", "question": "?", "gold": 1}, BAD_ROWS[fault], {"id": 3, "question": "!", "gold": 1}],
+    )
     said = []
     assert [p.id for p in load_problems(path, report=said.append)] == ["one", "3"]
     assert said[0].startswith(f"{path}:2: {fault}") and said[1] == f"{path}: 2 problems, 1 rows skipped"
@@ -73,7 +76,11 @@ def test_wrong_field_names_are_an_error_that_says_how_to_name_them(tmp_path):
 def test_unusable_files_are_one_clear_sentence(tmp_path):
     (tmp_path / "p.parquet").write_bytes(b"PAR1 this is no parquet")
     (tmp_path / "empty.jsonl").touch()
-    for name, words in (("p.parquet", "not a parquet file"), ("empty.jsonl", "no usable row"), ("aime24.jsonl", "dccot data fetch aime24")):
+    for name, words in (
+        ("p.parquet", "not a parquet file"),
+        ("empty.jsonl", "no usable row"),
+        ("aime24.jsonl", "dccot data fetch aime24"),
+    ):
         with pytest.raises(BadData, match=words):
             load_problems(tmp_path / name, report=lambda _: None)
 
@@ -81,7 +88,10 @@ def test_unusable_files_are_one_clear_sentence(tmp_path):
 # A row of each set as its card on the hub shows it (texts shortened).
 HUB_ROWS = {
     "deepscaler": ({"problem": "q", "answer": "-\\frac{2}{3}", "solution": "s"}, Problem("0", "q", "-\\frac{2}{3}")),
-    "aime24": ({"id": 60, "problem": "q", "solution": "s", "answer": "204", "url": "u", "year": "2024"}, Problem("60", "q", "204")),
+    "aime24": (
+        {"id": 60, "problem": "q", "solution": "s", "answer": "204", "url": "u", "year": "2024"},
+        Problem("60", "q", "204"),
+    ),
     "amc23": ({"id": 0, "question": "q", "answer": "27.0", "url": "u"}, Problem("0", "q", "27.0")),
     "hmmt25": ({"problem_idx": 1, "problem": "q", "answer": "103", "problem_type": ["NT"]}, Problem("1", "q", "103")),
     "math500": (
@@ -109,7 +119,13 @@ def test_another_count_than_the_presets_is_reported_and_no_error(tmp_path):
     assert len(load_problems(path, preset="amc23", report=said.append)) == 41
     assert said == [f"{path}: 41 problems, amc23 usually has 40; compare results with that in mind"]
     assert (
-        len(load_problems(jsonl(path, [{"id": n, "question": "q", "answer": "1"} for n in range(40)]), preset="amc23", report=said.append))
+        len(
+            load_problems(
+                jsonl(path, [{"id": n, "question": "q", "answer": "1"} for n in range(40)]),
+                preset="amc23",
+                report=said.append,
+            )
+        )
         == 40
     )
     assert len(said) == 1
@@ -117,7 +133,9 @@ def test_another_count_than_the_presets_is_reported_and_no_error(tmp_path):
 
 def test_a_gsm8k_row_without_its_mark_is_skipped_and_named(tmp_path):
     said = []
-    path = jsonl(tmp_path / "p.jsonl", [{"question": "q", "answer": "it is 4"}, {"question": "q", "answer": "2 + 2\n#### 4"}])
+    path = jsonl(
+        tmp_path / "p.jsonl", [{"question": "q", "answer": "it is 4"}, {"question": "q", "answer": "2 + 2\n#### 4"}]
+    )
     assert load_problems(path, preset="gsm8k", report=said.append) == [Problem("1", "q", "4")]
     assert said[0] == f"{path}:1: field 'answer' has no '####', found 'it is 4'; row skipped"
 
@@ -133,12 +151,17 @@ def test_fetch_without_a_network_fails_with_one_sentence():
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.binary(min_size=1, max_size=3)), max_size=12), st.booleans())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_mutated_files_end_in_problems_or_in_one_clear_error(tmp_path, damages, strict):
-    content = bytearray(b"".join(b'{"id": "%d", "question": "What is %d?", "gold": ["%d", 1.5]}\n' % (n, n, n) for n in range(20)))
+    content = bytearray(
+        b"".join(b'{"id": "%d", "question": "What is %d?", "gold": ["%d", 1.5]}\n' % (n, n, n) for n in range(20))
+    )
     for at, patch in damages:
         content[at % len(content) : at % len(content) + 1] = patch
     path = tmp_path / "mutated.jsonl"
     path.write_bytes(bytes(content))
     try:
-        assert all(isinstance(p, Problem) and p.question.strip() for p in load_problems(path, strict=strict, report=lambda _: None))
+        assert all(
+            isinstance(p, Problem) and p.question.strip()
+            for p in load_problems(path, strict=strict, report=lambda _: None)
+        )
     except BadData as error:
         assert str(path) in str(error)

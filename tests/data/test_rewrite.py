@@ -1,4 +1,6 @@
-"""Rewriting against a real HTTP server on loopback that speaks each protocol and misbehaves in every way that matters."""
+"""Rewriting against a real HTTP server on loopback that speaks each protocol and misbehaves in every way that
+matters.
+"""
 
 import asyncio
 import importlib
@@ -18,15 +20,15 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from dccot.config import ConfigError, load_config
+from dccot.core.config import ConfigError, load_config
+from dccot.core.files import BadData, read_jsonl, write_jsonl_atomic
 from dccot.data.check import leaks_in, verbatim_share, word_runs
 from dccot.data.endpoints import Endpoint, EndpointConfig, Unusable, _with_sensible_retry
-from dccot.data.grading import Grader, GradingConfig
+from dccot.data.judge import Grader, GradingConfig
 from dccot.data.problems import Problem
 from dccot.data.rewrite import RewriteConfig, accept, attempts_path, load_solutions, prompt_text, rewrite_all, rule, run
 from dccot.data.sequential import SequentialConfig
-from dccot.files import BadData, read_jsonl, write_jsonl_atomic
-from dccot.rollout.protocol import flaw_of, parse
+from dccot.rollout.tags import flaw_of, parse
 
 KEY = "sk-planted-4f1c"
 WELL_FORMED = (
@@ -105,7 +107,9 @@ class Handler(BaseHTTPRequestHandler):
         if status in ("400", "401", "429", "500", "529"):
             extra = {"retry-after": wait or str(RETRY_AFTER)} if status == "429" else {}
             message = f"trouble with {self.headers.get('x-api-key') or self.headers.get('authorization')}"
-            self.send(int(status), json.dumps({"type": "error", "error": {"type": "trouble", "message": message}}), extra)
+            self.send(
+                int(status), json.dumps({"type": "error", "error": {"type": "trouble", "message": message}}), extra
+            )
         elif action == "drop":
             self.close_connection = True
         elif action == "drop half way":
@@ -122,23 +126,47 @@ class Handler(BaseHTTPRequestHandler):
         elif action == "html":
             self.send(200, "<html>Please log in</html>", {"content-type": "text/html"})
         else:
-            texts = {"right": WELL_FORMED % 7, "wrong": WELL_FORMED % 8, "no spawn": "<think>alone</think><answer>\\boxed{7}</answer>"}
-            self.send(200, self.reply(texts.get(action, "<think>\nSplit it and"), "length" if action == "cut" else "end"))
+            texts = {
+                "right": WELL_FORMED % 7,
+                "wrong": WELL_FORMED % 8,
+                "no spawn": "<think>alone</think><answer>\\boxed{7}</answer>",
+            }
+            self.send(
+                200, self.reply(texts.get(action, "<think>\nSplit it and"), "length" if action == "cut" else "end")
+            )
 
     def reply(self, text: str, why: str) -> str:
         if self.server.protocol == "openai":
             message = {"role": "assistant", "content": text}
             choice = {"index": 0, "message": message, "finish_reason": {"end": "stop", "length": "length"}[why]}
             usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
-            return json.dumps({"id": "c", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "usage": usage})
+            return json.dumps(
+                {
+                    "id": "c",
+                    "object": "chat.completion",
+                    "created": 0,
+                    "model": "m",
+                    "choices": [choice],
+                    "usage": usage,
+                }
+            )
         content, stop = [{"type": "text", "text": text}], {"end": "end_turn", "length": "max_tokens"}[why]
-        usage = {"input_tokens": 40, "cache_read_input_tokens": 60, "cache_creation_input_tokens": 0, "output_tokens": 10}
+        usage = {
+            "input_tokens": 40,
+            "cache_read_input_tokens": 60,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": 10,
+        }
         head = {"id": "m", "type": "message", "role": "assistant", "model": "m", "stop_sequence": None}
         return json.dumps({**head, "content": content, "stop_reason": stop, "usage": usage})
 
     def send(self, status: int, body: str, headers: dict | None = None):
         self.send_response(status)
-        for name, value in {"content-type": "application/json", "content-length": str(len(body.encode())), **(headers or {})}.items():
+        for name, value in {
+            "content-type": "application/json",
+            "content-length": str(len(body.encode())),
+            **(headers or {}),
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body.encode())
@@ -146,7 +174,10 @@ class Handler(BaseHTTPRequestHandler):
 
 def source_file(folder: Path, questions) -> Path:
     solution = "<think>\nthought %d</think>\\boxed{7}"
-    rows = [{"id": f"p{n}", "question": question, "gold": "7", "solution": solution % n} for n, question in enumerate(questions)]
+    rows = [
+        {"id": f"p{n}", "question": question, "gold": "7", "solution": solution % n}
+        for n, question in enumerate(questions)
+    ]
     write_jsonl_atomic(folder / "source.jsonl", rows)
     return folder / "source.jsonl"
 
@@ -230,7 +261,9 @@ def test_retry_after_is_waited_for(troubled):
 
 @pytest.mark.parametrize("protocol", ["openai", "anthropic"])
 def test_a_wait_that_is_none_is_no_reason_to_hurry(protocol, tmp_path, monkeypatch):
-    """Whatever the header says, a request is not repeated sooner than after 0.3 s: at most ten times in three seconds."""
+    """Whatever the header says, a request is not repeated sooner than after 0.3 s: at most ten times in three
+    seconds.
+    """
     monkeypatch.setenv("TEST_KEY", KEY)
     waits = ["0", "-5", "nan", "0.001", "inf", "soon"]
     server = Server(protocol, {f"q{n}": [f"429 after {wait}"] for n, wait in enumerate(waits)})
@@ -238,7 +271,9 @@ def test_a_wait_that_is_none_is_no_reason_to_hurry(protocol, tmp_path, monkeypat
     config.concurrency = len(waits)
     assert rewrite(config).failed == len(waits)
     times = {question: [at for asked, at, *_ in server.requests if asked == question] for question in server.script}
-    assert all(3 <= len(asked) <= 10 for asked in times.values()), {question: len(asked) for question, asked in times.items()}
+    assert all(3 <= len(asked) <= 10 for asked in times.values()), {
+        question: len(asked) for question, asked in times.items()
+    }
     assert all(later - earlier > 0.3 for asked in times.values() for earlier, later in pairwise(asked))
 
 
@@ -253,23 +288,34 @@ def test_a_wait_that_is_none_is_no_reason_to_hurry(protocol, tmp_path, monkeypat
 ])  # fmt: skip
 @pytest.mark.parametrize("protocol", ["openai", "anthropic"])
 def test_a_date_or_a_garbled_wait_is_kept_within_reason(protocol, wait, least, most):
-    """What the SDKs make of a response after our hook; with openai, a wait of more than two minutes would end the retries."""
+    """What the SDKs make of a response after our hook; with openai, a wait of more than two minutes would end the
+    retries.
+    """
     client = Endpoint(EndpointConfig(protocol, key_variable=""))._client
     options = importlib.import_module(f"{protocol}._models").FinalRequestOptions(method="post", url="/", max_retries=9)
     for _ in range(5):
-        headers = {name: formatdate(time.time() + at, usegmt=True) if isinstance(at, int | float) else at for name, at in wait.items()}
+        headers = {
+            name: formatdate(time.time() + at, usegmt=True) if isinstance(at, int | float) else at
+            for name, at in wait.items()
+        }
         response = httpx2.Response(429, headers=headers)
         asyncio.run(_with_sensible_retry(response))
         assert client._should_retry(response)
         assert least <= client._calculate_retry_timeout(9, options, response.headers) <= most
 
 
-@pytest.mark.parametrize("address", ["https://me:hunter2@host/v1", "https://hunter2@host", "http://me:hunter2@127.0.0.1:1/v1"])
+@pytest.mark.parametrize(
+    "address", ["https://me:hunter2@host/v1", "https://hunter2@host", "http://me:hunter2@127.0.0.1:1/v1"]
+)
 def test_a_password_in_an_address_is_refused_and_not_repeated(address):
     for kind, key in ((RewriteConfig, "endpoint.base_url"), (SequentialConfig, "engine.url")):
         value = f"[{address}]" if key == "engine.url" else address
-        with pytest.raises(ConfigError, match=f"{key} holds a user or a password; keys come from the environment") as caught:
-            load_config(kind, None, [f"{key}={value}", *(["source=s"] if kind is RewriteConfig else ["model=m", "problems=p"])])
+        with pytest.raises(
+            ConfigError, match=f"{key} holds a user or a password; keys come from the environment"
+        ) as caught:
+            load_config(
+                kind, None, [f"{key}={value}", *(["source=s"] if kind is RewriteConfig else ["model=m", "problems=p"])]
+            )
         assert "hunter2" not in str(caught.value)
     for broken in (f"{{a: '{address}'}}", f"{address.removeprefix('https:').removeprefix('http:')}"):
         with pytest.raises(ConfigError) as caught:
@@ -331,7 +377,13 @@ def test_killed_and_resumed_loses_nothing_repeats_nothing_and_shows_no_key(tmp_p
     ]  # fmt: skip
     (tmp_path / "rewrite.yaml").write_text("attempts: 3\n")
     command = [sys.executable, "-m", "dccot.data.cli", "rewrite", str(tmp_path / "rewrite.yaml"), *overrides]
-    environment = {**os.environ, "TEST_KEY": KEY, "OPENAI_LOG": "debug", "ANTHROPIC_LOG": "debug", "PYTHONASYNCIODEBUG": "1"}
+    environment = {
+        **os.environ,
+        "TEST_KEY": KEY,
+        "OPENAI_LOG": "debug",
+        "ANTHROPIC_LOG": "debug",
+        "PYTHONASYNCIODEBUG": "1",
+    }
     log = attempts_path(config.output)
     for enough in (8, 22, None):
         with (tmp_path / "said").open("a") as output:
@@ -401,7 +453,9 @@ def test_worked_example_of_our_instruction_obeys_its_own_rules(grader):
 def test_an_instruction_with_places_for_problem_and_solution_is_one_message(tmp_path, monkeypatch, protocol):
     monkeypatch.setenv("TEST_KEY", KEY)
     template = tmp_path / "instruction.txt"
-    template.write_text("Problem:\n\n{question}\n\nIn \\boxed{{}}, {{question}}: {assistant_response} {more} {{{question}}}")
+    template.write_text(
+        "Problem:\n\n{question}\n\nIn \\boxed{{}}, {{question}}: {assistant_response} {more} {{{question}}}"
+    )
     server = Server(protocol, {})
     try:
         config = config_for(server, tmp_path, ["fine"])

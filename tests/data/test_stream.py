@@ -1,4 +1,6 @@
-"""The stream shows every problem once per epoch, in an order that neither stopping nor the number of ranks can change."""
+"""The stream shows every problem once per epoch, in an order that neither stopping nor the number of ranks can
+change.
+"""
 
 import json
 from dataclasses import replace
@@ -7,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dccot.core.files import BadData
 from dccot.data.problems import Problem
 from dccot.data.stream import ProblemStream
-from dccot.files import BadData
 
 
 def problems(count: int) -> list[Problem]:
@@ -65,4 +67,5 @@ def test_state_of_the_same_ids_with_other_content_is_refused():
     changed = [*problems(4), replace(problems(5)[4], gold="another answer")]
     with pytest.raises(BadData, match=r"belongs to content .*; resume with the same problem file and seed"):
         ProblemStream(changed, 1, 2).restore(state)
-    ProblemStream(problems(5), 1, 2).restore({key: value for key, value in state.items() if key != "content"})  # an older checkpoint
+    # an older checkpoint
+    ProblemStream(problems(5), 1, 2).restore({key: value for key, value in state.items() if key != "content"})

@@ -1,4 +1,6 @@
-"""Shared by the tests of evaluation and pages: a model whose answers are sometimes right, one engine on it, a browser."""
+"""Shared by the tests of evaluation and pages: a model whose answers are sometimes right, one engine on it, a
+browser.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import urllib.request
 
 import pytest
 
-from dccot.bench import bigram as tiny
+from dccot.lab.worlds import bigram as tiny
 from dccot.rollout.settings import EngineConfig
 
 ENGINE = EngineConfig(dtype="float32", context=1024, max_sequences=16, kv_cache_gb=0.1)
@@ -29,7 +31,7 @@ def speaker(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def speaker_engine(speaker):
-    from dccot.rollout.engine import VllmEngine
+    from dccot.rollout.vllm_engine import VllmEngine
 
     engine = VllmEngine(speaker, ENGINE)
     yield engine
@@ -40,7 +42,10 @@ def speaker_engine(speaker):
 def sums(tmp_path_factory):
     """A file of six problems that the speaker answers rightly now and then."""
     file = tmp_path_factory.mktemp("problems") / "sums.jsonl"
-    rows = [{"id": f"p{i}", "question": f"What is {i} + {i}?", "gold": ["1", "2", "12", "21"] if i % 2 else ["1", "22"]} for i in range(6)]
+    rows = [
+        {"id": f"p{i}", "question": f"What is {i} + {i}?", "gold": ["1", "2", "12", "21"] if i % 2 else ["1", "22"]}
+        for i in range(6)
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
@@ -50,10 +55,20 @@ class Browser:
 
     def __init__(self, port: int, dark: bool):
         self.address = f"http://127.0.0.1:{port}"
-        # the pages are files and ask for nothing; a proxy that does not exist keeps the browser's own errands off the wire
-        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--proxy-server=127.0.0.1:9"]
+        # the pages are files and ask for nothing; a proxy that does not exist keeps the browser's own errands off the
+        # wire
+        arguments = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--proxy-server=127.0.0.1:9",
+        ]
         arguments += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--window-size=1280,1600"]
-        options = {"goog:chromeOptions": {"args": arguments}, "goog:loggingPrefs": {"performance": "ALL", "browser": "ALL"}}
+        options = {
+            "goog:chromeOptions": {"args": arguments},
+            "goog:loggingPrefs": {"performance": "ALL", "browser": "ALL"},
+        }
         session = self._send("POST", "/session", {"capabilities": {"alwaysMatch": options}})
         self.address += f"/session/{session['sessionId']}"
 
@@ -70,7 +85,9 @@ class Browser:
         return self._send("POST", "/execute/sync", {"script": script, "args": []})
 
     def requested(self) -> list[str]:
-        events = [json.loads(entry["message"])["message"] for entry in self._send("POST", "/se/log", {"type": "performance"})]
+        events = [
+            json.loads(entry["message"])["message"] for entry in self._send("POST", "/se/log", {"type": "performance"})
+        ]
         return [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
 
     def complaints(self) -> list[str]:

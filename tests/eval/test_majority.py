@@ -48,7 +48,8 @@ def test_closed_form_equals_enumeration_with_consistent_classes_at_forty_respons
 
 
 def test_worked_out_by_hand():
-    # Responses A A B C, the A's right: AAB, AAC → 1; ABC twice → 1/3. Lengths 10 20 30 40: max is 30 once (1,2,3) and 40 three times.
+    # Responses A A B C, the A's right: AAB, AAC → 1; ABC twice → 1/3. Lengths 10 20 30 40: max is 30 once (1,2,3) and
+    # 40 three times.
     vote = majority_of_three([0, 0, 1, 2], [True, True, False, False], [10, 20, 30, 40])
     assert vote.accuracy == pytest.approx((1 + 1 + 1 / 3 + 1 / 3) / 4, abs=1e-15)
     assert vote.longest_path == (30 + 3 * 40) / 4

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
+from dccot.core.statistics import Estimate
 from dccot.eval import plots
 from dccot.eval.report import _penalised, chains
-from dccot.statistics import Estimate
 
 
 def run(folder, name, steps, start=None, penalised=False):
@@ -21,7 +21,10 @@ def run(folder, name, steps, start=None, penalised=False):
             "length/longest_path": rng.uniform(50, 200),
             "parallel/degree": rng.uniform(1, 3),
         }
-        row |= {"policy/entropy": rng.random(), **{f"policy/entropy_p{p}": rng.random() if p > 60 else 0.0 for p in (60, 70, 80, 90, 100)}}
+        row |= {
+            "policy/entropy": rng.random(),
+            **{f"policy/entropy_p{p}": rng.random() if p > 60 else 0.0 for p in (60, 70, 80, 90, 100)},
+        }
         if step % 3 == 0:
             row |= {"validation/accuracy": rng.random(), "validation/longest_path": rng.uniform(50, 200)}
         rows.append(row)
@@ -36,7 +39,9 @@ def run(folder, name, steps, start=None, penalised=False):
 def measured(where, metric, scale=1.0, start=0):
     """(steps, values) of a metric, read from the file by plain json."""
     rows = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
-    return [start + row["step"] for row in rows if metric in row], [scale * row[metric] for row in rows if metric in row]
+    return [start + row["step"] for row in rows if metric in row], [
+        scale * row[metric] for row in rows if metric in row
+    ]
 
 
 def drawn(axes, title):
@@ -55,12 +60,19 @@ def test_the_curves_are_what_metrics_jsonl_holds(tmp_path, steps):
         ("Accuracy (%)", ["reward/correct", "validation/accuracy"], 100),
         ("Longest path (tokens)", ["length/longest_path", "validation/longest_path"], 1),
         ("Parallelism: total tokens / longest path", ["parallel/degree"], 1),
-        ("Entropy per token (nats): mean and percentiles", ["policy/entropy", "policy/entropy_p60", "policy/entropy_p100"], 1),
+        (
+            "Entropy per token (nats): mean and percentiles",
+            ["policy/entropy", "policy/entropy_p60", "policy/entropy_p100"],
+            1,
+        ),
     ):
         lines = drawn(axes, title)
         for metric in metrics:
             for where, start in ((first, 0), (second, steps)):
-                assert (*measured(where, metric, scale, start), metric.startswith("validation")) in lines, (metric, start)
+                assert (*measured(where, metric, scale, start), metric.startswith("validation")) in lines, (
+                    metric,
+                    start,
+                )
 
 
 def test_two_validations_are_drawn_as_they_are_and_nothing_else_is_marked(tmp_path):
@@ -73,10 +85,17 @@ def test_two_validations_are_drawn_as_they_are_and_nothing_else_is_marked(tmp_pa
 
 
 def test_penalised_runs_share_one_figure_over_their_own_steps(tmp_path):
-    runs = [run(tmp_path, name, steps, penalised=True) for name, steps in (("hlp", 12), ("dsr_hlp_12k", 9), ("dsr_hlp_24k", 15))]
+    runs = [
+        run(tmp_path, name, steps, penalised=True)
+        for name, steps in (("hlp", 12), ("dsr_hlp_12k", 9), ("dsr_hlp_24k", 15))
+    ]
     stages = [stage for figure in chains(runs) for stage in figure]
     axes = plots.draw_penalised(stages, plots.LIGHT).axes
-    assert len(axes) == 3 and [text.get_text() for text in axes[0].get_legend().get_texts()] == ["hlp", "dsr_hlp_12k", "dsr_hlp_24k"]
+    assert len(axes) == 3 and [text.get_text() for text in axes[0].get_legend().get_texts()] == [
+        "hlp",
+        "dsr_hlp_12k",
+        "dsr_hlp_24k",
+    ]
     for where in runs:
         lines = drawn(axes, "Longest path (tokens)")
         assert (*measured(where, "length/longest_path"), False) in lines
@@ -92,7 +111,10 @@ def test_one_penalised_run_needs_no_figure_of_its_own(tmp_path):
 @pytest.mark.parametrize("name", ["$x_{1$", r"\$", "$\\frac$ costs $5"])
 def test_a_dollar_in_a_name_is_a_dollar(tmp_path, name):
     rows = [{"step": step, "reward/correct": 0.5, "length/longest_path": 9.0} for step in range(3)]
-    ours, theirs = plots.Point(name, Estimate(50.0, 1.0), Estimate(100.0, 1.0), 0), plots.Point(name, Estimate(9.0), Estimate(9.0))
+    ours, theirs = (
+        plots.Point(name, Estimate(50.0, 1.0), Estimate(100.0, 1.0), 0),
+        plots.Point(name, Estimate(9.0), Estimate(9.0)),
+    )
     for picture in (
         plots.tradeoff(name, [ours, theirs]),
         plots.training([plots.Stage(name, rows)]),

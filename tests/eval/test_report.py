@@ -1,4 +1,6 @@
-"""The report: tables that agree with the paper and with the evaluations, and a page that a browser shows without asking for anything."""
+"""The report: tables that agree with the paper and with the evaluations, and a page that a browser shows without asking
+for anything.
+"""
 
 import json
 import math
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dccot.config import ConfigError, read_yaml
+from dccot.core.config import ConfigError, read_yaml
 from dccot.data.run_settings import settings_of
 from dccot.eval import paper
 from dccot.eval.benchmarks import BENCHMARKS, Benchmark
@@ -42,7 +44,9 @@ PAPERS_TABLE_2 = {  # as printed
 }
 
 
-def evaluation(name: str, method: str = "parallel", accuracy=0.0, length=100.0, benchmarks=("arithmetic",), seed=0) -> Evaluation:
+def evaluation(
+    name: str, method: str = "parallel", accuracy=0.0, length=100.0, benchmarks=("arithmetic",), seed=0
+) -> Evaluation:
     """A made-up evaluation of 12 problems with 4 responses each."""
     rng = random.Random(seed)
     found = Evaluation(name, f"runs/{name}", method, 1000)
@@ -52,15 +56,21 @@ def evaluation(name: str, method: str = "parallel", accuracy=0.0, length=100.0, 
             right = 1 / (1 + math.exp(-accuracy - problem / 3 + 2))
             for number in range(4):
                 verdict, path = "correct" if rng.random() < right else "wrong", int(length * rng.uniform(0.8, 1.2))
-                samples.append(Sample(f"p{problem}", number, "", verdict, True, True, int(method == "parallel"), path, 2 * path))
+                samples.append(
+                    Sample(f"p{problem}", number, "", verdict, True, True, int(method == "parallel"), path, 2 * path)
+                )
         title = TITLES.get(benchmark, benchmark)
-        found.results[benchmark] = summarise(Benchmark(benchmark, title, 4), samples, {f"p{p}": [0, 0, 1, 2] for p in range(12)})
+        found.results[benchmark] = summarise(
+            Benchmark(benchmark, title, 4), samples, {f"p{p}": [0, 0, 1, 2] for p in range(12)}
+        )
     return found
 
 
 def exactly(name: str, method: str, accuracy: float, length: float) -> Evaluation:
     """An evaluation of two problems with the given means on AIME 24."""
-    problems = {measure: {"a": value, "b": value} for measure, value in (("accuracy", accuracy / 100), ("longest_path", length))}
+    problems = {
+        measure: {"a": value, "b": value} for measure, value in (("accuracy", accuracy / 100), ("longest_path", length))
+    }
     return Evaluation(name, "", method, 12000, {"aime24": BenchmarkResult("aime24", "AIME 24", 1, {}, problems)})
 
 
@@ -72,15 +82,26 @@ def training(tmp_path_factory):
     def run(name: str, start: str | None, rows: list[dict]) -> Path:
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
-        (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": i, **row}) + "\n" for i, row in enumerate(rows)))
+        (folder / "metrics.jsonl").write_text(
+            "".join(json.dumps({"step": i, **row}) + "\n" for i, row in enumerate(rows))
+        )
         if start:
             (folder / "config.yaml").write_text(f"model:\n  path: {start}\n")
         return folder
 
     def stage(steps: int) -> list[dict]:
         entropy = {f"policy/entropy_p{p}": p / 50 for p in (60, 70, 80, 90, 100)}
-        row = {"reward/correct": 0.5, "length/longest_path": 90.0, "parallel/degree": 1.2, "policy/entropy": 0.4, **entropy}
-        return [row | ({"validation/accuracy": 0.6, "validation/longest_path": 80.0} if i % 5 == 0 else {}) for i in range(steps)]
+        row = {
+            "reward/correct": 0.5,
+            "length/longest_path": 90.0,
+            "parallel/degree": 1.2,
+            "policy/entropy": 0.4,
+            **entropy,
+        }
+        return [
+            row | ({"validation/accuracy": 0.6, "validation/longest_path": 80.0} if i % 5 == 0 else {})
+            for i in range(steps)
+        ]
 
     sft = run("sft", None, [{"policy/loss": 1 / (1 + i)} for i in range(10)])
     first = run("stage1", str(sft), stage(20))
@@ -88,11 +109,13 @@ def training(tmp_path_factory):
     return [sft, first, second, run("elsewhere", str(tmp_path / "other"), stage(8))]
 
 
-# ---- tables --------------------------------------------------------------------------------------------------------------
+# ---- tables ----
 
 
 def test_the_papers_table_2_follows_from_its_table_1():
-    printed = {row.label: " ".join(cell.text for cell in row.cells[1:]).replace("−", "-") for row in papers_changes(TITLES)}
+    printed = {
+        row.label: " ".join(cell.text for cell in row.cells[1:]).replace("−", "-") for row in papers_changes(TITLES)
+    }
     assert printed == PAPERS_TABLE_2
 
 
@@ -100,7 +123,10 @@ def test_our_rows_with_the_papers_numbers_change_as_the_paper_says():
     methods = methods_of([exactly("DSR-32K", "sequential", 40.20, 9540), exactly("DC-CoT", "parallel", 41.87, 5974)])
     [row] = [row for row in table_2(compared_pairs(methods, None), {"aime24": "AIME 24"}).rows if not row.tag]
     assert [cell.text for cell in row.cells] == ["DSR-32K", "+1.67", "−37.4%"]
-    ours, theirs = ({row.label: row for row in table_1(methods, {"aime24": ""}).rows if bool(row.tag) == tag} for tag in (False, True))
+    ours, theirs = (
+        {row.label: row for row in table_1(methods, {"aime24": ""}).rows if bool(row.tag) == tag}
+        for tag in (False, True)
+    )
     for label in ours:
         assert [cell.text for cell in ours[label].cells] == [cell.text for cell in theirs[label].cells]
 
@@ -118,7 +144,18 @@ def test_a_stage_begins_with_its_first_quarter_and_ends_with_its_last():
     rows = [{"reward/correct": share, "length/longest_path": 100 - i} for i, share in enumerate(correct)]
     config = {"objective": {"kind": "cispo"}, "filter": "remove_easy"}
     [row] = stages_table([("stage3", config, rows)]).rows
-    assert [cell.text for cell in row.cells] == ["8", "cispo", "remove_easy", "30.0 → 70.0", "", "", "99.5 → 93.5", "", "", ""]
+    assert [cell.text for cell in row.cells] == [
+        "8",
+        "cispo",
+        "remove_easy",
+        "30.0 → 70.0",
+        "",
+        "",
+        "99.5 → 93.5",
+        "",
+        "",
+        "",
+    ]
     [short] = stages_table([("stage1", {}, rows[:1])]).rows
     assert [cell.text for cell in short.cells][:4] == ["1", "", "", "20.0 → 20.0"]
 
@@ -132,7 +169,9 @@ def test_only_changes_beyond_two_standard_errors_are_coloured():
     longer, shorter = evaluation("longer", "sequential", length=100, seed=1), evaluation("shorter", length=60, seed=2)
     row = table_2(compared_pairs(methods_of([longer, shorter]), None), {"arithmetic": "arithmetic"}).rows[0]
     assert row.cells[2].kind == "better"  # 40 % shorter with lengths that vary by 20 %
-    same = table_2(compared_pairs(methods_of([longer, evaluation("same", length=100, seed=3)]), None), {"arithmetic": ""}).rows[0]
+    same = table_2(
+        compared_pairs(methods_of([longer, evaluation("same", length=100, seed=3)]), None), {"arithmetic": ""}
+    ).rows[0]
     assert [cell.kind for cell in same.cells[1:]] == ["", ""] and "+0.00" not in str(same.cells[1])
 
 
@@ -142,11 +181,13 @@ def test_a_benchmark_that_one_evaluation_lacks_is_a_dash():
     assert rows["b"][2:] == [Cell("–"), Cell("–")] and rows["a"][2].text != "–"
 
 
-# ---- both kinds of error -------------------------------------------------------------------------------------------------
+# ---- both kinds of error ----
 
 
 def rolled_out(problem: str, *responses: tuple[str, int]) -> list[Sample]:
-    return [Sample(problem, i, "", verdict, True, True, 1, path, 2 * path) for i, (verdict, path) in enumerate(responses)]
+    return [
+        Sample(problem, i, "", verdict, True, True, 1, path, 2 * path) for i, (verdict, path) in enumerate(responses)
+    ]
 
 
 def test_the_papers_error_takes_every_response_as_independent():
@@ -155,7 +196,9 @@ def test_the_papers_error_takes_every_response_as_independent():
     assert found.pooled["accuracy"] == pytest.approx(0.2165063509)  # √(¾ · ¼ / 4)
     assert found.pooled["longest_path"] == pytest.approx(2.0816659995)  # lengths 15 ± √(52/3), over √4
     assert found.pooled["total_tokens"] == pytest.approx(4.1633319989)
-    [ours, *_] = table_1(methods_of([Evaluation("ours", "", "parallel", 9, {"aime24": found})]), {"aime24": "AIME 24"}).rows
+    [ours, *_] = table_1(
+        methods_of([Evaluation("ours", "", "parallel", 9, {"aime24": found})]), {"aime24": "AIME 24"}
+    ).rows
     assert [str(cell) for cell in ours.cells] == ["75.00 ± 25.00 (21.65)", "15 ± 3 (2)"]  # problems: 1 and ½; 12 and 18
 
 
@@ -169,7 +212,9 @@ def test_the_papers_error_of_votes_takes_every_subset_of_three_as_independent():
     ]
     found = summarise(Benchmark("x", "X", 5), samples, classes)
     longest = [max(three) for paths in lengths.values() for three in combinations(paths, 3)]
-    assert len(longest) == 20 and found.pooled["maj3_longest_path"] == pytest.approx(statistics.stdev(longest) / math.sqrt(20))
+    assert len(longest) == 20 and found.pooled["maj3_longest_path"] == pytest.approx(
+        statistics.stdev(longest) / math.sqrt(20)
+    )
     share = statistics.fmean(found.by_problem["maj3_accuracy"].values())
     assert found.pooled["maj3_accuracy"] == pytest.approx(math.sqrt(share * (1 - share) / 20))
 
@@ -190,7 +235,10 @@ def test_the_formula_gives_the_errors_that_the_paper_prints(method, benchmark, c
 
 def test_the_error_of_a_change_in_the_papers_way_adds_two_independent_sides():
     row = papers_changes({"aime24": "AIME 24"})[0]  # 41.87 ± 0.64 against 40.20 ± 0.63; 5974 ± 38 against 9540 ± 83
-    assert [str(cell) for cell in row.cells[1:]] == ["+1.67 (0.90)", "−37.4% (0.7)"]  # √(.64² + .63²); √(38² + (.6262·83)²) / 9540
+    assert [str(cell) for cell in row.cells[1:]] == [
+        "+1.67 (0.90)",
+        "−37.4% (0.7)",
+    ]  # √(.64² + .63²); √(38² + (.6262·83)²) / 9540
 
 
 def test_a_summary_without_the_papers_errors_is_still_read(tmp_path):
@@ -201,10 +249,13 @@ def test_a_summary_without_the_papers_errors_is_still_read(tmp_path):
         del benchmark["pooled"]
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     read = Evaluation.load(tmp_path)
-    assert read.results["arithmetic"].pooled == {} and read.results["arithmetic"].by_problem == made.results["arithmetic"].by_problem
+    assert (
+        read.results["arithmetic"].pooled == {}
+        and read.results["arithmetic"].by_problem == made.results["arithmetic"].by_problem
+    )
 
 
-# ---- the paper's layout --------------------------------------------------------------------------------------------------
+# ---- the paper's layout ----
 
 EVALUATED = ("DC-CoT", "DC-CoT-HLP", "SFT", "DSR-32K", "DSR-HLP-24K", "DSR-HLP-12K", "DSR-12K")
 
@@ -213,14 +264,20 @@ def test_the_tables_have_every_row_of_the_papers_layout_in_its_order():
     methods = methods_of([evaluation(name, benchmarks=("aime24",), seed=i) for i, name in enumerate(EVALUATED)])
     ours = [row.label for row in table_1(methods, TITLES).rows if not row.tag]
     assert [label for label in ours if label != "SFT"] == list(paper.RESULTS) and "SFT" in ours
-    changes = [(row.label, row.cells[0].text) for row in table_2(compared_pairs(methods, None), TITLES).rows if not row.tag]
+    changes = [
+        (row.label, row.cells[0].text) for row in table_2(compared_pairs(methods, None), TITLES).rows if not row.tag
+    ]
     assert changes == [("DC-CoT", "DSR-32K"), ("DC-CoT-HLP", "DSR-HLP-12K"), ("DC-CoT-Maj", "Maj-DSR-3")]
     assert [method.evaluation.name for method in methods if method.vote] == ["DSR-12K", "DC-CoT"]
 
 
 def test_a_vote_costs_the_tokens_of_its_three_responses():
     single = evaluation("DC-CoT", benchmarks=("aime24",))
-    rows = {row.label: row.cells[0].text for row in totals_table(methods_of([single]), {"aime24": "AIME 24"}).rows if not row.tag}
+    rows = {
+        row.label: row.cells[0].text
+        for row in totals_table(methods_of([single]), {"aime24": "AIME 24"}).rows
+        if not row.tag
+    }
     tokens = statistics.fmean(single.results["aime24"].by_problem["total_tokens"].values())
     assert rows == {"DC-CoT": f"{tokens:.0f}", "DC-CoT-Maj": f"{3 * tokens:.0f}"}
     theirs = {row.label: row.cells[0].text for row in totals_table([], {"aime24": "AIME 24"}).rows}
@@ -233,7 +290,7 @@ def test_the_shipped_recipe_compares_as_the_papers_table_2_does():
     assert row_labels(list(report["rows"].values())) == [row for row in paper.LAYOUT if row != "DSR-RL"]
 
 
-# ---- checkpoints ---------------------------------------------------------------------------------------------------------
+# ---- checkpoints ----
 
 
 def test_checkpoints_are_listed_with_what_validation_found(tmp_path):
@@ -270,11 +327,14 @@ def test_a_model_named_by_its_step_is_asked_as_its_run_was(tmp_path):
         assert (prompt.kind, rollout.budget) == ("sequential", 224)
 
 
-# ---- training curves -----------------------------------------------------------------------------------------------------
+# ---- training curves ----
 
 
 def test_stages_share_a_figure_while_each_starts_from_the_one_before(training):
-    assert [[stage.name for stage in figure] for figure in chains(training)] == [["sft", "stage1", "stage2"], ["elsewhere"]]
+    assert [[stage.name for stage in figure] for figure in chains(training)] == [
+        ["sft", "stage1", "stage2"],
+        ["elsewhere"],
+    ]
 
 
 def test_smoothing_keeps_a_straight_line_inside():
@@ -283,7 +343,7 @@ def test_smoothing_keeps_a_straight_line_inside():
     assert smoothed([1.0, 5.0], 1) == [3.0, 3.0]
 
 
-# ---- the page ------------------------------------------------------------------------------------------------------------
+# ---- the page ----
 
 
 @pytest.fixture(scope="module")
@@ -300,13 +360,17 @@ def page(training, tmp_path_factory):
     ]  # fmt: skip
     save_latency(tmp_path / "latency", timings, device="a test")
     notes = ["What was learnt: 3 < 4 & 5 > 4."]
-    return write_report(evaluations, training, tmp_path / "report", "A title & more", notes, latencies=[tmp_path / "latency"])
+    return write_report(
+        evaluations, training, tmp_path / "report", "A title & more", notes, latencies=[tmp_path / "latency"]
+    )
 
 
 def test_the_page_shows_in_a_browser_and_requests_nothing(page, browser):
     browser.open(page)
     assert browser.run("return document.title") == "A title & more"
-    tables = browser.run("return [...document.querySelectorAll('table')].map(t => [t.ariaLabel, t.checkVisibility() && t.offsetHeight])")
+    tables = browser.run(
+        "return [...document.querySelectorAll('table')].map(t => [t.ariaLabel, t.checkVisibility() && t.offsetHeight])"
+    )
     shown = [caption for caption, height in tables if height > 40]
     assert [" ".join(caption.split()[:2]) for caption in shown] == [
         "Table 1.",
@@ -317,7 +381,9 @@ def test_the_page_shows_in_a_browser_and_requests_nothing(page, browser):
         "What each",
     ]
     assert len(tables) == len(shown) + 3 + 3  # the paper's and the checkpoints, folded away
-    images = browser.run("return [...document.images].map(i => [i.alt, i.complete, i.naturalWidth, i.getBoundingClientRect().width])")
+    images = browser.run(
+        "return [...document.images].map(i => [i.alt, i.complete, i.naturalWidth, i.getBoundingClientRect().width])"
+    )
     assert len(images) == 2 + 1 + 2  # trade-offs, latency, two trainings
     assert all(complete and natural > 500 and width > 300 for _, complete, natural, width in images)
     assert browser.run("return document.documentElement.scrollWidth <= innerWidth")  # wide tables scroll by themselves
@@ -341,7 +407,9 @@ def test_the_page_follows_the_screen_into_the_dark(page, browser):
 def test_the_page_names_no_address(page):
     text = page.read_text()
     assert not re.findall(r"https?:|//[a-z]|@import|<link|<script", re.sub(r"base64,[A-Za-z0-9+/=]+", "", text))
-    assert all(source.startswith("data:image/png;base64,") for source in re.findall(r'(?:src|srcset|href)="([^"]*)"', text))
+    assert all(
+        source.startswith("data:image/png;base64,") for source in re.findall(r'(?:src|srcset|href)="([^"]*)"', text)
+    )
 
 
 def test_the_markdown_has_the_same_numbers_and_its_figures_beside_it(page):

@@ -2,24 +2,34 @@
 
 import pytest
 
-from dccot.config import ConfigError
+from dccot.core.config import ConfigError
 from dccot.eval.report import write_report
 from dccot.eval.results import BenchmarkResult, Evaluation
 from dccot.eval.seeds import main, rows_of, table
-from dccot.miniature.demo import COLUMNS, cell, plain_words
+from dccot.lab.worlds.demo import COLUMNS, cell, plain_words
 
-ROWS = {"eval_base": "DSR-12K", "eval_sft": "SFT", "eval_dc": "DC-CoT", "eval_hlp": "DC-CoT-HLP", "eval_dsr": "DSR-HLP-12K"}
+ROWS = {
+    "eval_base": "DSR-12K",
+    "eval_sft": "SFT",
+    "eval_dc": "DC-CoT",
+    "eval_hlp": "DC-CoT-HLP",
+    "eval_dsr": "DSR-HLP-12K",
+}
 
 
 def finished(folder, accuracies, lengths):
-    """A recipe's folder with an evaluation of two problems per row: one a point better, one a point worse than the mean."""
+    """A recipe's folder with an evaluation of two problems per row: one a point better, one a point worse than the
+    mean.
+    """
     for stage, accuracy, length in zip(ROWS, accuracies, lengths):
         values = {"accuracy": accuracy, "longest_path": length, "total_tokens": 2 * length, "well_formed": 1.0, "spawned": 0.5,
                   "parallelism": 1.5, "truncated": 0.0}  # fmt: skip
         by_problem = {name: {"a": value * 1.01, "b": value * 0.99} for name, value in values.items()}
         (folder / stage).mkdir(parents=True)
         model = f"runs/x/{stage.removeprefix('eval_')}/checkpoints/step_000016/hf"
-        Evaluation(stage, model, "parallel", 10, {"test": BenchmarkResult("test", "Test", 1, {}, by_problem)}).save(folder / stage)
+        Evaluation(stage, model, "parallel", 10, {"test": BenchmarkResult("test", "Test", 1, {}, by_problem)}).save(
+            folder / stage
+        )
     rows = "".join(f"        {stage}: {shown}\n" for stage, shown in ROWS.items())
     (folder / "recipe.yaml").write_text(f"name: x\nstages:\n  report:\n    run: report\n    set:\n      rows:\n{rows}")
     return folder
@@ -61,7 +71,15 @@ def test_the_demos_sentences_say_what_the_table_says(tmp_path):
         assert fact in said
 
 
-UNLIKE = [{"steps": 32}, {"budget": 224}, {"cutoff": 96}, {"length_penalty": 0.5}, {"filter": "none"}, {"start": "before"}, None]
+UNLIKE = [
+    {"steps": 32},
+    {"budget": 224},
+    {"cutoff": 96},
+    {"length_penalty": 0.5},
+    {"filter": "none"},
+    {"start": "before"},
+    None,
+]
 
 
 @pytest.mark.parametrize("unlike", UNLIKE)

@@ -6,11 +6,11 @@ from collections import defaultdict
 
 import pytest
 
-from dccot.config import ConfigError
-from dccot.data.grading import Grader, GradingConfig
-from dccot.data.prompting import INSTRUCTION, PromptConfig
+from dccot.core.config import ConfigError
+from dccot.core.files import read_jsonl
+from dccot.data.judge import Grader, GradingConfig
+from dccot.data.prompts import INSTRUCTION, PromptConfig
 from dccot.data.sequential import SequentialConfig, attempts_path, run
-from dccot.files import read_jsonl
 from dccot.rollout.director import RolloutConfig
 
 
@@ -21,7 +21,9 @@ def config(speaker, tmp_path_factory):
     rows = [{"id": f"p{i}", "question": f"What is {i}?", "gold": "1" if i % 2 else ["2", "12", "1"]} for i in range(24)]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {"rollout": RolloutConfig(budget=16, top_p=0.95), "grading": GradingConfig(workers=1)}
-    return SequentialConfig(str(speaker), str(problems), str(folder / "kept.jsonl"), prompt=PromptConfig("raw_sequential"), **settings)
+    return SequentialConfig(
+        str(speaker), str(problems), str(folder / "kept.jsonl"), prompt=PromptConfig("raw_sequential"), **settings
+    )
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +66,16 @@ def test_solutions_begin_with_the_tag_that_the_prompt_opened(uninterrupted, conf
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 0.9])
-def test_cut_anywhere_and_started_again_it_keeps_the_same_solutions(uninterrupted, config, speaker_engine, share, tmp_path):
+def test_cut_anywhere_and_started_again_it_keeps_the_same_solutions(
+    uninterrupted, config, speaker_engine, share, tmp_path
+):
     again = SequentialConfig(**{**config.__dict__, "output": str(tmp_path / "kept.jsonl")})
     log = attempts_path(config.output, 0).read_bytes()
     attempts_path(again.output, 0).write_bytes(log[: int(share * len(log))])
     assert run(again, speaker_engine).kept == uninterrupted.kept
-    assert {row["id"]: row for _, row in read_jsonl(again.output)} == {row["id"]: row for _, row in read_jsonl(config.output)}
+    assert {row["id"]: row for _, row in read_jsonl(again.output)} == {
+        row["id"]: row for _, row in read_jsonl(config.output)
+    }
 
 
 def test_finished_set_asks_the_engine_nothing(uninterrupted, config, speaker_engine):

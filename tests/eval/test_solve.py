@@ -1,4 +1,6 @@
-"""`dccot solve`: what is shown, timed and traced is what the engine wrote. One engine for all tests, on a model that spawns untrained."""
+"""`dccot solve`: what is shown, timed and traced is what the engine wrote. One engine for all tests, on a model that
+spawns untrained.
+"""
 
 import io
 import json
@@ -8,12 +10,12 @@ import sys
 import pytest
 from rich.console import Console
 
-from dccot.bench.bigram import Chances, save
-from dccot.data.prompting import PromptConfig
+from dccot.data.prompts import PromptConfig
 from dccot.data.run_settings import settings_of
 from dccot.eval.live import TerminalView, view_for
 from dccot.eval.solve import answer_in, main, solve, summary
-from dccot.eval.trace import Step, Timeline
+from dccot.eval.timeline import Step, Timeline
+from dccot.lab.worlds.bigram import Chances, save
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
 from dccot.rollout.settings import EngineConfig
@@ -25,13 +27,15 @@ BUDGET = 200
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    shutil.copytree(save(folder / "whole", "spelled"), folder / "weightless", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(
+        save(folder / "whole", "spelled"), folder / "weightless", ignore=shutil.ignore_patterns("*.safetensors")
+    )
     return save(folder / "tiny", "spelled", Chances(spawn=1 / 16, close=1 / 12, eos=1 / 30))
 
 
 @pytest.fixture(scope="module")
 def engine(model):
-    from dccot.rollout.engine import VllmEngine
+    from dccot.rollout.vllm_engine import VllmEngine
 
     engine = VllmEngine(model, EngineConfig(context=2048, max_sequences=8))
     yield engine
@@ -63,8 +67,13 @@ def test_the_trace_has_a_slice_for_every_segment_in_its_writers_lane(solution, t
     expected = []
     for number, round_ in enumerate(solution.response.rounds, start=1):
         expected.append(("director", f"director, part {number}", len(round_.director.sampled)))
-        expected += [(f"worker {i}", f"worker {i}, round {number}", len(w.sampled)) for i, w in enumerate(round_.workers, start=1)]
-    expected.append(("director", f"director, part {len(solution.response.rounds) + 1}", len(solution.response.final.sampled)))
+        expected += [
+            (f"worker {i}", f"worker {i}, round {number}", len(w.sampled))
+            for i, w in enumerate(round_.workers, start=1)
+        ]
+    expected.append(
+        ("director", f"director, part {len(solution.response.rounds) + 1}", len(solution.response.final.sampled))
+    )
     slices = complete_events(trace, "response")
     assert sorted((lanes[e["tid"]], e["name"], e["args"]["sampled"]) for e in slices) == sorted(expected)
 
@@ -81,9 +90,9 @@ def test_workers_begin_when_their_director_ends_and_end_before_it_goes_on(soluti
 def test_every_sampled_token_belongs_to_one_engine_step(solution):
     steps = complete_events(solution.timeline.trace(), "engine")
     assert sum(e["args"]["tokens"] for e in steps) == solution.response.sampled_tokens
-    assert len(steps) == sum(len(r.director.sampled) + max(len(w.sampled) for w in r.workers) for r in solution.response.rounds) + len(
-        solution.response.final.sampled
-    )
+    assert len(steps) == sum(
+        len(r.director.sampled) + max(len(w.sampled) for w in r.workers) for r in solution.response.rounds
+    ) + len(solution.response.final.sampled)
 
 
 def test_a_steps_batch_is_the_number_of_lanes_open_during_it(solution):
@@ -99,7 +108,9 @@ def test_arrows_lead_from_the_director_to_its_workers_and_back(solution):
     slices = complete_events(trace, "response")
 
     def touched(arrow: dict) -> str:
-        [name] = [s["name"] for s in slices if s["tid"] == arrow["tid"] and s["ts"] <= arrow["ts"] <= s["ts"] + s["dur"]]
+        [name] = [
+            s["name"] for s in slices if s["tid"] == arrow["tid"] and s["ts"] <= arrow["ts"] <= s["ts"] + s["dur"]
+        ]
         return name
 
     starts = {e["id"]: touched(e) for e in trace["traceEvents"] if e["ph"] == "s"}
@@ -127,12 +138,25 @@ def test_no_token_decoded_alone_means_no_estimate():
 
 
 def test_json_is_one_object_with_the_responses_own_numbers(model, engine, capsys, solution, tmp_path):
-    arguments = [str(model), PROBLEM, "--budget", str(BUDGET), "--seed", "3", "--json", "--trace", str(tmp_path / "t.json")]
+    arguments = [
+        str(model),
+        PROBLEM,
+        "--budget",
+        str(BUDGET),
+        "--seed",
+        "3",
+        "--json",
+        "--trace",
+        str(tmp_path / "t.json"),
+    ]
     assert main(arguments, engine) == 0
     printed = json.loads(capsys.readouterr().out)
     same = solve(model, PROBLEM, budget=BUDGET, seed=3, engine=engine)
     assert printed["text"] == same.text
-    assert (printed["longest_path"], printed["total_tokens"]) == (same.response.longest_path, same.response.total_tokens)
+    assert (printed["longest_path"], printed["total_tokens"]) == (
+        same.response.longest_path,
+        same.response.total_tokens,
+    )
     assert printed["sequential_seconds"] == pytest.approx(printed["seconds_per_token_alone"] * printed["total_tokens"])
     assert json.loads((tmp_path / "t.json").read_text())["otherData"]["seed"] == 3
 
@@ -142,7 +166,11 @@ def test_output_that_is_no_terminal_gets_every_segment_in_reading_order(model, e
     printed = capsys.readouterr().out
     response = solve(model, PROBLEM, budget=BUDGET, seed=3, engine=engine).response
     headings = [line.split(" · ")[0] for line in printed.splitlines() if line.startswith("── ")]
-    expected = [name for r in response.rounds for name in ("── director", *(f"── worker {i}" for i in range(1, 1 + len(r.workers))))]
+    expected = [
+        name
+        for r in response.rounds
+        for name in ("── director", *(f"── worker {i}" for i in range(1, 1 + len(r.workers))))
+    ]
     assert headings == expected + (["── director"] if response.final is not None else [])
     assert "\x1b" not in printed
     assert f"longest path {response.longest_path}, total {response.total_tokens}" in printed
@@ -156,7 +184,9 @@ def test_sequential_asks_without_workers(model, engine):
 
 def on_terminal(timeline: Timeline, width: int, decode) -> str:
     """What a terminal of that width shows of a finished timeline, escape sequences left out."""
-    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=width, height=40, legacy_windows=False)
+    console = Console(
+        file=io.StringIO(), force_terminal=True, color_system=None, width=width, height=40, legacy_windows=False
+    )
     with TerminalView(decode, console) as view:
         view.show(timeline)
     return console.file.getvalue()
@@ -164,7 +194,9 @@ def on_terminal(timeline: Timeline, width: int, decode) -> str:
 
 def test_workers_stand_side_by_side(solution, engine):
     shown = on_terminal(solution.timeline, 120, engine.tokenizer.decode)
-    assert sum(all(f"worker {i} · " in line for i in (1, 2, 3)) for line in shown.splitlines()) == len(solution.response.rounds)
+    assert sum(all(f"worker {i} · " in line for i in (1, 2, 3)) for line in shown.splitlines()) == len(
+        solution.response.rounds
+    )
 
 
 def test_workers_stand_below_each_other_where_columns_would_be_too_narrow(solution, engine):
@@ -203,7 +235,9 @@ def test_the_answer_is_the_last_whole_box_or_else_the_answer_block(text, answer)
 
 
 def test_a_run_is_asked_as_it_was_trained(tmp_path):
-    (tmp_path / "config.yaml").write_text("prompt: {kind: parallel, open_think: false}\nrollout: {budget: 321, workers: 2}\nseed: 4\n")
+    (tmp_path / "config.yaml").write_text(
+        "prompt: {kind: parallel, open_think: false}\nrollout: {budget: 321, workers: 2}\nseed: 4\n"
+    )
     prompt, rollout = settings_of(tmp_path)
     assert (prompt.open_think, rollout.budget, rollout.workers, prompt.parallel) == (False, 321, 2, True)
 
@@ -251,4 +285,7 @@ def test_a_problem_may_come_from_standard_input(model, monkeypatch, capsys):
 def test_the_summary_says_how_sequential_time_was_computed(solution):
     text = " ".join(text for _, text in summary(solution))
     alone = sum(step.tokens for step in solution.timeline.steps if step.batch == 1 and not step.prefills)
-    assert f"{solution.response.total_tokens} tokens × " in text and f"the {alone} tokens of this run that were decoded alone" in text
+    assert (
+        f"{solution.response.total_tokens} tokens × " in text
+        and f"the {alone} tokens of this run that were decoded alone" in text
+    )

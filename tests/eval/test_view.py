@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from dccot.bench.bigram import save, tokenizer
+from dccot.core.files import write_jsonl_atomic
 from dccot.eval.entropy import Scorer
 from dccot.eval.view import BLOCK, Page, Pieces, collect, cut, main, utf16_length
-from dccot.files import write_jsonl_atomic
-from dccot.miniature.arithmetic import make_tokenizer
-from dccot.rollout.protocol import TagIds
+from dccot.lab.worlds.arithmetic import make_tokenizer
+from dccot.lab.worlds.bigram import save, tokenizer
 from dccot.rollout.response import Finish, Response, Rollout, Round, Segment
+from dccot.rollout.tags import TagIds
 
 WORDS = tokenizer("spelled")
 TAGS = TagIds.of(WORDS)
@@ -33,11 +33,17 @@ def segment(text: str, inserted=(), logprob: float = -0.5, end: bool = False) ->
 def response(first: str, workers: list[str], last: str | None) -> Response:
     spawned = [segment(text, tag) for text, tag in zip(workers, TAGS.worker_open)]
     final = segment(last, TAGS.spawn_close, end=True) if last is not None else None
-    return Response([0, 1], [Round(segment(first), spawned)], final, Finish.ANSWERED if last is not None else Finish.BUDGET)
+    return Response(
+        [0, 1], [Round(segment(first), spawned)], final, Finish.ANSWERED if last is not None else Finish.BUDGET
+    )
 
 
 def rollout(number: int = 0, **changes) -> Rollout:
-    made = response("plan<spawn_workers>", ["a</worker_1>", "bb</worker_2>", "ccc</worker_3>"], "so </think><answer>\\boxed{7}</answer>")
+    made = response(
+        "plan<spawn_workers>",
+        ["a</worker_1>", "bb</worker_2>", "ccc</worker_3>"],
+        "so </think><answer>\\boxed{7}</answer>",
+    )
     text = "<think>\n" + made.text(WORDS)
     whole = {"flaw": None, "verdict": "correct", "reward": 1.0, "advantage": 0.5, "step": 3}
     return Rollout(f"p{number}", 0, "What?", "7", text, made, **{**whole, **changes})
@@ -56,16 +62,36 @@ def built(tmp_path, *rollouts: Rollout, pieces=None) -> str:
     return (tmp_path / "page.html").read_text("utf-8")
 
 
-# ---- texts without a tokenizer ---------------------------------------------------------------------------------------------
+# ---- texts without a tokenizer ----
 
 CASES = {
     "well-formed": ("think<spawn_workers>", ["a</worker_1>", "b</worker_2>", "c</worker_3>"], "so</think>"),
-    "tags that ran on into the next line": ("x<spawn_workers>\n", ["a</worker_1>\n", "b</worker_2>\n", "c</worker_3>"], "so"),
+    "tags that ran on into the next line": (
+        "x<spawn_workers>\n",
+        ["a</worker_1>\n", "b</worker_2>\n", "c</worker_3>"],
+        "so",
+    ),
     "a worker that ended without its tag": ("x<spawn_workers>", ["a", "b</worker_2>", "c"], "so"),
-    "a worker that wrote another's closing tag": ("x<spawn_workers>", ["a</worker_2>a</worker_1>", "b</worker_2>", "c</worker_3>"], "so"),
-    "a worker that opened the next one": ("x<spawn_workers>", ["a<worker_2>a</worker_1>", "b</worker_2>", "c</worker_3>"], "so"),
-    "a worker that tried to spawn": ("x<spawn_workers>", ["a<spawn_workers>a</worker_1>", "b</worker_2>", "c</worker_3>"], "so"),
-    "cut off behind a worker that closed the block": ("x<spawn_workers>", ["a</worker_1>", "b</worker_2>", "c</spawn_workers>c"], None),
+    "a worker that wrote another's closing tag": (
+        "x<spawn_workers>",
+        ["a</worker_2>a</worker_1>", "b</worker_2>", "c</worker_3>"],
+        "so",
+    ),
+    "a worker that opened the next one": (
+        "x<spawn_workers>",
+        ["a<worker_2>a</worker_1>", "b</worker_2>", "c</worker_3>"],
+        "so",
+    ),
+    "a worker that tried to spawn": (
+        "x<spawn_workers>",
+        ["a<spawn_workers>a</worker_1>", "b</worker_2>", "c</worker_3>"],
+        "so",
+    ),
+    "cut off behind a worker that closed the block": (
+        "x<spawn_workers>",
+        ["a</worker_1>", "b</worker_2>", "c</spawn_workers>c"],
+        None,
+    ),
     "cut off among the workers": ("x<spawn_workers>", ["a</worker_1>", "b", "c"], None),
 }
 
@@ -73,23 +99,38 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_tags_tell_where_segments_begin(case):
     first, workers, last = CASES[case]
-    expected = [first, *(f"<worker_{i}>{text}" for i, text in enumerate(workers, start=1))] + ([f"</spawn_workers>{last}"] if last else [])
+    expected = [first, *(f"<worker_{i}>{text}" for i, text in enumerate(workers, start=1))] + (
+        [f"</spawn_workers>{last}"] if last else []
+    )
     assert cut("".join(expected), response(first, workers, last)) == expected
 
 
-SOME_TAGS = ["<spawn_workers>", "</spawn_workers>", "<worker_1>", "</worker_1>", "<worker_2>", "<worker_3>", "</worker_3>", "\n"]
+SOME_TAGS = [
+    "<spawn_workers>",
+    "</spawn_workers>",
+    "<worker_1>",
+    "</worker_1>",
+    "<worker_2>",
+    "<worker_3>",
+    "</worker_3>",
+    "\n",
+]
 
 
 @given(st.lists(st.sampled_from(SOME_TAGS)), st.integers(0, 3), st.booleans())
 def test_no_text_is_lost_however_the_tags_stand(parts, rounds, answered):
     text = "".join(parts)
-    shape = Response([], [Round(Segment(), [Segment(), Segment(), Segment()])] * rounds, Segment() if answered or not rounds else None)
+    shape = Response(
+        [],
+        [Round(Segment(), [Segment(), Segment(), Segment()])] * rounds,
+        Segment() if answered or not rounds else None,
+    )
     pieces = cut(text, shape)
     assert "".join(pieces) == text
     assert len(pieces) == len(list(shape.segments()))
 
 
-# ---- tokens ----------------------------------------------------------------------------------------------------------------
+# ---- tokens ----
 
 
 def test_pieces_of_tokens_are_the_text_and_a_split_character_belongs_to_its_last_token():
@@ -112,11 +153,16 @@ def test_lengths_are_counted_as_javascript_counts_them():
     assert [utf16_length(text) for text in ("ab", "≥", "😀")] == [2, 1, 2]
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------------
+# ---- the page ----
 
 
 def test_the_index_holds_what_the_rollouts_say(tmp_path):
-    page = built(tmp_path, rollout(0), rollout(1, verdict="wrong", flaw="no_answer", reward=0.0), rollout(0, verdict=None, reward=None))
+    page = built(
+        tmp_path,
+        rollout(0),
+        rollout(1, verdict="wrong", flaw="no_answer", reward=0.0),
+        rollout(0, verdict=None, reward=None),
+    )
     index = unpacked(page, "index")
     assert index["problems"] == [["p0", "What?", "7"], ["p1", "What?", "7"]]
     columns = index["columns"]
@@ -127,14 +173,21 @@ def test_the_index_holds_what_the_rollouts_say(tmp_path):
     assert columns["answer"] == ["7"] * 3
     made = rollout().response
     assert (columns["longest"][0], columns["total"][0]) == (made.longest_path, made.total_tokens)
-    assert columns["shape"][0] == [len(made.rounds[0].director), [len(w) for w in made.rounds[0].workers], len(made.final)]
+    assert columns["shape"][0] == [
+        len(made.rounds[0].director),
+        [len(w) for w in made.rounds[0].workers],
+        len(made.final),
+    ]
     assert columns["logprob"][0] == -0.5
 
 
 def test_what_ran_on_after_a_tag_is_in_the_index_by_kind(tmp_path):
     spread = rollout(1)
     spread.text = spread.text.replace("<worker_1>", "\n<worker_1>").replace("</spawn_workers>", "The</spawn_workers>")
-    assert unpacked(built(tmp_path, rollout(0), spread), "index")["columns"]["overshoots"] == [{}, {"newline": 1, "text": 1}]
+    assert unpacked(built(tmp_path, rollout(0), spread), "index")["columns"]["overshoots"] == [
+        {},
+        {"newline": 1, "text": 1},
+    ]
 
 
 def test_details_hold_texts_tokens_and_logprobs_of_every_segment(tmp_path):
@@ -180,7 +233,7 @@ def test_the_page_forbids_requests_and_names_no_address(tmp_path):
     assert "{{" not in page.partition("<script>")[0]
 
 
-# ---- entropy ---------------------------------------------------------------------------------------------------------------
+# ---- entropy ----
 
 
 @torch.no_grad()
@@ -209,7 +262,7 @@ def test_entropies_are_those_of_transformers_on_what_each_writer_had_read(tmp_pa
     assert scorer.difference > 0.1  # the recorded -0.5 everywhere is not this model's
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------------
+# ---- the command ----
 
 
 def test_a_file_becomes_a_page_beside_it_and_bad_lines_are_reported(tmp_path, capsys):
@@ -224,13 +277,35 @@ def test_a_file_becomes_a_page_beside_it_and_bad_lines_are_reported(tmp_path, ca
 
 
 JUNK = st.sampled_from(
-    [None, True, -1, 0, 10**400, 1e999, -1e999, math.nan, "", "x", "\\boxed{", [], [None], ["x"], [[1]], [-1], [math.nan], {}, {"x": 1}]
+    [
+        None,
+        True,
+        -1,
+        0,
+        10**400,
+        1e999,
+        -1e999,
+        math.nan,
+        "",
+        "x",
+        "\\boxed{",
+        [],
+        [None],
+        ["x"],
+        [[1]],
+        [-1],
+        [math.nan],
+        {},
+        {"x": 1},
+    ]
 )
 
 
 def places(value, at=()):
     """The path of every value in a row, the row's own left out."""
-    for key, inside in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for key, inside in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ):
         yield (*at, key)
         yield from places(inside, (*at, key))
 
@@ -272,7 +347,9 @@ def test_a_row_that_the_model_cannot_compute_costs_itself_alone(tmp_path):
     page.write(tmp_path / "page.html", "title")
     first, last = unpacked((tmp_path / "page.html").read_text("utf-8"), "block-0")
     assert first[0]["entropies"] == last[0]["entropies"] != []
-    assert [line.partition(": not a rollout")[0] for line in said] == [f"{tmp_path / 'rows.jsonl'}:{line}" for line in (2, 3, 4, 5)]
+    assert [line.partition(": not a rollout")[0] for line in said] == [
+        f"{tmp_path / 'rows.jsonl'}:{line}" for line in (2, 3, 4, 5)
+    ]
 
 
 def test_rollouts_of_a_run_are_split_by_its_own_tokenizer(tmp_path):

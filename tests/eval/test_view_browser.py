@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from dccot.bench.bigram import tokenizer
 from dccot.eval.view import Page, Pieces
-from dccot.rollout.protocol import TagIds
+from dccot.lab.worlds.bigram import tokenizer
 from dccot.rollout.response import Finish, Response, Rollout, Round, Segment
+from dccot.rollout.tags import TagIds
 from tests.support import browser as browser_support
 
 RESPONSES, SAMPLES = 10_000, 8
@@ -37,15 +37,22 @@ def make_rollouts() -> list[Rollout]:
         texts = [NEEDLE if number == 7777 and i == 2 else "x" * rng.randrange(1, 40) for i in (1, 2, 3)]
         workers = [segment(encode(f"{text}</worker_{i + 1}>"), tags.worker_open[i]) for i, text in enumerate(texts)]
         rounds = [Round(segment(encode("plan " * rng.randrange(1, 9) + "<spawn_workers>")), workers)] * (number % 3 > 0)
-        answer = encode("</think><answer>\\boxed{") + [vocabulary[digit] for digit in str(number)] + encode("}</answer>")
+        answer = (
+            encode("</think><answer>\\boxed{") + [vocabulary[digit] for digit in str(number)] + encode("}</answer>")
+        )
         final = segment(answer, tags.spawn_close if rounds else ())
         response = Response([1], rounds, final, Finish.ANSWERED if number % 11 else Finish.BUDGET)
         verdict = rng.choice(["correct", "wrong", "unparsable", "timed_out", None])
         problem, flaw = number // SAMPLES, rng.choice([None, None, "no_answer", "stray_tag"])
         reward = None if verdict is None else round(rng.random(), 3)
-        question, text = f"How much is {problem} plus {problem}?", f"<think>\n…</think><answer>\\boxed{{{number}}}</answer>"
+        question, text = (
+            f"How much is {problem} plus {problem}?",
+            f"<think>\n…</think><answer>\\boxed{{{number}}}</answer>",
+        )
         judged = {"flaw": flaw, "verdict": verdict, "reward": reward, "step": 1}
-        made.append(Rollout(f"problem-{problem:04d}", number % SAMPLES, question, str(problem), text, response, **judged))
+        made.append(
+            Rollout(f"problem-{problem:04d}", number % SAMPLES, question, str(problem), text, response, **judged)
+        )
     return made
 
 
@@ -159,7 +166,9 @@ def test_keys_go_round_the_responses_to_one_problem(browser):
 def test_search_finds_texts_problems_and_answers(browser):
     for query, rows in [(NEEDLE.upper(), [7777]), ("problem-0042", list(range(336, 344))), ("boxed{4321}", [4321])]:
         browser.press("/")
-        browser.js("const box = document.getElementById('search'); box.value = ''; box.dispatchEvent(new Event('input'))")
+        browser.js(
+            "const box = document.getElementById('search'); box.value = ''; box.dispatchEvent(new Event('input'))"
+        )
         browser.press(*query)
         browser.until(lambda rows=rows: listed(browser) == rows)
         assert chosen(browser) == rows[0]
@@ -170,7 +179,9 @@ def test_search_finds_texts_problems_and_answers(browser):
 def test_what_was_searched_for_is_marked(browser):
     browser.press("/", *NEEDLE)
     browser.until(lambda: listed(browser) == [7777])
-    assert browser.until(lambda: browser.js("return [...document.querySelectorAll('mark')].map(mark => mark.textContent)")) == [NEEDLE]
+    assert browser.until(
+        lambda: browser.js("return [...document.querySelectorAll('mark')].map(mark => mark.textContent)")
+    ) == [NEEDLE]
 
 
 def test_typing_in_the_search_box_is_no_command(browser):
@@ -189,18 +200,28 @@ def test_the_tree_is_drawn_to_scale(browser, rollouts):
     for box, segment in zip(boxes, response.segments()):
         assert box[2] == pytest.approx(unit * len(segment), abs=0.1)
     assert {box[0] for box in workers} == {first[0] + first[2]}  # all spawned at once
-    assert last[0] == pytest.approx(workers[0][0] + max(box[2] for box in workers), abs=0.1)  # read when the longest is done
+    # read when the longest is done
+    assert last[0] == pytest.approx(workers[0][0] + max(box[2] for box in workers), abs=0.1)
     assert len({box[1] for box in workers}) == len(workers) and first[1] == last[1]  # a lane each
     assert last[0] + last[2] - first[0] == pytest.approx(unit * response.longest_path, abs=0.1)
 
 
 def test_texts_verdict_and_form_are_shown(browser, rollouts):
-    row = next(i for i, r in enumerate(rollouts) if r.flaw == "stray_tag" and r.verdict == "wrong" and r.response.rounds)
+    row = next(
+        i for i, r in enumerate(rollouts) if r.flaw == "stray_tag" and r.verdict == "wrong" and r.response.rounds
+    )
     browser.js("choose(arguments[0])", row)
     assert chosen(browser) == row
     shown = browser.text("detail")
     rollout = rollouts[row]
-    for fact in ("wrong", "ill-formed: stray_tag", "a tag in the director's text", rollout.question, f"{rollout.reward:.3f}", f"{row}"):
+    for fact in (
+        "wrong",
+        "ill-formed: stray_tag",
+        "a tag in the director's text",
+        rollout.question,
+        f"{rollout.reward:.3f}",
+        f"{row}",
+    ):
         assert fact in shown
     texts = browser.js("return [...document.querySelectorAll('.card pre')].map(pre => pre.textContent)")
     assert texts == [tokenizer("spelled").decode(segment.tokens) for segment in rollout.response.segments()]
@@ -209,7 +230,9 @@ def test_texts_verdict_and_form_are_shown(browser, rollouts):
 def test_tokens_are_coloured_by_their_own_logprob(browser, rollouts):
     browser.press("j", "c")
     row = chosen(browser)
-    browser.until(lambda: browser.js("return state.colour === 'log-prob' && CSS.highlights.get('log-prob-16') !== undefined"))
+    browser.until(
+        lambda: browser.js("return state.colour === 'log-prob' && CSS.highlights.get('log-prob-16') !== undefined")
+    )
     painted = browser.js("""const found = [];
         document.querySelectorAll('.card pre').forEach((pre, card) => {
           const [nodes, starts] = textNodes(pre);

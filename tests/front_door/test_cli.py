@@ -46,7 +46,7 @@ def test_the_public_names_are_there():
 
 
 def test_the_configuration_reference_is_current():
-    from dccot.reference import reference
+    from dccot.lab.reference import reference
 
     written = (ROOT / "docs" / "configuration.md").read_text()
-    assert written == reference(), "run `python -m dccot.reference > docs/configuration.md`"
+    assert written == reference(), "run `python -m dccot.lab.reference > docs/configuration.md`"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dccot.config import load_config
+from dccot.core.config import load_config
 from dccot.recipe import load_recipe
 from dccot.stages import load_stage
 from dccot.train.rl_config import RLConfig

@@ -1,4 +1,6 @@
-"""`dccot export`: a folder that opens as it is, with a card computed from the run; nothing half-written; a hub gets all of it."""
+"""`dccot export`: a folder that opens as it is, with a card computed from the run; nothing half-written; a hub gets all
+of it.
+"""
 
 import base64
 import json
@@ -13,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dccot.cli import main
 from dccot.eval.results import BenchmarkResult, Evaluation
-from dccot.miniature.arithmetic import make_tokenizer
-from dccot.model.checkpoint_io import create_checkpoint
+from dccot.lab.worlds.arithmetic import make_tokenizer
 from dccot.model.folder import write_manifest
+from dccot.model.weights import create_checkpoint
 
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
@@ -38,7 +40,9 @@ def write_run(folder: Path, config: str, steps=(3,), seed: int = 0) -> Path:
     tokenizer = make_tokenizer()
     for step in steps:
         checkpoint = folder / f"checkpoints/step_{step:06d}"
-        create_checkpoint({**SHAPE, "vocab_size": len(tokenizer)}, checkpoint / "hf", tokenizer=tokenizer, seed=seed + step)
+        create_checkpoint(
+            {**SHAPE, "vocab_size": len(tokenizer)}, checkpoint / "hf", tokenizer=tokenizer, seed=seed + step
+        )
         write_manifest(checkpoint)
     (folder / "latest").write_text(f"step_{steps[-1]:06d}")
     (folder / "config.yaml").write_text(config)
@@ -47,7 +51,11 @@ def write_run(folder: Path, config: str, steps=(3,), seed: int = 0) -> Path:
 
 def evaluate(folder: Path, model: Path, right: list[float]) -> None:
     problems = {f"p{i}": share for i, share in enumerate(right)}
-    measures = {"accuracy": problems, "longest_path": dict.fromkeys(problems, 98.0), "total_tokens": dict.fromkeys(problems, 177.0)}
+    measures = {
+        "accuracy": problems,
+        "longest_path": dict.fromkeys(problems, 98.0),
+        "total_tokens": dict.fromkeys(problems, 177.0),
+    }
     result = BenchmarkResult("test", "AIME of the test", 4, {"correct": 3, "timed_out": 2}, measures)
     folder.mkdir()
     Evaluation(folder.name, str(model), "parallel", 448, {"test": result}).save(folder)
@@ -55,7 +63,9 @@ def evaluate(folder: Path, model: Path, right: list[float]) -> None:
 
 @pytest.fixture
 def runs(tmp_path) -> Path:
-    """base → sft → stage4, moved from runs/old since they were trained; stage4 and sft were evaluated, and stage4 at another step."""
+    """base → sft → stage4, moved from runs/old since they were trained; stage4 and sft were evaluated, and stage4 at
+    another step.
+    """
     runs = tmp_path / "moved"
     write_run(runs / "sft", SFT)
     write_run(runs / "stage4", RL, steps=(2, 3))
@@ -104,7 +114,10 @@ def test_results_are_those_of_these_weights_and_of_their_ancestors_with_standard
     main(["export", str(runs / "stage4"), str(tmp_path / "out")])
     card = (tmp_path / "out/README.md").read_text()
     # by hand: mean of 1.0 and 0.5; standard error = standard deviation 0.35355 / √2
-    assert [(row[0], row[4]) for row in rows_of(card, "Results")] == [("sft", "25.00 ± 0.00"), ("stage4", "75.00 ± 25.00")]
+    assert [(row[0], row[4]) for row in rows_of(card, "Results")] == [
+        ("sft", "25.00 ± 0.00"),
+        ("stage4", "75.00 ± 25.00"),
+    ]
     assert "- Measured on AIME of the test and on nothing else." in card
     assert "- 2 answers could not be judged" in card
     assert "at most 384 tokens" in card
@@ -114,7 +127,9 @@ def test_a_checkpoint_can_be_named_by_its_step_and_has_its_own_results(runs, tmp
     assert main(["export", f"{runs / 'stage4'}@2", str(tmp_path / "out")]) == 0
     expected = (runs / "stage4/checkpoints/step_000002/hf/model.safetensors").read_bytes()
     assert (tmp_path / "out/model.safetensors").read_bytes() == expected
-    assert ["stage4", "0.00 ± 0.00"] in [[row[0], row[4]] for row in rows_of((tmp_path / "out/README.md").read_text(), "Results")]
+    assert ["stage4", "0.00 ± 0.00"] in [
+        [row[0], row[4]] for row in rows_of((tmp_path / "out/README.md").read_text(), "Results")
+    ]
 
 
 def test_without_evaluations_the_card_says_so(tmp_path):
@@ -135,7 +150,9 @@ def test_a_folder_that_exists_is_left_alone(runs, tmp_path, capsys):
 
 def test_a_damaged_checkpoint_is_refused_and_leaves_nothing(runs, tmp_path, capsys):
     weights = runs / "stage4/checkpoints/step_000003/hf/model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\0" if weights.read_bytes()[-1] else weights.read_bytes()[:-1] + b"\1")
+    weights.write_bytes(
+        weights.read_bytes()[:-1] + b"\0" if weights.read_bytes()[-1] else weights.read_bytes()[:-1] + b"\1"
+    )
     assert main(["export", str(runs / "stage4"), str(tmp_path / "out")]) != 0
     assert "another checksum" in capsys.readouterr().err
     assert {file.name for file in tmp_path.iterdir()} == {"moved"}
@@ -152,15 +169,27 @@ class Hub(BaseHTTPRequestHandler):
             self.server.repository = json.loads(sent)
             answer = {"url": address}
         elif "/preupload/" in self.path:
-            answer = {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(sent)["files"]]}
+            answer = {
+                "files": [
+                    {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+                    for f in json.loads(sent)["files"]
+                ]
+            }
         elif self.path == "/api/validate-yaml":  # the card's header
             answer = {"errors": [], "warnings": []}
         else:
             lines = [json.loads(line) for line in sent.splitlines()]
             self.server.files = {
-                line["value"]["path"]: base64.b64decode(line["value"]["content"]) for line in lines if line["key"] == "file"
+                line["value"]["path"]: base64.b64decode(line["value"]["content"])
+                for line in lines
+                if line["key"] == "file"
             }
-            answer = {"success": True, "commitOid": "0" * 40, "commitUrl": f"{address}/commit/{0:040d}", "hookOutput": ""}
+            answer = {
+                "success": True,
+                "commitOid": "0" * 40,
+                "commitUrl": f"{address}/commit/{0:040d}",
+                "hookOutput": "",
+            }
         self._answer(answer)
 
     def do_GET(self):
@@ -188,7 +217,9 @@ def hub():
     server.server_close()
 
 
-def test_push_sends_every_file_to_a_private_repository_with_the_token_of_the_environment(runs, tmp_path, hub, monkeypatch, capsys):
+def test_push_sends_every_file_to_a_private_repository_with_the_token_of_the_environment(
+    runs, tmp_path, hub, monkeypatch, capsys
+):
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert main(["export", str(runs / "stage4"), str(tmp_path / "out"), "--push", "me/model"]) == 0

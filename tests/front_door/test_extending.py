@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from dccot.bench import __main__ as bench
-from dccot.config import ConfigError, load_config, named
-from dccot.data.grading import GradingConfig, Verdict, open_judge
-from dccot.data.prompting import PromptConfig
+from dccot.core.config import ConfigError, load_config, named
+from dccot.core.files import write_jsonl_atomic
+from dccot.data.judge import GradingConfig, Verdict, open_judge
+from dccot.data.prompts import PromptConfig
 from dccot.eval import benchmarks
-from dccot.files import write_jsonl_atomic
 from dccot.kernels import tree_attention as attention
+from dccot.lab.bench import __main__ as bench
 from dccot.model import config as model_config
-from dccot.model.checkpoint_io import load_weights
 from dccot.model.transformer import Transformer
+from dccot.model.weights import load_weights
 from dccot.pipeline import run_recipe
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
@@ -34,8 +34,8 @@ PAGE = (ROOT / "docs" / "extending.md").read_text()
 MODULE = """
 from dataclasses import dataclass
 
-from dccot.data.grading import Judge, Verdict
-from dccot.data.prompting import PromptFormat
+from dccot.data.judge import Judge, Verdict
+from dccot.data.prompts import PromptFormat
 
 
 def my_loss(config, logprob, old_logprob, advantage):
@@ -160,7 +160,7 @@ def rollout(tokens: int) -> Rollout:
     return Rollout("p", 0, "q", "3", "text", response, verdict="correct")
 
 
-# ---- by a name in the configuration --------------------------------------------------------------------------------------
+# ---- by a name in the configuration ----
 
 
 def test_an_rl_run_takes_all_of_them_by_name_and_refuses_names_that_cannot_be_imported():
@@ -200,7 +200,7 @@ def test_a_prompt_format():
     assert (prompt.text("1+1?"), prompt.parallel) == ("Q: 1+1? A:", False)
 
 
-# ---- by an entry in a registry -------------------------------------------------------------------------------------------
+# ---- by an entry in a registry ----
 
 
 def test_a_benchmark(tmp_path, monkeypatch):
@@ -248,7 +248,9 @@ def test_a_model_family(tmp_path, monkeypatch):
     sizes = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    theirs = MistralForCausalLM(MistralConfig(**sizes, **heads, head_dim=32, sliding_window=None, initializer_range=0.2)).eval()
+    theirs = MistralForCausalLM(
+        MistralConfig(**sizes, **heads, head_dim=32, sliding_window=None, initializer_range=0.2)
+    ).eval()
     theirs.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="model_type is 'mistral'; the decoder computes"):
         model_config.read_config(tmp_path)
@@ -262,11 +264,11 @@ def test_a_model_family(tmp_path, monkeypatch):
     assert expected.std() > 0.5
 
 
-# ---- by an object --------------------------------------------------------------------------------------------------------
+# ---- by an object ----
 
 
 def test_an_engine():
-    from dccot.miniature.arithmetic import make_tokenizer
+    from dccot.lab.worlds.arithmetic import make_tokenizer
 
     engine = importlib.import_module("my_package.my_engine").Parrot(make_tokenizer(), "a: 3\n")
     requests = [Request(f"p{i}", 0, [1, 2, 3], False) for i in range(2)]
@@ -275,7 +277,7 @@ def test_an_engine():
     assert all(engine.tokenizer.decode(response.final.sampled[:-1]) == "a: 3\n" for _, response in found)
 
 
-# ---- the page ------------------------------------------------------------------------------------------------------------
+# ---- the page ----
 
 
 def test_every_registry_that_the_page_names_is_where_it_says():
@@ -287,6 +289,8 @@ def test_every_registry_that_the_page_names_is_where_it_says():
         )
 
 
-@pytest.mark.parametrize("thing", ["model family", "objective", "reward", "filter", "judge", "engine", "benchmark", "kernel"])
+@pytest.mark.parametrize(
+    "thing", ["model family", "objective", "reward", "filter", "judge", "engine", "benchmark", "kernel"]
+)
 def test_the_page_explains_each(thing):
     assert re.search(rf"\*\*An? {thing}\.\*\*", PAGE)

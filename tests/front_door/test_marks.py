@@ -1,4 +1,6 @@
-"""A finished stage knows what it was made from: other settings and other inputs are refused, and nothing is changed by that."""
+"""A finished stage knows what it was made from: other settings and other inputs are refused, and nothing is changed by
+that.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ name: r
 output: OUT
 common: {sft: {steps: 2, batch: 2, token_budget: 2000, sharding: {compute_dtype: float32}, checkpoint: {every: 9}, threads: 1}}
 prepare:
-  world: {run: world, set: {base_examples: 8, train: 4, validation: 2, test: 2, larger: 1,
+  world: {run: "dccot.lab.worlds.stages:arithmetic", set: {base_examples: 8, train: 4, validation: 2, test: 2, larger: 1,
     model: {hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 1}}}
   base: {run: sft, config: mini/base.yaml, start: world/init, set: {data.train: "{run}/world/base.jsonl"}}
   again: {run: sft, config: mini/base.yaml, start: base, set: {data.train: "{run}/world/base.jsonl"}}
@@ -50,7 +52,9 @@ def recipe(finished, tmp_path) -> Path:
 
 
 def everything(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"}
+    return {
+        str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"
+    }
 
 
 def refused(recipe: Path, capsys, *settings: str) -> str:
@@ -82,12 +86,16 @@ def test_changed_data_and_a_changed_model_are_refused_by_their_content(recipe, c
     run = recipe.parent / "r"
     before = (run / "world" / "base.jsonl").read_text()
     (run / "world" / "base.jsonl").write_text(before.replace("1", "2"))
-    assert "data.train has another content than when the stage was finished   (base.data.train, again.data.train" in refused(recipe, capsys)
+    assert (
+        "data.train has another content than when the stage was finished   (base.data.train, again.data.train"
+        in refused(recipe, capsys)
+    )
     (run / "world" / "base.jsonl").write_text(before)
     weights = run / "world" / "init" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    assert "model.path has another content than when the stage was finished (model.safetensors)   (base.model.path)" in refused(
-        recipe, capsys
+    assert (
+        "model.path has another content than when the stage was finished (model.safetensors)   (base.model.path)"
+        in refused(recipe, capsys)
     )
 
 
@@ -104,7 +112,9 @@ def test_redo_keeps_the_old_results_and_a_later_stage_that_was_made_from_them_st
     said = capsys.readouterr()
     assert f"base: done again; what was there is in {run}/replaced/base-1" in said.out
     assert (run / "replaced" / "base-1" / weights).read_bytes() == before != (run / "base" / weights).read_bytes()
-    assert "stage again: model.path has another content than when the stage was finished (model.safetensors)" in said.err
+    assert (
+        "stage again: model.path has another content than when the stage was finished (model.safetensors)" in said.err
+    )
     assert main([str(recipe), "base.optimizer.learning_rate=0.125", "--redo", "again", "--redo", "last"]) == 0
     assert "[2/4] base: done before" in capsys.readouterr().out
 
@@ -114,11 +124,14 @@ def test_redo_that_was_stopped_goes_on_when_the_same_command_is_given_again(reci
     (run / "last" / "done.json").unlink()
     assert main([str(recipe), "--redo", "last"]) == 0
     assert (run / "last" / "done.json").is_file() and not (run / "replaced").exists()
-    assert len(json.loads((run / "last" / "provenance.json").read_text())["starts"]) == 2  # it was started again, in its own folder
+    # it was started again, in its own folder
+    assert len(json.loads((run / "last" / "provenance.json").read_text())["starts"]) == 2
 
 
 def test_redo_of_a_stage_that_is_not_there_is_refused(recipe, capsys):
-    assert "--redo is 'bas'; it must be one of world, base, again, last; did you mean 'base'?" in refused(recipe, capsys, "--redo", "bas")
+    assert "--redo is 'bas'; it must be one of world, base, again, last; did you mean 'base'?" in refused(
+        recipe, capsys, "--redo", "bas"
+    )
 
 
 def test_other_code_is_said_and_not_refused(recipe, capsys):
@@ -150,7 +163,9 @@ def test_a_mark_from_before_marks_said_what_they_were_made_from_is_taken(recipe)
 
 def test_a_recipe_that_another_job_runs_is_refused(recipe, capsys):
     hold = "import sys; from pathlib import Path; from dccot.train.run import claim; print(claim(Path(sys.argv[1])), flush=True); input()"
-    other = subprocess.Popen([sys.executable, "-c", hold, recipe.parent / "r"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen(
+        [sys.executable, "-c", hold, recipe.parent / "r"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert other.stdout.readline() == "None\n"
         assert f"is being written by process {other.pid}" in refused(recipe, capsys)

@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from dccot.bench import bigram as tiny
 from dccot.cli import main
-from dccot.model.checkpoint_io import open_tensors
+from dccot.lab.worlds import bigram as tiny
 from dccot.model.tokenizer import open_tokenizer
+from dccot.model.weights import open_tensors
 
 
 @pytest.fixture(scope="module")

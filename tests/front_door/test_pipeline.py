@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from dccot.config import ConfigError
+from dccot.core.config import ConfigError
 from dccot.data.problems import Problem
 from dccot.data.stream import ProblemStream
 from dccot.recipe import load_recipe
@@ -42,7 +42,10 @@ def test_a_stage_starts_from_the_one_before_and_settings_win_in_order(recipe_fil
     assert [plan.start for plan in plans] == ["MODEL", "M", f"{recipe.folder}/sft", f"{recipe.folder}/stage1"]
     config = load_stage(plans[2])
     assert (config.model.path, config.steps, config.reward.cutoff) == (f"{recipe.folder}/sft", 3, 100)
-    assert (config.rollout.budget, config.rollout.workers) == (300, 2)  # of a group of settings only what is named is replaced
+    assert (config.rollout.budget, config.rollout.workers) == (
+        300,
+        2,
+    )  # of a group of settings only what is named is replaced
     assert config.data.train == str(tmp_path / "runs" / "r" / "world" / "train.jsonl")
     assert (config.seed, recipe.seed) == (7, 5)
 
@@ -77,7 +80,11 @@ def test_no_two_stages_share_a_request_seed_or_the_order_of_their_problems(recip
     configs = {plan.name: load_stage(plan) for plan in plans}
     seeds = {name: config.seed for name, config in configs.items() if hasattr(config, "seed")}
     assert len(set(seeds.values())) == len(seeds) > 10
-    requests = [seed_of((seed, step, 0), f"p{problem}", sample, 0, 0) for seed in seeds.values() for step, problem, sample in FIRST_1000]
+    requests = [
+        seed_of((seed, step, 0), f"p{problem}", sample, 0, 0)
+        for seed in seeds.values()
+        for step, problem, sample in FIRST_1000
+    ]
     assert len(set(requests)) == len(requests) == 1000 * len(seeds)
     problems = [Problem(str(i), "q", "1") for i in range(100)]
     orders = [tuple(p.id for p in ProblemStream(problems, seed, 100).next_batch()) for seed in seeds.values()]
@@ -106,11 +113,26 @@ SIZES = {
     "compute_dtype", "max_rollout_batches",
     "activation_checkpointing", "whole",
 }  # fmt: skip
-PLACES = {"name", "output", "seed", "model", "path", "train", "problems", "benchmarks", "source", "validation", "parallel", "sequential"}
+PLACES = {
+    "name",
+    "output",
+    "seed",
+    "model",
+    "path",
+    "train",
+    "problems",
+    "benchmarks",
+    "source",
+    "validation",
+    "parallel",
+    "sequential",
+}
 
 
 def test_the_miniature_is_the_papers_recipe_with_other_sizes():
-    paper, mini = ({plan.name: plan for plan in load_recipe(f"configs/{name}.yaml", settings)[1]} for name, settings in RECIPES)
+    paper, mini = (
+        {plan.name: plan for plan in load_recipe(f"configs/{name}.yaml", settings)[1]} for name, settings in RECIPES
+    )
     ours_alone = ["world", "base", *(f"dsr_{stage}" for stage in STAGES), "eval_dsr_rl"]
     left_out = ["dsr_hlp_24k", "eval_dsr_hlp_24k", "eval_dsr_32k"]
     assert list(mini) == ours_alone + [name for name in paper if name not in left_out]
@@ -120,7 +142,9 @@ def test_the_miniature_is_the_papers_recipe_with_other_sizes():
             continue
         assert mini[name].stage.run == plan.stage.run
         ours, theirs = flat(load_stage(mini[name])), flat(load_stage(plan))
-        differing |= {f"{name}.{key}" for key in ours if ours[key] != theirs[key] and key.split(".")[-1] not in PLACES | SIZES}
+        differing |= {
+            f"{name}.{key}" for key in ours if ours[key] != theirs[key] and key.split(".")[-1] not in PLACES | SIZES
+        }
     assert differing == set(NOT_SIZES)
 
 
@@ -134,12 +158,18 @@ def test_in_the_miniature_the_sequential_base_gets_the_same_rl_as_dc_cot():
         one, other = flat(load_stage(plans[ours])), flat(load_stage(plans[theirs]))
         allowed = {"name", "seed", "model.path", "prompt.kind"} | ({"reward.correct_only"} if ours == "hlp" else set())
         assert {key for key in one if one[key] != other[key]} == allowed
-    assert {load_stage(plan).budget for name, plan in plans.items() if name.startswith("eval_") or name == "latency"} == {640}
+    assert {
+        load_stage(plan).budget for name, plan in plans.items() if name.startswith("eval_") or name == "latency"
+    } == {640}
 
 
 def test_the_unmarked_miniature_differs_in_its_solutions_and_in_how_much_sft_it_needs():
-    marked, unmarked = ({plan.name: flat(load_stage(plan)) for plan in load_recipe(f"configs/mini/{name}.yaml")[1]} for name in NAMES)
-    differing = {f"{stage}.{key}" for stage, found in marked.items() for key in found if found[key] != unmarked[stage][key]}
+    marked, unmarked = (
+        {plan.name: flat(load_stage(plan)) for plan in load_recipe(f"configs/mini/{name}.yaml")[1]} for name in NAMES
+    )
+    differing = {
+        f"{stage}.{key}" for stage, found in marked.items() for key in found if found[key] != unmarked[stage][key]
+    }
     sft = {
         "sft.steps",
         "sft.checkpoint.every",

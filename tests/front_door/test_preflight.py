@@ -1,4 +1,6 @@
-"""`--check`: a recipe whose inputs are all there passes, and each input that is missing is named, alone, with the stages that need it."""
+"""`--check`: a recipe whose inputs are all there passes, and each input that is missing is named, alone, with the
+stages that need it.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dccot.bench import bigram
-from dccot.config import ConfigError
+from dccot.core.config import ConfigError
+from dccot.lab.worlds import bigram
 from dccot.pipeline import main
 from dccot.preflight import check_recipe
 from dccot.recipe import load_recipe
@@ -58,7 +60,10 @@ def test_a_missing_file_is_the_only_fault_and_names_its_stages(inputs, name):
     Path(name).unlink()
     [(message, places)] = faults().items()
     assert f"no problem file {name!r}; `dccot data fetch {Path(name).stem}`" in message
-    evaluations = {f"eval_{row}.benchmarks" for row in ("dsr_32k", "dsr_12k", "dsr_hlp_24k", "dsr_hlp_12k", "sft", "dc_cot", "dc_cot_hlp")}
+    evaluations = {
+        f"eval_{row}.benchmarks"
+        for row in ("dsr_32k", "dsr_12k", "dsr_hlp_24k", "dsr_hlp_12k", "sft", "dc_cot", "dc_cot_hlp")
+    }
     trained = {"stage1", "stage2a", "stage2b", "stage3", "stage4", "hlp", "dsr_hlp_12k", "dsr_hlp_24k"}
     expected = {"deepscaler": {"sequential.problems"} | {f"{stage}.data.train" for stage in trained}}
     expected["aime24"] = evaluations | {f"{stage}.data.validation" for stage in trained} | {"latency.problems"}
@@ -69,7 +74,13 @@ def test_a_missing_model_names_every_stage_that_begins_with_it(inputs):
     shutil.rmtree("MODEL")
     [(message, places)] = faults().items()
     assert "'MODEL' is neither a Hugging Face folder" in message
-    began = {"sequential.model", "sft.model.path", "dsr_hlp_12k.model.path", "dsr_hlp_24k.model.path", "latency.sequential"}
+    began = {
+        "sequential.model",
+        "sft.model.path",
+        "dsr_hlp_12k.model.path",
+        "dsr_hlp_24k.model.path",
+        "latency.sequential",
+    }
     assert places == began | {"eval_dsr_32k.model", "eval_dsr_12k.model"}
 
 
@@ -84,7 +95,12 @@ def test_all_faults_are_reported_at_once(inputs, monkeypatch, capsys):
     code = main(["configs/paper.yaml", "model=MODEL", "stage3.steps=0", "stage4.rollout.budget=100000", "--check"])
     said = capsys.readouterr().err
     assert code == 2 and "4 things are missing or wrong" in said
-    for part in ("ANTHROPIC_API_KEY", "'runs/data/minerva.jsonl'", "steps is 0; it must be at least 1   (stage3)", "101,024"):
+    for part in (
+        "ANTHROPIC_API_KEY",
+        "'runs/data/minerva.jsonl'",
+        "steps is 0; it must be at least 1   (stage3)",
+        "101,024",
+    ):
         assert part in said
 
 
@@ -98,10 +114,16 @@ def test_validation_without_problems_is_a_fault(inputs):
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("eval_dc_cot_hlp.model=hlp@185", "hlp will not keep step 185: it has 200 steps and checkpoint.keep_hf_every is 20"),
+        (
+            "eval_dc_cot_hlp.model=hlp@185",
+            "hlp will not keep step 185: it has 200 steps and checkpoint.keep_hf_every is 20",
+        ),
         ("eval_dc_cot_hlp.model=hlp@220", "hlp will not keep step 220"),
         ("eval_dc_cot_hlp.model=hlp@last", "hlp@last names no step; write hlp@NUMBER or hlp@best"),
-        ("stage1.model.path=runs/paper/stage4", "runs/paper/stage4 is made by stage stage4, which does not come before"),
+        (
+            "stage1.model.path=runs/paper/stage4",
+            "runs/paper/stage4 is made by stage stage4, which does not come before",
+        ),
         ("report.rows={stage1: X}", "a key of rows is 'stage1'; it must be one of eval_dsr_32k"),
         ("report.baselines={DC-CoT: DSR}", "a name in baselines is 'DSR'; it must be one of DSR-32K"),
         ("eval_sft.model=rewrite", "stage rewrite trains no model; name one that does"),
@@ -140,7 +162,10 @@ def test_a_disk_that_is_too_small_is_a_fault(inputs, monkeypatch):
 
 def test_training_that_does_not_fit_the_memory_is_a_fault(inputs, monkeypatch):
     monkeypatch.setattr("dccot.preflight._memory_per_rank", lambda: (1e6, "the GPU"))
-    assert any("training needs about" in message and "stage1.batch.token_budget" in places for message, places in faults().items())
+    assert any(
+        "training needs about" in message and "stage1.batch.token_budget" in places
+        for message, places in faults().items()
+    )
 
 
 def test_a_finished_stage_needs_nothing(inputs):

@@ -1,4 +1,6 @@
-"""The batch script of docs/running.md, with stand-ins for SLURM's commands and for the ranks: what it does with their exit codes."""
+"""The batch script of docs/running.md, with stand-ins for SLURM's commands and for the ranks: what it does with their
+exit codes.
+"""
 
 import os
 import subprocess
@@ -29,11 +31,22 @@ def submit(tmp_path):
     def run(*codes: int) -> tuple[int, int, bool]:
         """Exit code, how often the ranks were started, whether the job went back to the queue."""
         (tmp_path / "codes").write_text("".join(f"{code}\n" for code in codes))
-        environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"}
-        done = subprocess.run(["bash", SCRIPT, "dccot.train.rl", "a b.yaml", "x=1"], cwd=tmp_path, env=environment, timeout=60)
+        environment = {
+            **os.environ,
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "node[1-2]",
+        }
+        done = subprocess.run(
+            ["bash", SCRIPT, "dccot.train.rl", "a b.yaml", "x=1"], cwd=tmp_path, env=environment, timeout=60
+        )
         said = (tmp_path / "said").read_text().splitlines()
         assert said[:2] == [f"rank {rank} of 2 on {rank} at node1: -m dccot.train.rl a b.yaml x=1" for rank in (0, 1)]
-        return done.returncode, len(said) // 2, (tmp_path / "asked").exists() and (tmp_path / "asked").read_text() == "requeue 7\n"
+        return (
+            done.returncode,
+            len(said) // 2,
+            (tmp_path / "asked").exists() and (tmp_path / "asked").read_text() == "requeue 7\n",
+        )
 
     return run
 

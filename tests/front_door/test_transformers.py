@@ -105,7 +105,8 @@ def test_log_probs_and_gradients_are_those_of_separate_rows(family, rows):
     expected, expected_gradient = run_apart(model, rows, temperature=0.6)
     assert largest_error(logprob, expected) < 1e-9
     assert gradient.keys() == expected_gradient.keys()
-    assert (len(gradient) == len(list(model.parameters()))) == (family != "lora")  # of an adapted model only the adapters
+    # of an adapted model only the adapters
+    assert (len(gradient) == len(list(model.parameters()))) == family != "lora"
     exact = 1e-6 if family == "qwen3_moe" else 1e-9  # its router takes the softmax in fp32
     assert largest_error(gradient.values(), [expected_gradient[name] for name in gradient]) < exact
 
@@ -163,7 +164,12 @@ def test_without_a_forest_the_model_generates_as_with_sdpa(rows):
 @pytest.mark.parametrize(
     "family, changes, inputs, says",
     [
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, {}, "sees the last 16 tokens only"),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0},
+            {},
+            "sees the last 16 tokens only",
+        ),
         ("llama", {"attention_dropout": 0.1}, {}, "attention dropout 0.1"),
         ("gemma2", {}, {}, "uses softcap"),
         ("llama", {}, {"tree_mask": None}, "does not hand on the keyword tree_mask"),

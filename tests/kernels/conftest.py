@@ -1,4 +1,6 @@
-"""Makes the helpers of this folder importable; tests in `interpreted` need a process with TRITON_INTERPRET=1 (test_interpreter.py)."""
+"""Makes the helpers of this folder importable; tests in `interpreted` need a process with TRITON_INTERPRET=1
+(test_interpreter.py).
+"""
 
 import os
 import sys

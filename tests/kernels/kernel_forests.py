@@ -9,7 +9,10 @@ from torch import Tensor
 
 def from_depths(depths: list[int]) -> Tensor:
     """visible_until of the preorder forest with these depths: up to the next token that is not deeper."""
-    after = [next((j for j in range(i + 1, len(depths)) if depths[j] <= depth), len(depths)) for i, depth in enumerate(depths)]
+    after = [
+        next((j for j in range(i + 1, len(depths)) if depths[j] <= depth), len(depths))
+        for i, depth in enumerate(depths)
+    ]
     return torch.tensor(after, dtype=torch.int64)
 
 

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_forests import forests
 
-from dccot.kernels import balance, trees
+from dccot.kernels import balance
 from dccot.kernels.schedule import build
+from dccot.lab.critic import trees
 
 PROCESSORS = (108, 132, 148)  # A100, H100, B200
 HEADS = ((12, 2), (28, 4), (32, 8))

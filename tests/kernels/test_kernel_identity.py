@@ -6,7 +6,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from dccot.kernels import attention_triton, logprob_triton
+from dccot.kernels import attention_triton
+from dccot.kernels import lm_head_triton as logprob_triton
 
 KERNELS = [
     attention_triton.forward_kernel,

@@ -18,7 +18,9 @@ def test_position_counts_visible_keys_and_parent_is_the_nearest(visible_until):
     visible = visible_pairs(visible_until).tril(-1)
     mask = TreeMask(visible_until)
     assert mask.position.tolist() == visible.sum(1).tolist()
-    assert mask.parent.tolist() == [max((k for k in range(q) if visible[q, k]), default=-1) for q in range(len(visible))]
+    assert mask.parent.tolist() == [
+        max((k for k in range(q) if visible[q, k]), default=-1) for q in range(len(visible))
+    ]
 
 
 @settings(deadline=None, max_examples=60)

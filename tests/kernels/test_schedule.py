@@ -23,14 +23,19 @@ def visits(lists: Lists):
 def check(visible_until, block_q: int, block_k: int) -> None:
     visible = visible_pairs(visible_until)
     schedule = build(visible_until, block_q, block_k)
-    for lists, own_block, block, seen in ((schedule.by_query, block_q, block_k, visible), (schedule.by_key, block_k, block_q, visible.T)):
+    for lists, own_block, block, seen in (
+        (schedule.by_query, block_q, block_k, visible),
+        (schedule.by_key, block_k, block_q, visible.T),
+    ):
         covered = torch.zeros_like(seen, dtype=torch.int64)
         edges = 0
         for start, stop, tile_start, tile_stop, masked in visits(lists):
             tile = seen[start:stop, tile_start:tile_stop]
             assert 0 < stop - start <= own_block and 0 < tile_stop - tile_start <= block
             assert tile.any(), "an empty tile is visited"
-            assert masked or (tile.all() and tile_stop - tile_start == block), "a tile without mask must be whole and visible"
+            assert masked or (tile.all() and tile_stop - tile_start == block), (
+                "a tile without mask must be whole and visible"
+            )
             covered[start:stop, tile_start:tile_stop] += 1
             edges += masked
         assert covered.max() == 1 and bool((covered[seen] == 1).all())

@@ -10,11 +10,14 @@ from kernel_forests import SHAPES, forests, from_depths, visible_pairs
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from dccot.kernels import attention_cpu, attention_flash
+from dccot.kernels import attention_cpu
+from dccot.kernels import attention_flex as attention_flash
 from dccot.kernels.tree_attention import TreeMask, tree_attention
 
 
-def tensors(tokens: int, query_heads: int = 6, key_heads: int = 2, dim: int = 16, dtype=torch.float64) -> list[torch.Tensor]:
+def tensors(
+    tokens: int, query_heads: int = 6, key_heads: int = 2, dim: int = 16, dtype=torch.float64
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(tokens)
     sizes = ((tokens, heads, dim) for heads in (query_heads, key_heads, key_heads, query_heads))
     q, k, v, grad = (torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in sizes)
@@ -69,7 +72,10 @@ def test_paths_equal_the_oracle_in_fp64_on_a_tree_long_enough_for_slices():
     mask = TreeMask(visible_until)
     pieces = attention_cpu.cut(visible_until)
     triangles = [(rows.stop - rows.start, count) for rows, count in pieces.causal]
-    assert triangles == [(256, 2), (144, 1), (128, 1), (172, 1), (128, 1), (172, 1), (256, 2), (244, 1)] and not pieces.chains
+    assert (
+        triangles == [(256, 2), (144, 1), (128, 1), (172, 1), (128, 1), (172, 1), (256, 2), (244, 1)]
+        and not pieces.chains
+    )
     assert len(pieces.full) == 6 + 1, "one rectangle per triangle but the first of a run, and what is below the trunk"
     inputs = tensors(1500, 2, 1, 8)
     assert largest_difference(with_gradients(*inputs, mask), with_gradients(*inputs, mask, backend="dense")) < 1e-9
@@ -81,7 +87,10 @@ def test_the_block_mask_of_the_flash_backend_shows_what_the_oracle_shows(visible
     made, tokens = attention_flash.block_mask(visible_until, block), len(visible_until)
     index = torch.arange(tokens)
     shown = torch.zeros(tokens, tokens, dtype=torch.bool)
-    for count, tiles, masked in ((made.kv_num_blocks, made.kv_indices, True), (made.full_kv_num_blocks, made.full_kv_indices, False)):
+    for count, tiles, masked in (
+        (made.kv_num_blocks, made.kv_indices, True),
+        (made.full_kv_num_blocks, made.full_kv_indices, False),
+    ):
         for row, (length, columns) in enumerate(zip(count[0, 0].tolist(), tiles[0, 0].tolist(), strict=True)):
             for column in columns[:length]:
                 q, k = (index[number * block : (number + 1) * block] for number in (row, column))
@@ -96,9 +105,14 @@ def test_flash_compiled_from_the_tile_lists_equals_the_oracle():
     mask, (q, k, v, _) = TreeMask(visible_until), tensors(400, 4, 2, 16, dtype=torch.float32)
     q, k, v = (x.detach() for x in (q, k, v))
     heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
-    walked = torch.compile(flex_attention)(*heads_first, block_mask=attention_flash.block_mask(mask.visible_until), enable_gqa=True)
+    walked = torch.compile(flex_attention)(
+        *heads_first, block_mask=attention_flash.block_mask(mask.visible_until), enable_gqa=True
+    )
     expected = tree_attention(q, k, v, mask, backend="dense")
-    assert largest_difference([walked[0].transpose(0, 1), tree_attention(q, k, v, mask, backend="flash")], [expected] * 2) < 1e-5
+    assert (
+        largest_difference([walked[0].transpose(0, 1), tree_attention(q, k, v, mask, backend="flash")], [expected] * 2)
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -132,7 +146,10 @@ def test_no_tokens_give_no_output():
 def test_views_with_other_strides_are_welcome_if_the_last_dimension_is_contiguous():
     fused = torch.randn(30, 3, 4, 16, dtype=torch.float64)
     mask, views = TreeMask.causal([30]), fused.unbind(1)
-    assert largest_difference([tree_attention(*views, mask)], [tree_attention(*(x.contiguous() for x in views), mask)]) == 0
+    assert (
+        largest_difference([tree_attention(*views, mask)], [tree_attention(*(x.contiguous() for x in views), mask)])
+        == 0
+    )
 
 
 def test_backward_works_after_the_mask_is_gone():
@@ -155,7 +172,9 @@ def test_activation_checkpointing_changes_no_bit():
 
 def test_the_operator_keeps_torchs_contract_for_custom_operators():
     mask, (q, k, v, _) = TreeMask(SHAPES["one-token segments"]), tensors(15, dtype=torch.float32)
-    torch.library.opcheck(torch.ops.dccot.tree_attention.default, (q, k, v, mask.visible_until, mask.handle, 0.25, "cpu"))
+    torch.library.opcheck(
+        torch.ops.dccot.tree_attention.default, (q, k, v, mask.visible_until, mask.handle, 0.25, "cpu")
+    )
 
 
 def test_torch_compile_takes_it_as_one_step_and_other_trees_need_no_new_graph():
@@ -166,7 +185,9 @@ def test_torch_compile_takes_it_as_one_step_and_other_trees_need_no_new_graph():
         return graph.forward
 
     torch._dynamo.reset()
-    compiled = torch.compile(lambda q, k, v, mask: tree_attention(q * 2, k, v, mask) + 1, backend=count, fullgraph=True, dynamic=True)
+    compiled = torch.compile(
+        lambda q, k, v, mask: tree_attention(q * 2, k, v, mask) + 1, backend=count, fullgraph=True, dynamic=True
+    )
     for visible_until in (SHAPES["long branches"], SHAPES["forty branches"], SHAPES["plain causal"]):
         mask, (q, k, v, _) = TreeMask(visible_until), tensors(len(visible_until))
         assert largest_difference([compiled(q, k, v, mask)], [tree_attention(q * 2, k, v, mask) + 1]) == 0
@@ -180,16 +201,33 @@ def test_torch_compile_takes_it_as_one_step_and_other_trees_need_no_new_graph():
         ({"v": torch.randn(9, 2, 8)}, ValueError, r"k \(9, 2, 16\), v \(9, 2, 8\)"),
         ({"q": torch.randn(9, 5, 16)}, ValueError, "query heads must be a multiple of key heads, got 5 and 2"),
         ({"mask": TreeMask.causal([8])}, ValueError, "the mask describes 8 tokens"),
-        ({"k": torch.randn(9, 2, 16).half()}, TypeError, "one floating-point dtype, got torch.float32, torch.float16, torch.float32: cast"),
-        ({"q": torch.randn(9, 16, 4).transpose(1, 2)}, ValueError, r"last dimension must be contiguous.*call \.contiguous\(\)"),
+        (
+            {"k": torch.randn(9, 2, 16).half()},
+            TypeError,
+            "one floating-point dtype, got torch.float32, torch.float16, torch.float32: cast",
+        ),
+        (
+            {"q": torch.randn(9, 16, 4).transpose(1, 2)},
+            ValueError,
+            r"last dimension must be contiguous.*call \.contiguous\(\)",
+        ),
         ({"scale": 0.0}, ValueError, "scale must be positive, got 0.0"),
         ({"backend": "fast"}, ValueError, "unknown backend 'fast': use 'triton', 'cpu', 'flash' or 'dense'"),
-        ({"backend": "flash", "q": torch.randn(9, 4, 16, requires_grad=True)}, ValueError, "has no backward on a CPU: use 'cpu'"),
+        (
+            {"backend": "flash", "q": torch.randn(9, 4, 16, requires_grad=True)},
+            ValueError,
+            "has no backward on a CPU: use 'cpu'",
+        ),
         ({"backend": "triton"}, ValueError, "head_dim .32, 64, 128., got 16"),
     ],
 )
 def test_errors_name_the_value_and_the_remedy(change, error, message):
-    arguments = {"q": torch.randn(9, 4, 16), "k": torch.randn(9, 2, 16), "v": torch.randn(9, 2, 16), "mask": TreeMask.causal([9])} | change
+    arguments = {
+        "q": torch.randn(9, 4, 16),
+        "k": torch.randn(9, 2, 16),
+        "v": torch.randn(9, 2, 16),
+        "mask": TreeMask.causal([9]),
+    } | change
     with pytest.raises(error, match=message):
         tree_attention(**arguments)
 
@@ -198,7 +236,8 @@ def test_triton_says_what_it_cannot_take():
     q = torch.randn(9, 2, 32)
     with pytest.raises(ValueError, match="needs TRITON_INTERPRET=1"):
         tree_attention(q, q, q, TreeMask.causal([9]), backend="triton")
-    far_apart = torch.empty(2**30 + 32, dtype=torch.float16).as_strided((9, 2, 32), (0, 2**30, 1))  # never touched: costs no memory
+    # never touched: costs no memory
+    far_apart = torch.empty(2**30 + 32, dtype=torch.float16).as_strided((9, 2, 32), (0, 2**30, 1))
     with pytest.raises(ValueError, match="more than 2³¹ elements apart"):
         tree_attention(far_apart, q.half(), q.half(), TreeMask.causal([9]), backend="triton")
     with pytest.raises(TypeError, match=r"got torch\.float64: cast"):

@@ -14,7 +14,12 @@ ORIGINAL_LENGTH, MAX_LENGTH = 64, 256
 ROPE = {
     "default": {},
     "linear": {"factor": 2.5},
-    "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL_LENGTH},
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL_LENGTH,
+    },
     "yarn": {"factor": 4.0, "original_max_position_embeddings": ORIGINAL_LENGTH},
 }
 
@@ -29,7 +34,9 @@ def raw_config():
             rotary = {"rope_parameters": {"rope_theta": theta, **scaling}}
         else:  # the oldest files say `type`
             rotary = {"rope_theta": theta, "rope_scaling": None if rope == "default" else {"type": rope, **ROPE[rope]}}
-        architecture = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[model_type]
+        architecture = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[
+            model_type
+        ]
         raw = {
             "architectures": [architecture], "model_type": model_type, "vocab_size": VOCABULARY, "hidden_size": 192,
             "intermediate_size": 99, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 6 // groups, "head_dim": 32,
@@ -45,7 +52,9 @@ def raw_config():
 
 @pytest.fixture(scope="session")
 def write_checkpoint():
-    """Writes config.json as given and random weights, and returns transformers' model of it. Norms and biases are random too."""
+    """Writes config.json as given and random weights, and returns transformers' model of it. Norms and biases are
+    random too.
+    """
 
     def write(folder: Path, raw: dict, seed: int = 0):
         folder.mkdir(parents=True, exist_ok=True)

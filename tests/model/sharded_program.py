@@ -15,33 +15,43 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dccot.kernels.tree_attention import TreeMask
-from dccot.model.checkpoint_io import full_parameters, save_checkpoint
 from dccot.model.sharding import ShardingConfig, build_model
+from dccot.model.weights import full_parameters, save_checkpoint
 
 CASES = {
     "fsdp": ShardingConfig(compute_dtype="float32"),
     "hsdp": ShardingConfig(compute_dtype="float32", replicate=2),
     "whole": ShardingConfig(compute_dtype="float32", whole=True),
     "compiled": ShardingConfig(compute_dtype="float32", compile=True),
-    "bf16, kept gathered": ShardingConfig(compute_dtype="bfloat16", reshard_after_forward=False, activation_checkpointing=False),
+    "bf16, kept gathered": ShardingConfig(
+        compute_dtype="bfloat16", reshard_after_forward=False, activation_checkpointing=False
+    ),
 }
 
 
 class LargestTensor(TorchDispatchMode):
-    """The largest tensor for which an operation took memory. Views take none, nor do tensors that lie in a mapped file."""
+    """The largest tensor for which an operation took memory. Views take none, nor do tensors that lie in a mapped
+    file.
+    """
 
     elements = 0
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         result = op(*args, **(kwargs or {}))
         if not any(returned.alias_info for returned in op._schema.returns):
-            held = [x.to_local() if isinstance(x, DTensor) else x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+            held = [
+                x.to_local() if isinstance(x, DTensor) else x
+                for x in tree_leaves(result)
+                if isinstance(x, torch.Tensor)
+            ]
             self.elements = max([self.elements, *(x.numel() for x in held if x.device.type != "meta")])
         return result
 
 
 def evaluate(model) -> dict[str, torch.Tensor]:
-    """Logits, the gradient of the mean log-prob over the rows of all ranks, and the parameters after one more forward."""
+    """Logits, the gradient of the mean log-prob over the rows of all ranks, and the parameters after one more
+    forward.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tokens, mask = torch.arange(2, 122), TreeMask.causal([70, 50])
     rows = torch.arange(0, 69)
@@ -70,7 +80,9 @@ def main(folder: Path, out: Path) -> None:
     dist.init_process_group("gloo")
     facts = {}
     for name, sharding in CASES.items():
-        if name == ("hsdp" if dist.get_world_size() == 1 else "compiled"):  # two copies need two ranks; compiling once takes long enough
+        if name == (
+            "hsdp" if dist.get_world_size() == 1 else "compiled"
+        ):  # two copies need two ranks; compiling once takes long enough
             continue
         with LargestTensor() as largest:
             model = build_model(folder, sharding)

@@ -42,7 +42,10 @@ def test_deepscaler_config_is_read(tmp_path):
         ({"num_key_value_heads": 4}, "6 heads cannot share 4 key-value heads"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope type is 'longrope'"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "'linear' needs factor"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}}, "needs low_freq_factor, high_freq_factor"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}},
+            "needs low_freq_factor, high_freq_factor",
+        ),
         ({"rope_parameters": {"rope_theta": 1e4, "mrope_section": [1]}}, "mrope_section"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ],

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dccot.files import BadData
+from dccot.core.files import BadData
 from dccot.model.folder import (
     best_checkpoint,
     find_model,
@@ -26,7 +26,9 @@ from dccot.model.folder import (
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Checkpoints 20, 40 and 60, of which 20 has lost its weights; validation after every 20 steps and before the first."""
+    """Checkpoints 20, 40 and 60, of which 20 has lost its weights; validation after every 20 steps and before the
+    first.
+    """
     folder = tmp_path / "hlp"
     for step in (20, 40, 60):
         (folder / f"checkpoints/step_{step:06d}/hf").mkdir(parents=True)
@@ -35,7 +37,10 @@ def run(tmp_path: Path) -> Path:
     (folder / "checkpoints/step_000040_keep/hf").mkdir(parents=True)  # somebody's own copy
     (folder / "latest").write_text("step_000060\n")
     accuracies = {0: 0.9, 19: 0.8, 39: 0.5, 59: 0.4}
-    rows = [{"step": step, "validation/accuracy": value, "validation/longest_path": 100.0 + step} for step, value in accuracies.items()]
+    rows = [
+        {"step": step, "validation/accuracy": value, "validation/longest_path": 100.0 + step}
+        for step, value in accuracies.items()
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"step": 60}]))
     return folder
 
@@ -53,7 +58,11 @@ def test_a_step_that_is_gone_names_the_steps_that_are_there(run):
 
 
 def test_best_is_the_highest_validation_accuracy_among_weights_that_are_there(run):
-    assert [each.step for each in validated_checkpoints(run)] == [20, 40, 60]  # what was measured before the first step has no checkpoint
+    assert [each.step for each in validated_checkpoints(run)] == [
+        20,
+        40,
+        60,
+    ]  # what was measured before the first step has no checkpoint
     assert best_checkpoint(run).step == 40  # 20 was better, but its weights are gone
     assert resolve_model(f"{run}@best") == run / "checkpoints/step_000040/hf"
 
@@ -71,7 +80,9 @@ def test_a_folder_may_have_an_at_sign_in_its_name(tmp_path):
     assert resolve_model(folder) == folder
 
 
-@pytest.mark.parametrize("content, said", [("", "is empty"), ("step_000080\n", "names 'step_000080'"), ("../../x", r"names '\.\./\.\./x'")])
+@pytest.mark.parametrize(
+    "content, said", [("", "is empty"), ("step_000080\n", "names 'step_000080'"), ("../../x", r"names '\.\./\.\./x'")]
+)
 def test_a_latest_that_leads_nowhere_says_so_and_names_what_is_there(run, content, said):
     (run / "latest").write_text(content)
     with pytest.raises(FileNotFoundError, match=rf"latest {said}.*@STEP \(there are 40, 60\)"):
@@ -88,7 +99,8 @@ def test_weights_that_are_not_what_was_written_are_refused_everywhere_but_found(
     monkeypatch.chdir(step / "hf")
     for path in (run, f"{run}@60", step / "hf", run / "favourite", "."):
         with pytest.raises(
-            BadData, match=r"step_000060 is damaged \(hf/model.safetensors has another checksum.*another checkpoint.*\(40\)"
+            BadData,
+            match=r"step_000060 is damaged \(hf/model.safetensors has another checksum.*another checkpoint.*\(40\)",
         ):
             resolve_model(path)
     assert find_model(run) == step / "hf"
@@ -98,7 +110,9 @@ def test_a_manifest_that_leads_outside_its_checkpoint_is_refused(run, tmp_path):
     step, outside = run / "checkpoints/step_000060", tmp_path / "outside"
     outside.write_text("{}")
     for name in ("hf/../../../../outside", str(outside)):
-        (step / "manifest.json").write_text(json.dumps({f"{name}": {"size": 2, "sha256": ""}, "hf/config.json": {"size": 2, "sha256": ""}}))
+        (step / "manifest.json").write_text(
+            json.dumps({f"{name}": {"size": 2, "sha256": ""}, "hf/config.json": {"size": 2, "sha256": ""}})
+        )
         with pytest.raises(BadData, match="is damaged"):
             resolve_model(run)
     (step / "hf/config.json").unlink()
@@ -126,7 +140,7 @@ CHECKSUMS = """
 import json, sys
 from pathlib import Path
 from dccot.model.folder import model_checksums
-from dccot.runtime import Runtime
+from dccot.core.runtime import Runtime
 
 with Runtime.start() as runtime:
     found = model_checksums(Path(sys.argv[1]), runtime)
@@ -141,10 +155,18 @@ def test_ranks_started_by_srun_find_the_checksums_of_all_files(tmp_path):
         (tmp_path / name).write_bytes(content)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        variables = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        variables = {
+            **os.environ,
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free.getsockname()[1]),
+        }
     command = [sys.executable, "-c", CHECKSUMS, tmp_path]
     ranks = [
-        subprocess.Popen(command, env={**variables, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True) for rank in "01"
+        subprocess.Popen(
+            command, env={**variables, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in "01"
     ]
     expected = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     assert [json.loads(rank.communicate(timeout=300)[0]) for rank in ranks] == [expected, expected]

@@ -8,14 +8,14 @@ import pytest
 import torch
 from tokenizers import pre_tokenizers
 
-from dccot.config import ConfigError
-from dccot.files import BadData
+from dccot.core.config import ConfigError
+from dccot.core.files import BadData
 from dccot.kernels.mask import TreeMask
-from dccot.model.checkpoint_io import load_weights
 from dccot.model.config import read_config
 from dccot.model.gguf import import_gguf
 from dccot.model.tokenizer import open_tokenizer
 from dccot.model.transformer import Transformer
+from dccot.model.weights import load_weights
 
 gguf = pytest.importorskip("gguf", reason="pip install -r requirements/test.txt")
 
@@ -26,10 +26,14 @@ MERGED = [("1", "2"), ("l", "l"), (">", "Ċ")]
 
 def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
     """llama.cpp interleaves the halves of a head that transformers' rotation keeps apart."""
-    return weights.reshape(heads, 2, len(weights) // heads // 2, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
+    return (
+        weights.reshape(heads, 2, len(weights) // heads // 2, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
+    )
 
 
-def write(file: Path, raw: dict, model=None, *, architecture=None, pre="default", scaling=None, q8=False, template=TEMPLATE) -> Path:
+def write(
+    file: Path, raw: dict, model=None, *, architecture=None, pre="default", scaling=None, q8=False, template=TEMPLATE
+) -> Path:
     """A model as llama.cpp's converter writes it."""
     family = raw["model_type"]
     writer = gguf.GGUFWriter(file, architecture or family)
@@ -99,7 +103,9 @@ def test_quantised_weights_come_as_plain_ones(raw_config, write_checkpoint, tmp_
 
 def test_tokenizer_chat_template_and_end_of_text_come_along(raw_config, write_checkpoint, tmp_path):
     raw = raw_config("qwen2")
-    import_gguf(write(tmp_path / "model.gguf", raw, write_checkpoint(tmp_path / "original", raw)), tmp_path / "imported")
+    import_gguf(
+        write(tmp_path / "model.gguf", raw, write_checkpoint(tmp_path / "original", raw)), tmp_path / "imported"
+    )
     tokenizer = open_tokenizer(tmp_path / "imported")
     assert (tokenizer.chat_template, tokenizer.eos_token) == (TEMPLATE, "<|end|>")
     text = "Find x = 12.\n\nLet's <b>\n go"
@@ -116,14 +122,20 @@ def test_tokenizer_chat_template_and_end_of_text_come_along(raw_config, write_ch
 
 def test_a_file_without_a_chat_template_gives_a_tokenizer_without_one(raw_config, write_checkpoint, tmp_path):
     raw = raw_config("llama")
-    import_gguf(write(tmp_path / "model.gguf", raw, write_checkpoint(tmp_path / "original", raw), template=None), tmp_path / "imported")
+    import_gguf(
+        write(tmp_path / "model.gguf", raw, write_checkpoint(tmp_path / "original", raw), template=None),
+        tmp_path / "imported",
+    )
     assert open_tokenizer(tmp_path / "imported").chat_template is None
 
 
 @pytest.mark.parametrize("pre, tokens", [("default", ["12"]), ("smollm", ["1", "2"]), ("qwen2", ["1", "2"])])
 def test_numbers_are_cut_as_the_file_says(raw_config, write_checkpoint, tmp_path, pre, tokens):
     raw = raw_config("llama")
-    import_gguf(write(tmp_path / "model.gguf", raw, write_checkpoint(tmp_path / "original", raw), pre=pre), tmp_path / "imported")
+    import_gguf(
+        write(tmp_path / "model.gguf", raw, write_checkpoint(tmp_path / "original", raw), pre=pre),
+        tmp_path / "imported",
+    )
     tokenizer = open_tokenizer(tmp_path / "imported")
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("12", add_special_tokens=False)) == tokens
 
@@ -136,7 +148,9 @@ def test_numbers_are_cut_as_the_file_says(raw_config, write_checkpoint, tmp_path
         ({"pre": "klingon"}, "cuts text before BPE as 'klingon'"),
     ],
 )
-def test_what_would_become_another_model_is_refused_and_leaves_nothing(raw_config, write_checkpoint, tmp_path, changes, said):
+def test_what_would_become_another_model_is_refused_and_leaves_nothing(
+    raw_config, write_checkpoint, tmp_path, changes, said
+):
     raw = raw_config("llama")
     file = write(tmp_path / "model.gguf", raw, write_checkpoint(tmp_path / "original", raw), **changes)
     with pytest.raises(ConfigError, match=said):

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from dccot.files import BadData
-from dccot.model.checkpoint_io import open_tensors
+from dccot.core.files import BadData
 from dccot.model.config import parse_config, read_config
+from dccot.model.weights import open_tensors
 from dccot.models import main
 
 SMALL = {
@@ -21,7 +21,13 @@ SMALL = {
 
 @pytest.mark.parametrize(
     "key, value",
-    [("hidden_size", -32), ("num_attention_heads", 0), ("num_hidden_layers", 10**7), ("rms_norm_eps", float("nan")), ("vocab_size", "64")],
+    [
+        ("hidden_size", -32),
+        ("num_attention_heads", 0),
+        ("num_hidden_layers", 10**7),
+        ("rms_norm_eps", float("nan")),
+        ("vocab_size", "64"),
+    ],
 )
 def test_a_size_that_no_model_has_is_named(key, value):
     assert parse_config(SMALL)
@@ -59,13 +65,20 @@ def test_weights_cut_short_cost_a_command_one_line(raw_config, write_checkpoint,
         weights.write_bytes(weights.read_bytes()[:size])
         assert main(["check", str(tmp_path), "--no-weights"]) == 2
         [said] = capsys.readouterr().err.splitlines()
-        assert said.startswith("dccot: ") and "model.safetensors is damaged or cut short" in said and said.endswith("fetch it again")
+        assert (
+            said.startswith("dccot: ")
+            and "model.safetensors is damaged or cut short" in said
+            and said.endswith("fetch it again")
+        )
 
 
 @pytest.mark.parametrize("index", ["[1]", "{}", '{"weight_map": 1}', '{"weight_map": {"a": ["b"]}}', "{"])
 def test_an_index_that_is_none(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises((BadData, FileNotFoundError), match=r"index\.json does not say which file|holds no"), open_tensors(tmp_path):
+    with (
+        pytest.raises((BadData, FileNotFoundError), match=r"index\.json does not say which file|holds no"),
+        open_tensors(tmp_path),
+    ):
         pass
 
 

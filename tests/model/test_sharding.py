@@ -20,7 +20,9 @@ PROGRAM = Path(__file__).with_name("sharded_program.py")
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_group():
-    """An engine that another room's tests started in this process brings a process group of its own; here there is none."""
+    """An engine that another room's tests started in this process brings a process group of its own; here there is
+    none.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "is_initialized", lambda: False)
         yield
@@ -36,10 +38,20 @@ def checkpoint(no_process_group, raw_config, write_checkpoint, tmp_path_factory)
 def launch(checkpoint: Path, ranks: int) -> Path:
     out = checkpoint.with_name(f"{ranks}_ranks")
     out.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), str(PROGRAM)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(ranks),
+        str(PROGRAM),
+    ]
     # a compiler cache of its own: the shared one does not notice when a custom operator changes
     compiler = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(out / "compiled")}
-    done = subprocess.run([*command, str(checkpoint), str(out)], capture_output=True, text=True, timeout=900, env=os.environ | compiler)
+    done = subprocess.run(
+        [*command, str(checkpoint), str(out)], capture_output=True, text=True, timeout=900, env=os.environ | compiler
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return out
 
@@ -63,7 +75,11 @@ def plain(checkpoint) -> dict[str, torch.Tensor]:
     logprob = (logits[rows] / 0.6).log_softmax(-1)[rows, tokens[rows + 1]]
     logprob.mean().backward()
     gradients = {f"gradient/{name}": p.grad for name, p in model.named_parameters()}
-    return {"logits": logits.detach()} | gradients | {f"parameter/{name}": p.detach() for name, p in model.named_parameters()}
+    return (
+        {"logits": logits.detach()}
+        | gradients
+        | {f"parameter/{name}": p.detach() for name, p in model.named_parameters()}
+    )
 
 
 def assert_same_model(found: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], rounding: float = 2e-6) -> None:
@@ -72,7 +88,9 @@ def assert_same_model(found: dict[str, torch.Tensor], plain: dict[str, torch.Ten
         if name.startswith("parameter/"):
             assert torch.equal(found[name], expected), name
         else:
-            torch.testing.assert_close(found[name], expected, rtol=0, atol=rounding * float(expected.abs().max()), msg=name)
+            torch.testing.assert_close(
+                found[name], expected, rtol=0, atol=rounding * float(expected.abs().max()), msg=name
+            )
 
 
 @pytest.mark.parametrize("case", ["fsdp", "hsdp", "whole"])
@@ -145,7 +163,9 @@ def test_unknown_dtype_is_refused(checkpoint):
 
 
 def test_a_word_of_the_configuration_chooses_the_attention_backend(checkpoint):
-    with pytest.raises(ValueError, match=r"sharding\.attention is 'fast'; it must be null or one of triton, cpu, flash"):
+    with pytest.raises(
+        ValueError, match=r"sharding\.attention is 'fast'; it must be null or one of triton, cpu, flash"
+    ):
         ShardingConfig(attention="fast").check()
     tokens, mask = torch.arange(9), TreeMask(torch.tensor([9, 9, 5, 5, 5, 9, 9, 9, 9]))
     logits = []

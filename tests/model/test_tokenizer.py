@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from dccot.files import BadData
+from dccot.core.files import BadData
 from dccot.model.tokenizer import PROBE, check_same_ids, lost_white_space, open_tokenizer, tokenizer_folder
 
 TEXT = "Find $x^2$ when x = 12.\n\nLet's go"
@@ -21,7 +21,9 @@ def write(folder: Path, declared: str, core: Tokenizer | None = None) -> Path:
         core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
         special = ["<s>", "</s>", "<|user|>"]
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
         core.train_from_iterator([PROBE, TEXT], trainer)
     folder.mkdir(exist_ok=True)
     core.save(str(folder / "tokenizer.json"))

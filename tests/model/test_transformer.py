@@ -6,12 +6,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from dccot.kernels.rowwise import rotate
+from dccot.kernels.norm_rotate import rotate
 from dccot.kernels.tree_attention import TreeMask
-from dccot.model.checkpoint_io import load_weights
 from dccot.model.config import RopeConfig, parse_config, read_config
-from dccot.model.rotary import cos_sin, inverse_frequencies
+from dccot.model.rope import cos_sin, inverse_frequencies
 from dccot.model.transformer import Transformer
+from dccot.model.weights import load_weights
 
 VOCABULARY = 301
 
@@ -27,7 +27,9 @@ def ours(folder) -> Transformer:
 @pytest.mark.parametrize("spelling", ["old", "new"])
 @pytest.mark.parametrize("rope", ["default", "linear", "llama3", "yarn"])
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
-def test_logits_are_those_of_transformers(raw_config, write_checkpoint, tmp_path, model_type, rope, spelling, tied, groups):
+def test_logits_are_those_of_transformers(
+    raw_config, write_checkpoint, tmp_path, model_type, rope, spelling, tied, groups
+):
     theirs = write_checkpoint(tmp_path, raw_config(model_type, rope, spelling, tied, groups))
     model = ours(tmp_path)
     generator = torch.Generator().manual_seed(1)
@@ -43,7 +45,9 @@ def test_logits_are_those_of_transformers(raw_config, write_checkpoint, tmp_path
             torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("change", [{"attention_bias": True}, {"head_dim": 64}, {"rope_theta": 3e5}, {"rms_norm_eps": 1e-3}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"attention_bias": True}, {"head_dim": 64}, {"rope_theta": 3e5}, {"rms_norm_eps": 1e-3}], ids=str
+)
 @pytest.mark.parametrize("model_type", ["qwen3", "llama"])
 def test_less_common_settings_agree_with_transformers(raw_config, write_checkpoint, tmp_path, model_type, change):
     theirs = write_checkpoint(tmp_path, raw_config(model_type, spelling="old", **change))
@@ -101,7 +105,9 @@ def test_parameter_names_are_hugging_face_s(raw_config, write_checkpoint, tmp_pa
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
 def test_fp64_is_fp64_throughout(raw_config, model_type):
-    """Finite differences find the gradient to six digits; one rounding to fp32 anywhere in the forward would leave them none."""
+    """Finite differences find the gradient to six digits; one rounding to fp32 anywhere in the forward would leave them
+    none.
+    """
     model = Transformer(parse_config(raw_config(model_type))).double()
     model.init_weights(0)
     tokens, rows, mask = torch.arange(60), torch.arange(40), TreeMask.causal([60])
@@ -131,13 +137,17 @@ def test_rotation_of_bf16_rounds_once():
     left, right = x.double().chunk(2, dim=-1)
     exact = torch.cat([left * angle.cos() - right * angle.sin(), right * angle.cos() + left * angle.sin()], dim=-1)
     error = (rotate(x, *cos_sin(position, rope, 64)).double() - exact).abs()
-    assert (error <= exact.abs() * 2**-8 + 0.01).all()  # half a unit in the last place; fp32 angles at 30,000 are good to 0.002
+    assert (
+        error <= exact.abs() * 2**-8 + 0.01
+    ).all()  # half a unit in the last place; fp32 angles at 30,000 are good to 0.002
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_cos_and_sin_have_the_values_that_transformers_uses(dtype):
     """In its precision, and vLLM's; what is computed with them is fp32."""
-    config = LlamaConfig(hidden_size=128, num_attention_heads=2, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0})
+    config = LlamaConfig(
+        hidden_size=128, num_attention_heads=2, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}
+    )
     position = torch.arange(30_000, 30_050)
     theirs = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=dtype), position[None])
     for ours, expected in zip(cos_sin(position, RopeConfig(theta=10_000.0), 64, dtype), theirs, strict=True):
@@ -146,7 +156,9 @@ def test_cos_and_sin_have_the_values_that_transformers_uses(dtype):
 
 
 def test_rotation_stays_fp32_in_a_bf16_model(raw_config, write_checkpoint, tmp_path):
-    """bf16 has 8 bits: at position 31,000 it cannot even tell neighbours apart, so shifting all positions would change everything."""
+    """bf16 has 8 bits: at position 31,000 it cannot even tell neighbours apart, so shifting all positions would change
+    everything.
+    """
     write_checkpoint(tmp_path, raw_config("llama"))
     model = ours(tmp_path).bfloat16()
     tokens, here = torch.arange(50), torch.arange(50)

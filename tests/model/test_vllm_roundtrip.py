@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dccot.kernels.tree_attention import TreeMask
-from dccot.model.checkpoint_io import create_checkpoint, load_weights, save_checkpoint
 from dccot.model.config import read_config
 from dccot.model.transformer import Transformer
+from dccot.model.weights import create_checkpoint, load_weights, save_checkpoint
 
 PROGRAM = Path(__file__).with_name("vllm_program.py")
 PROMPTS = [[5, 6, 7, 8], [100, 17, 250], [2] * 40]

@@ -1,4 +1,6 @@
-"""SmolLM2-135M-Instruct through the whole system: import, parity, promise 1, a step of SFT and one of RL on two ranks."""
+"""SmolLM2-135M-Instruct through the whole system: import, parity, promise 1, a step of SFT and one of RL on two
+ranks.
+"""
 
 import json
 import subprocess
@@ -9,16 +11,16 @@ import pytest
 import torch
 
 from dccot import models
-from dccot.data.prompting import PromptConfig
+from dccot.data.prompts import PromptConfig
 from dccot.kernels.mask import TreeMask
-from dccot.miniature.lists import problem_stream, rewrite_parallel
-from dccot.model.checkpoint_io import load_weights
+from dccot.lab.worlds.lists import problem_stream, rewrite_parallel
 from dccot.model.config import read_config
 from dccot.model.tokenizer import PROBE, open_tokenizer
 from dccot.model.transformer import Transformer
+from dccot.model.weights import load_weights
 from dccot.rollout.director import RolloutConfig
+from dccot.rollout.engine import open_engine
 from dccot.rollout.generate import Request, generate
-from dccot.rollout.interface import open_engine
 from dccot.rollout.settings import EngineConfig
 from dccot.train.forest import forests_of_rank, pack
 
@@ -30,7 +32,12 @@ def test_the_imported_folder_is_the_published_model(smollm2, measured):
     assert (config.model_type, config.layers, config.hidden_size, config.vocab_size) == ("llama", 30, 576, 49_152)
     assert models._parameters(config) == 134_515_008
     assert tokenizer.decode(tokenizer.encode(PROBE)) == PROBE
-    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("x  12")) == ["x", "ĠĠ", "1", "2"]  # digits are cut off first
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("x  12")) == [
+        "x",
+        "ĠĠ",
+        "1",
+        "2",
+    ]  # digits are cut off first
     assert PromptConfig().text("Q?", tokenizer).startswith("<|im_start|>system\n")
     measured["SmolLM2: import"] = "134,515,008 parameters, chat template, digits one by one"
 
@@ -44,11 +51,14 @@ def test_numbers_are_those_of_transformers_and_vllm(smollm2, measured):
 
 @pytest.mark.parametrize("dtype, count, mean, largest", [("float32", 20, 1e-5, 1e-3), ("bfloat16", 3, 0.04, 2.0)])
 def test_rollout_is_training(smollm2, measured, dtype, count, mean, largest):
-    """Promise 1. One problem is solved in the prompt, with workers, and the next one is begun, so that the untrained model spawns, too.
+    """Promise 1. One problem is solved in the prompt, with workers, and the next one is begun, so that the untrained
+    model spawns, too.
 
     A CPU without bf16 products takes minutes for each response in bfloat16.
     """
-    solved, *asked = [problem for problem, _ in zip(problem_stream(0, "base", set()), range(9)) if "-things-" in problem.id][:4]
+    solved, *asked = [
+        problem for problem, _ in zip(problem_stream(0, "base", set()), range(9)) if "-things-" in problem.id
+    ][:4]
     shown = f"{solved.question}\n{rewrite_parallel(solved, solved.solution)}"
     with open_engine(smollm2, EngineConfig(dtype=dtype, context=2048, max_sequences=64)) as engine:
         ask = PromptConfig(max_prompt_tokens=1024)
@@ -79,9 +89,16 @@ def test_a_step_of_sft_and_one_of_rl_on_two_ranks(smollm2, tmp_path, measured):
     root = Path(__file__).parents[2]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "dccot.pipeline"]
     settings = [f"model={smollm2.resolve()}", f"output={tmp_path}"]
-    subprocess.run([sys.executable, *launch, str(root / "configs/real/check.yaml"), *settings], check=True, cwd=tmp_path)
-    rows = {stage: json.loads((tmp_path / "check" / stage / "metrics.jsonl").read_text().splitlines()[-1]) for stage in ("sft", "dapo")}
+    subprocess.run(
+        [sys.executable, *launch, str(root / "configs/real/check.yaml"), *settings], check=True, cwd=tmp_path
+    )
+    rows = {
+        stage: json.loads((tmp_path / "check" / stage / "metrics.jsonl").read_text().splitlines()[-1])
+        for stage in ("sft", "dapo")
+    }
     assert 0.3 < rows["sft"]["policy/loss"] < 4 and rows["sft"]["policy/grad_norm"] > 0
     assert rows["dapo"]["gap/kl"] < 1e-6  # in float32
-    measured["SmolLM2: SFT on 2 ranks"] = f"loss {rows['sft']['policy/loss']:.2f}, gradient norm {rows['sft']['policy/grad_norm']:.2f}"
+    measured["SmolLM2: SFT on 2 ranks"] = (
+        f"loss {rows['sft']['policy/loss']:.2f}, gradient norm {rows['sft']['policy/grad_norm']:.2f}"
+    )
     measured["SmolLM2: RL on 2 ranks"] = f"KL of trainer and rollout {rows['dapo']['gap/kl']:.1e} in float32"

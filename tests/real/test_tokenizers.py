@@ -1,7 +1,8 @@
-"""The tokenizers of the R1 models: same ids everywhere, and a tag is found however its first and last characters merge with others.
+"""The tokenizers of the R1 models: same ids everywhere, and a tag is found however its first and last characters merge
+with others.
 
-The oracle knows characters only: it joins the texts of tokens and looks for the tag. Stopping is vLLM's own detokenizer, as the engine
-uses it; the rest is the director, the response and the format check.
+The oracle knows characters only: it joins the texts of tokens and looks for the tag. Stopping is vLLM's own
+detokenizer, as the engine uses it; the rest is the director, the response and the format check.
 """
 
 import random
@@ -15,19 +16,23 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from dccot.model.checkpoint_io import full_parameters, write_folder
 from dccot.model.config import parse_config
 from dccot.model.tokenizer import open_tokenizer, tokenizer_folder
 from dccot.model.transformer import Transformer
+from dccot.model.weights import full_parameters, write_folder
 from dccot.rollout.director import Completion, Director, RolloutConfig, Stop
-from dccot.rollout.engine import VllmEngine
-from dccot.rollout.protocol import SPAWN_OPEN, TagIds, flaw_of, overshoots, worker_close
 from dccot.rollout.response import Response
 from dccot.rollout.settings import EngineConfig
+from dccot.rollout.tags import SPAWN_OPEN, TagIds, flaw_of, overshoots, worker_close
+from dccot.rollout.vllm_engine import VllmEngine
 from tests.support.real_packages import tokenizer_files
 from tests.support.tag_soup import oracle, soup
 
-NAMES = {"deepseek-r1-distill-qwen-7b": "qwen2", "deepseek-r1-distill-llama-8b": "llama", "deepseek-r1-0528-qwen3-8b": "qwen3"}
+NAMES = {
+    "deepseek-r1-distill-qwen-7b": "qwen2",
+    "deepseek-r1-distill-llama-8b": "llama",
+    "deepseek-r1-0528-qwen3-8b": "qwen3",
+}
 STOPS = [SPAWN_OPEN, worker_close(1), worker_close(2), worker_close(3)]
 
 
@@ -35,7 +40,10 @@ def texts(count: int, seed: int = 0) -> list[str]:
     """Tag soups and random characters, some of them not ASCII."""
     rng = random.Random(seed)
     alphabet = string.printable + "éß∑≤数学\u00a0\u2003🙂"
-    return [soup(rng, 3) if rng.random() < 0.5 else "".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(count)]
+    return [
+        soup(rng, 3) if rng.random() < 0.5 else "".join(rng.choices(alphabet, k=rng.randrange(60)))
+        for _ in range(count)
+    ]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -65,10 +73,14 @@ def test_the_trainer_gives_the_ids_of_tokenizer_json(published, tokenizer, measu
     folder, reference = published
     asked = texts(3000)
     wrong = [
-        text for text in asked if tokenizer.encode(text, add_special_tokens=False) != reference.encode(text, add_special_tokens=False).ids
+        text
+        for text in asked
+        if tokenizer.encode(text, add_special_tokens=False) != reference.encode(text, add_special_tokens=False).ids
     ]
     assert not wrong
-    measured[f"{folder.name}: trainer"] = f"same ids as tokenizer.json in {len(asked):,} texts ({type(tokenizer).__name__})"
+    measured[f"{folder.name}: trainer"] = (
+        f"same ids as tokenizer.json in {len(asked):,} texts ({type(tokenizer).__name__})"
+    )
 
 
 def test_the_engine_gives_the_same_ids(published, measured):
@@ -78,7 +90,8 @@ def test_the_engine_gives_the_same_ids(published, measured):
     wrong = [
         text
         for text in asked
-        if engine.tokenizer.encode(text, add_special_tokens=False) != reference.encode(text, add_special_tokens=False).ids
+        if engine.tokenizer.encode(text, add_special_tokens=False)
+        != reference.encode(text, add_special_tokens=False).ids
     ]
     engine.shutdown()
     assert not wrong
@@ -143,19 +156,27 @@ def test_every_way_a_tag_can_merge_stops_and_is_read_as_the_characters_say(publi
             assert bool(found) == bool(after), whole
             kinds.update(found)
     said = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    measured[f"{published[0].name}: tags"] = f"{ways:,} ways to merge four tags agree with the characters; overshoots: {said}"
+    measured[f"{published[0].name}: tags"] = (
+        f"{ways:,} ways to merge four tags agree with the characters; overshoots: {said}"
+    )
     assert ways > 100
 
 
 def respond(tags: TagIds, stop: str, written: list[int], encode) -> tuple[Response, list[int]]:
-    """A response in which one tag is written this way and everything else plainly, and its ids as the director must read them."""
+    """A response in which one tag is written this way and everything else plainly, and its ids as the director must
+    read them.
+    """
     says = {each: written if each == stop else encode(f"so.{each}") for each in STOPS}
     final = [*encode("So it is 4.</think><answer>4</answer>"), tags.eos]
     director = Director([1, 2, 3], RolloutConfig(budget=2000), tags, context=10_000)
     calls = director.start()
     while calls:
         ended = [(says[call.stop], Stop.TAG) if call.path[0] == 0 else (final, Stop.EOS) for call in calls]
-        calls = [new for call, (ids, why) in zip(calls, ended) for new in director.finished(call, Completion(ids, [0.0] * len(ids), why))]
+        calls = [
+            new
+            for call, (ids, why) in zip(calls, ended)
+            for new in director.finished(call, Completion(ids, [0.0] * len(ids), why))
+        ]
     read = list(says[SPAWN_OPEN])
     for opening, closing in zip(tags.worker_open, STOPS[1:]):
         read += [*opening, *says[closing]]

@@ -1,14 +1,15 @@
-"""One engine per kind of tokenizer for the whole session: starting one takes 15 s, the second in the same process a second.
+"""One engine per kind of tokenizer for the whole session: starting one takes 15 s, the second in the same process a
+second.
 
-Engines in one process share vLLM's process groups, and the one that made them takes them with it when it is shut down. So no test
-shuts one down; the tests of that run in processes of their own.
+Engines in one process share vLLM's process groups, and the one that made them takes them with it when it is shut down.
+So no test shuts one down; the tests of that run in processes of their own.
 """
 
 from pathlib import Path
 
 import pytest
 
-from dccot.bench import bigram as tiny
+from dccot.lab.worlds import bigram as tiny
 from dccot.rollout.settings import EngineConfig
 
 KINDS = ("single", "spelled")
@@ -22,7 +23,7 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def build_engine():
-    from dccot.rollout.engine import VllmEngine
+    from dccot.rollout.vllm_engine import VllmEngine
 
     def build(folder: Path, kv_cache_gb: float = 0.125, **settings) -> VllmEngine:
         return VllmEngine(folder, EngineConfig(dtype="float32", kv_cache_gb=kv_cache_gb, **settings))

@@ -1,4 +1,6 @@
-"""Engines one after another in one process: one that cannot start, one that is shut down, one after it. Prints what was found as JSON."""
+"""Engines one after another in one process: one that cannot start, one that is shut down, one after it. Prints what was
+found as JSON.
+"""
 
 import gc
 import json
@@ -6,11 +8,11 @@ import sys
 import weakref
 from pathlib import Path
 
-from dccot.rollout import engine_start
+from dccot.rollout import vllm_start as engine_start
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.engine import VllmEngine
 from dccot.rollout.generate import Request, generate
 from dccot.rollout.settings import EngineConfig
+from dccot.rollout.vllm_engine import VllmEngine
 
 GREEDY = RolloutConfig(budget=40, temperature=0.0)
 
@@ -32,7 +34,9 @@ def main(folder: Path, out: Path) -> None:
     engine = VllmEngine(folder, config, log=out / "first.log")
     found["first"] = greedy(engine)
     runner = engine._engine.model_executor.driver_worker.worker.model_runner
-    held = [weakref.ref(tensor) for tensor in [*engine._network.parameters(), *engine._network.buffers(), *runner.kv_caches]]
+    held = [
+        weakref.ref(tensor) for tensor in [*engine._network.parameters(), *engine._network.buffers(), *runner.kv_caches]
+    ]
     del runner
     gc.disable()  # what the shutdown does not free by itself stays
     engine.shutdown()

@@ -1,7 +1,7 @@
 """The state machine alone: a scripted sampler takes the place of the engine, so that every way a call can end is met.
 
-Tags here are made of ids above 900; a sampler writes ids below 100. Context of a call and longest path are worked out again from
-what the sampler was asked and what it wrote, not from the response's own arithmetic.
+Tags here are made of ids above 900; a sampler writes ids below 100. Context of a call and longest path are worked out
+again from what the sampler was asked and what it wrote, not from the response's own arithmetic.
 """
 
 import random
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from dccot.config import ConfigError
+from dccot.core.config import ConfigError
 from dccot.rollout.director import Call, Completion, Director, RolloutConfig, Stop
-from dccot.rollout.protocol import TagIds
 from dccot.rollout.response import Finish, Response, Round, Segment
+from dccot.rollout.tags import TagIds
 
 EOS = 0
 CLOSE = (901, 902)
@@ -20,11 +20,15 @@ NO_LIMIT = 10**9
 
 
 def tags(workers: int, length: int = 3) -> TagIds:
-    return TagIds(workers, CLOSE, tuple(tuple(1000 + 10 * i + j for j in range(length)) for i in range(1, workers + 1)), EOS)
+    return TagIds(
+        workers, CLOSE, tuple(tuple(1000 + 10 * i + j for j in range(length)) for i in range(1, workers + 1)), EOS
+    )
 
 
 def director(prompt=(7, 8, 9), context=NO_LIMIT, workers=3, tag_length=3, parallel=True, **settings) -> Director:
-    return Director(list(prompt), RolloutConfig(workers=workers, **settings), tags(workers, tag_length), context, parallel)
+    return Director(
+        list(prompt), RolloutConfig(workers=workers, **settings), tags(workers, tag_length), context, parallel
+    )
 
 
 def written(count: int, stop: Stop) -> Completion:
@@ -77,7 +81,12 @@ def test_the_director_continues_with_all_workers_read_between_its_tags():
 def test_a_director_that_never_spawns_answers_alone():
     machine = director(budget=10)
     machine.finished(only(machine.start()), written(4, Stop.EOS))
-    assert (machine.done, machine.response.finish, machine.response.rounds, machine.response.longest_path) == (True, Finish.ANSWERED, [], 4)
+    assert (machine.done, machine.response.finish, machine.response.rounds, machine.response.longest_path) == (
+        True,
+        Finish.ANSWERED,
+        [],
+        4,
+    )
 
 
 def test_sequential_mode_is_one_call_without_a_stop():
@@ -149,7 +158,8 @@ def test_a_director_that_spawns_with_too_little_left_ends_with_its_own_text(left
 def test_an_overshooting_stop_keeps_its_ids_and_is_charged():
     machine = director(budget=100)
     call = only(machine.start())
-    workers = machine.finished(call, Completion([11, 12, 99], [0.0] * 3, Stop.TAG))  # 99: the end of the tag and some more
+    # 99: the end of the tag and some more
+    workers = machine.finished(call, Completion([11, 12, 99], [0.0] * 3, Stop.TAG))
     assert workers[0].prompt == [*call.prompt, 11, 12, 99, *tags(3).worker_open[0]]
     assert workers[0].max_tokens == 100 - 3 - 3 - 3
 
@@ -160,7 +170,11 @@ def test_the_round_after_the_last_allowed_one_ends_the_response():
     for call in spawn(machine):
         following = machine.finished(call, written(4, Stop.TAG))
     assert machine.finished(only(following), written(6, Stop.TAG)) == []
-    assert (machine.response.finish, len(machine.response.rounds), len(machine.response.final.sampled)) == (Finish.MAX_ROUNDS, 1, 6)
+    assert (machine.response.finish, len(machine.response.rounds), len(machine.response.final.sampled)) == (
+        Finish.MAX_ROUNDS,
+        1,
+        6,
+    )
 
 
 def test_no_rounds_allowed_means_the_first_spawn_ends_it():
@@ -226,9 +240,13 @@ class Asked:
 
 
 def adversarial(rng: random.Random, call: Call) -> Completion:
-    """Stops everywhere, and most often where limits are: at the first token, at the last allowed one, and just before it."""
+    """Stops everywhere, and most often where limits are: at the first token, at the last allowed one, and just before
+    it.
+    """
     assert call.max_tokens >= 1
-    count = min(rng.choice([1, 2, rng.randint(1, call.max_tokens), call.max_tokens - 1, call.max_tokens]) or 1, call.max_tokens)
+    count = min(
+        rng.choice([1, 2, rng.randint(1, call.max_tokens), call.max_tokens - 1, call.max_tokens]) or 1, call.max_tokens
+    )
     stops = [Stop.EOS] + [Stop.TAG] * (4 if call.stop else 0) + [Stop.LENGTH] * (count == call.max_tokens)
     stop = rng.choice(stops)
     ids = [rng.randrange(1, 100) for _ in range(count)]
@@ -324,7 +342,9 @@ def test_every_call_reads_what_algorithm_1_says_and_every_sampled_id_is_kept():
             last = len(response.rounds)
             assert by_path[last, 0].call.prompt == context + response.final.inserted, number
             kept.append(((last, 0), response.final))
-        assert {path: segment.sampled for path, segment in kept} == {path: one.ids for path, one in by_path.items()}, number
+        assert {path: segment.sampled for path, segment in kept} == {path: one.ids for path, one in by_path.items()}, (
+            number
+        )
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dccot.rollout import engine as engine_module
-from dccot.rollout.engine import engine_arguments
+from dccot.rollout import vllm_engine as engine_module
 from dccot.rollout.settings import EngineConfig
+from dccot.rollout.vllm_engine import engine_arguments
 
 PROGRAM = Path(__file__).with_name("engine_life_program.py")
 

@@ -1,14 +1,16 @@
-"""An engine looks at a model's weights before it starts vLLM: what cannot be loaded costs one line, not minutes and a trace."""
+"""An engine looks at a model's weights before it starts vLLM: what cannot be loaded costs one line, not minutes and a
+trace.
+"""
 
 import shutil
 
 import pytest
 
-from dccot.files import BadData
+from dccot.core.files import BadData
 
 
 def test_damaged_weights_are_refused_before_vllm_starts(checkpoints, build_engine, tmp_path, monkeypatch):
-    from dccot.rollout import engine
+    from dccot.rollout import vllm_engine as engine
 
     monkeypatch.setattr(engine, "LLMEngine", None)
     folder = shutil.copytree(checkpoints["spelled"], tmp_path / "model")

@@ -10,22 +10,30 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dccot.bench import bigram as tiny
+from dccot.lab.worlds import bigram as tiny
 from dccot.rollout.director import Call, Completion, RolloutConfig
+from dccot.rollout.engine import EngineStalled
 from dccot.rollout.generate import Request, Watch, generate, seed_of
-from dccot.rollout.interface import EngineStalled
 from dccot.rollout.response import Finish, Response
 
 CONFIG = RolloutConfig(budget=160)
 
 
 def requests(engine, count: int, problems: int = 2, words: int = 3, parallel: bool = True) -> list[Request]:
-    prompts = [engine.tokenizer.encode(f"{tiny.BOS}{tiny.USER}{'abc ' * words}{p}{tiny.ASSISTANT}<think>\n") for p in range(problems)]
+    prompts = [
+        engine.tokenizer.encode(f"{tiny.BOS}{tiny.USER}{'abc ' * words}{p}{tiny.ASSISTANT}<think>\n")
+        for p in range(problems)
+    ]
     return [Request(f"p{i % problems}", i // problems, prompts[i % problems], parallel) for i in range(count)]
 
 
-def run(engine, count: int = 24, config: RolloutConfig = CONFIG, seed: tuple = (0, 0), **more) -> dict[tuple[str, int], Response]:
-    return {(r.problem, r.sample): response for r, response in generate(engine, requests(engine, count), config, seed=seed, **more)}
+def run(
+    engine, count: int = 24, config: RolloutConfig = CONFIG, seed: tuple = (0, 0), **more
+) -> dict[tuple[str, int], Response]:
+    return {
+        (r.problem, r.sample): response
+        for r, response in generate(engine, requests(engine, count), config, seed=seed, **more)
+    }
 
 
 class Listener(Watch):
@@ -75,7 +83,10 @@ def heard(heard_runs, kind) -> Listener:
 
 @pytest.fixture(scope="module")
 def judges(checkpoints) -> dict:
-    return {kind: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for kind, folder in checkpoints.items()}
+    return {
+        kind: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for kind, folder in checkpoints.items()
+    }
 
 
 @torch.no_grad()
@@ -97,7 +108,10 @@ def test_responses_hold_exactly_what_was_sampled(responses, heard):
     kept = {}
     for (problem, sample), response in responses.items():
         for index, round_ in enumerate(response.rounds):
-            kept |= {(problem, sample, index, i): segment.sampled for i, segment in enumerate([round_.director, *round_.workers])}
+            kept |= {
+                (problem, sample, index, i): segment.sampled
+                for i, segment in enumerate([round_.director, *round_.workers])
+            }
         if response.final is not None:
             kept[problem, sample, len(response.rounds), 0] = response.final.sampled
     assert kept == sampled
@@ -112,7 +126,11 @@ def test_each_call_stops_at_its_own_tag_and_nowhere_before(engine, heard):
         assert (call.stop in whole) == (completion.stop == "tag")
         assert (completion.ids[-1] == engine.tokenizer.eos_token_id) == (completion.stop == "eos")
         assert engine.tokenizer.eos_token_id not in completion.ids[:-1]
-        assert len(completion.ids) == call.max_tokens if completion.stop == "length" else len(completion.ids) <= call.max_tokens
+        assert (
+            len(completion.ids) == call.max_tokens
+            if completion.stop == "length"
+            else len(completion.ids) <= call.max_tokens
+        )
 
 
 def test_a_tag_that_runs_on_into_the_next_line_keeps_its_last_token(engines, heard_runs):
@@ -127,7 +145,8 @@ def test_a_tag_that_runs_on_into_the_next_line_keeps_its_last_token(engines, hea
 
 
 def test_a_response_is_done_while_others_are_still_at_their_first_part(responses, heard):
-    assert [call.path for _, call in heard.began[: len(responses)]] == [(0, 0)] * len(responses)  # all are begun at once
+    # all are begun at once
+    assert [call.path for _, call in heard.began[: len(responses)]] == [(0, 0)] * len(responses)
     finished_by_then = heard.ended[: heard.order[: heard.order.index("done")].count("finished")]
     assert sum(call.path == (0, 0) for _, call, _ in finished_by_then) < len(responses)
 
@@ -180,7 +199,9 @@ def test_prompts_that_do_not_fit_into_one_step_together_are_no_trouble(engines):
 
 
 def test_calls_that_had_to_make_room_go_on_with_the_same_ids(checkpoints, build_engine, heard_runs):
-    """A KV cache of 2,000 tokens for 24 responses: calls are put off in the middle, computed again later, and end as they would have."""
+    """A KV cache of 2,000 tokens for 24 responses: calls are put off in the middle, computed again later, and end as
+    they would have.
+    """
     cramped = build_engine(checkpoints["single"], kv_cache_gb=2_000 * 1024 / 2**30)
     put_off = set()
 
@@ -192,13 +213,17 @@ def test_calls_that_had_to_make_room_go_on_with_the_same_ids(checkpoints, build_
     responses = run(cramped, watch=Interruptions())
     assert put_off
     expected = heard_runs["single"][0]
-    assert {key: response.as_read for key, response in responses.items()} == {key: r.as_read for key, r in expected.items()}
+    assert {key: response.as_read for key, response in responses.items()} == {
+        key: r.as_read for key, r in expected.items()
+    }
 
 
 def test_greedy_sequential_decoding_is_what_transformers_decodes(engine, kind, judges):
     config = RolloutConfig(budget=40, temperature=0.0)
     for request, response in generate(engine, requests(engine, 2, parallel=False), config, seed=(0,)):
-        expected = judges[kind].generate(torch.tensor([request.prompt]), max_new_tokens=40, do_sample=False)[0, len(request.prompt) :]
+        expected = judges[kind].generate(torch.tensor([request.prompt]), max_new_tokens=40, do_sample=False)[
+            0, len(request.prompt) :
+        ]
         assert response.final.sampled == expected.tolist()
         assert response.rounds == []
 
@@ -206,7 +231,10 @@ def test_greedy_sequential_decoding_is_what_transformers_decodes(engine, kind, j
 def test_sequential_mode_runs_past_the_tags(engines):
     engine = engines["single"]
     wanted = requests(engine, 24, parallel=False)
-    responses = {(r.problem, r.sample): response for r, response in generate(engine, wanted, RolloutConfig(budget=160), seed=(0, 0))}
+    responses = {
+        (r.problem, r.sample): response
+        for r, response in generate(engine, wanted, RolloutConfig(budget=160), seed=(0, 0))
+    }
     spawn = engine.tokenizer.convert_tokens_to_ids("<spawn_workers>")
     assert any(spawn in response.final.sampled[:-1] for response in responses.values())
     assert {response.finish for response in responses.values()} == {Finish.ANSWERED, Finish.BUDGET}
@@ -232,7 +260,9 @@ def test_the_context_of_the_model_is_never_exceeded(engines):
     engine = engines["single"]
     heard = Listener()
     long = [Request("p", i, [5] * (engine.context - 60)) for i in range(24)]
-    responses = [response for _, response in generate(engine, long, RolloutConfig(budget=10_000), seed=(0,), watch=heard)]
+    responses = [
+        response for _, response in generate(engine, long, RolloutConfig(budget=10_000), seed=(0,), watch=heard)
+    ]
     assert all(len(call.prompt) + len(completion.ids) <= engine.context for _, call, completion in heard.ended)
     assert Finish.CONTEXT in {response.finish for response in responses}
 

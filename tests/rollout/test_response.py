@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dccot.bench import bigram as tiny
+from dccot.lab.worlds import bigram as tiny
 from dccot.rollout.response import Finish, Response, Rollout, Round, Segment
 
 ids = st.lists(st.integers(0, 2**31), max_size=6)
@@ -52,7 +52,12 @@ def test_total_tokens_count_every_worker_and_every_inserted_tag_but_not_the_prom
 
 def test_a_sequential_response_is_its_own_longest_path():
     response = Response([0], final=segment(0, 8))
-    assert (response.longest_path, response.total_tokens, response.parallelism, response.worker_lengths) == (8, 8, 1.0, [])
+    assert (response.longest_path, response.total_tokens, response.parallelism, response.worker_lengths) == (
+        8,
+        8,
+        1.0,
+        [],
+    )
 
 
 def test_a_response_that_ended_among_its_workers_has_no_final_part():

@@ -22,9 +22,14 @@ SETTINGS = ["--n", "12", "--budget", "150", "engine.dtype=float32", "engine.kv_c
 
 @pytest.fixture(scope="module")
 def command(checkpoints, tmp_path_factory, engines) -> list[str]:
-    """Model and problems. `engines`: there is a process group before the command's own engine, which must leave it alone."""
+    """Model and problems. `engines`: there is a process group before the command's own engine, which must leave it
+    alone.
+    """
     problems = tmp_path_factory.mktemp("cli") / "problems.jsonl"
-    rows = [{"id": "a", "question": "what is love", "gold": "4"}, {"id": "b", "question": "why not", "gold": ["5", "6"]}]
+    rows = [
+        {"id": "a", "question": "what is love", "gold": "4"},
+        {"id": "b", "question": "why not", "gold": ["5", "6"]},
+    ]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [str(checkpoints["spelled"]), str(problems)]
 
@@ -56,7 +61,13 @@ def test_every_row_is_a_rollout_of_its_problem(uninterrupted):
 
 def test_a_killed_run_leaves_whole_lines_and_resume_finishes_the_rest(command, uninterrupted, tmp_path):
     out = tmp_path / "killed.jsonl"
-    arguments = [*command, *SETTINGS, "--out", str(out), "engine.max_sequences=3"]  # slow enough to be caught in the middle
+    arguments = [
+        *command,
+        *SETTINGS,
+        "--out",
+        str(out),
+        "engine.max_sequences=3",
+    ]  # slow enough to be caught in the middle
     run = subprocess.Popen([sys.executable, "-m", "dccot.rollouts", *arguments])
     deadline = time.monotonic() + 300
     while run.poll() is None and (not out.exists() or out.read_bytes().count(b"\n") < 3):
@@ -71,7 +82,9 @@ def test_a_killed_run_leaves_whole_lines_and_resume_finishes_the_rest(command, u
     assert main([*arguments, "--resume"]) == 0
     after = rows_of(out)
     assert before.items() <= after.items()
-    assert {key: row["response"]["final"] for key, row in after.items()} == {k: r["response"]["final"] for k, r in uninterrupted.items()}
+    assert {key: row["response"]["final"] for key, row in after.items()} == {
+        k: r["response"]["final"] for k, r in uninterrupted.items()
+    }
 
 
 def test_a_finished_file_is_neither_overwritten_nor_added_to(command, uninterrupted, tmp_path, capsys):
@@ -115,7 +128,9 @@ def test_progress_shows_responses_tokens_per_second_and_running_sequences(engine
     requests = [Request("p", sample, [5, 6, 7]) for sample in range(6)]
     with RolloutProgress(len(requests), console=Console(file=screen, force_terminal=True, width=120)) as progress:
         before = engine.sampled_tokens
-        responses = [response for _, response in generate(engine, requests, RolloutConfig(budget=60), seed=(0,), watch=progress)]
+        responses = [
+            response for _, response in generate(engine, requests, RolloutConfig(budget=60), seed=(0,), watch=progress)
+        ]
     assert engine.sampled_tokens - before == sum(response.sampled_tokens for response in responses)
     assert "tokens/s" in screen.getvalue()
     assert "running" in screen.getvalue()

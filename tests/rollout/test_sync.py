@@ -8,10 +8,10 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.engine import VllmEngine
+from dccot.rollout.engine import open_engine
 from dccot.rollout.generate import Request, generate
-from dccot.rollout.interface import open_engine
 from dccot.rollout.settings import EngineConfig
+from dccot.rollout.vllm_engine import VllmEngine
 
 GREEDY = RolloutConfig(budget=80, temperature=0.0)
 
@@ -58,7 +58,9 @@ def test_blocks_cached_under_the_old_weights_are_forgotten(engine, checkpoints):
 
 
 def test_weights_are_taken_one_at_a_time(engine, checkpoints):
-    """Each tensor is gathered when it is asked for, and let go when its layer is complete (at most q, k, v with their biases)."""
+    """Each tensor is gathered when it is asked for, and let go when its layer is complete (at most q, k, v with their
+    biases).
+    """
     model, given, most = perturbed(checkpoints["single"], seed=4), [], 0
 
     def gathered():
@@ -136,7 +138,9 @@ def test_an_error_while_gathering_comes_out_and_the_engine_can_load_again(engine
 
 def test_weights_do_not_change_under_running_calls(engine, checkpoints):
     model = perturbed(checkpoints["single"], seed=9)
-    loop = generate(engine, [Request("p", i, [5] * 9, parallel=False) for i in range(3)], RolloutConfig(budget=300), seed=(0,))
+    loop = generate(
+        engine, [Request("p", i, [5] * 9, parallel=False) for i in range(3)], RolloutConfig(budget=300), seed=(0,)
+    )
     next(loop)
     with pytest.raises(RuntimeError, match=r"weights cannot change under \d running calls; finish or abort p/"):
         engine.load(model.named_parameters())
@@ -152,7 +156,11 @@ def test_a_tied_head_follows_the_embedding(checkpoints, build_engine, tmp_path, 
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(checkpoints["single"]).save_pretrained(tmp_path)
     if holds_the_head:
-        save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors", {"format": "pt"})
+        save_file(
+            {name: tensor.clone() for name, tensor in model.state_dict().items()},
+            tmp_path / "model.safetensors",
+            {"format": "pt"},
+        )
     engine = build_engine(tmp_path)
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(0.5).add_(0.1)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-import dccot.rollout.protocol as protocol
+import dccot.rollout.tags as protocol
 from tests.support.tag_soup import answer_oracle, disagreements, oracle, sequential_oracle
 
 COUNT = 60_000
@@ -16,7 +16,9 @@ def test_parser_and_oracle_agree_on_every_soup():
     assert 0.2 < well_formed / COUNT < 0.6, "soups of both kinds, or the agreement says little"
 
 
-@pytest.mark.parametrize("pattern", [r"</?(?:think|answer|spawn_workers|worker_\d)>", r"</?(?:think|spawn_workers|worker_\d+)>"])
+@pytest.mark.parametrize(
+    "pattern", [r"</?(?:think|answer|spawn_workers|worker_\d)>", r"</?(?:think|spawn_workers|worker_\d+)>"]
+)
 def test_a_parser_that_overlooks_a_tag_is_found_out(monkeypatch, pattern):
     monkeypatch.setattr(protocol, "TAG_PATTERN", re.compile(pattern))
     assert disagreements(3_000)[0]

@@ -38,7 +38,9 @@ def fresh(out, build_engine):
 
 def rolled_out(engine, config: RolloutConfig, samples: range) -> dict[str, list[int]]:
     requests = [Request("p", sample, PROMPT) for sample in samples]
-    return {str(request.sample): response.as_read for request, response in generate(engine, requests, config, seed=(0,))}
+    return {
+        str(request.sample): response.as_read for request, response in generate(engine, requests, config, seed=(0,))
+    }
 
 
 def test_each_rank_generates_its_own_share_in_its_own_number_of_steps(ranks):

@@ -2,8 +2,9 @@
 
 torchrun --nproc_per_node 2 tests/rollout/torchrun_program.py <checkpoint> <out>
 
-FSDP shards the model over the ranks, each rank has an engine of its own in the same process, and the ranks roll out different
-numbers of responses of different lengths: nothing may wait for the other. Then the two ranks are one tensor-parallel engine.
+FSDP shards the model over the ranks, each rank has an engine of its own in the same process, and the ranks roll out
+different numbers of responses of different lengths: nothing may wait for the other. Then the two ranks are one
+tensor-parallel engine.
 """
 
 import json
@@ -14,12 +15,12 @@ import torch
 import torch.distributed as dist
 from vllm.distributed.parallel_state import destroy_model_parallel
 
-from dccot.model.checkpoint_io import full_parameters, save_checkpoint
 from dccot.model.sharding import ShardingConfig, build_model
+from dccot.model.weights import full_parameters, save_checkpoint
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.engine import VllmEngine
 from dccot.rollout.generate import Request, Watch, generate
 from dccot.rollout.settings import EngineConfig
+from dccot.rollout.vllm_engine import VllmEngine
 
 
 class Steps(Watch):
@@ -29,9 +30,14 @@ class Steps(Watch):
         self.count += 1
 
 
-def rolled_out(engine: VllmEngine, config: RolloutConfig, samples: range, watch: Watch | None = None) -> dict[int, list[int]]:
+def rolled_out(
+    engine: VllmEngine, config: RolloutConfig, samples: range, watch: Watch | None = None
+) -> dict[int, list[int]]:
     requests = [Request("p", sample, [5, 6, 7]) for sample in samples]
-    return {request.sample: response.as_read for request, response in generate(engine, requests, config, seed=(0,), watch=watch)}
+    return {
+        request.sample: response.as_read
+        for request, response in generate(engine, requests, config, seed=(0,), watch=watch)
+    }
 
 
 def main(folder: Path, out: Path) -> None:
@@ -50,7 +56,9 @@ def main(folder: Path, out: Path) -> None:
     result = {
         "replica": engine.replica,
         "replicas": engine.replicas,
-        "sampled": rolled_out(engine, RolloutConfig(budget=90 if rank else 40), range(3, 11) if rank else range(3), steps),
+        "sampled": rolled_out(
+            engine, RolloutConfig(budget=90 if rank else 40), range(3, 11) if rank else range(3), steps
+        ),
         "steps": steps.count,
         "greedy": rolled_out(engine, RolloutConfig(budget=60, temperature=0.0), range(rank, rank + 1)),
     }

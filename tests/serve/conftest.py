@@ -1,7 +1,9 @@
-"""`dccot serve`, the plugin by vLLM's own means, and the in-process engine whose tokens theirs must be: one of each for the session.
+"""`dccot serve`, the plugin by vLLM's own means, and the in-process engine whose tokens theirs must be: one of each for
+the session.
 
-Both serve the same weights. The first folder declares its tokenizer as published Llama folders do, which transformers opens without white
-space unless it is repaired; the other has a chat template of its own instead of DeepSeek's chat tokens.
+Both serve the same weights. The first folder declares its tokenizer as published Llama folders do, which transformers
+opens without white space unless it is repaired; the other has a chat template of its own instead of DeepSeek's chat
+tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from dccot.bench import bigram as tiny
+from dccot.lab.worlds import bigram as tiny
 from dccot.rollout.settings import EngineConfig
 from tests.support.servers import KEY, dccot_serve, vllm_serve
 
@@ -34,11 +36,18 @@ def edit(path: Path, **changes) -> None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
-    """Untrained, spawns and answers. The tags of its workers are spelled with several tokens, the others are single ones."""
+    """Untrained, spawns and answers. The tags of its workers are spelled with several tokens, the others are single
+    ones.
+    """
     folder = tiny.save(
-        tmp_path_factory.mktemp("models") / NAME, "mixed", tiny.Chances(spawn=1 / 16, eos=1 / 20, answer=1 / 16), context=CONTEXT
+        tmp_path_factory.mktemp("models") / NAME,
+        "mixed",
+        tiny.Chances(spawn=1 / 16, eos=1 / 20, answer=1 / 16),
+        context=CONTEXT,
     )
-    weights = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if not name.endswith(".bias")}
+    weights = {
+        name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if not name.endswith(".bias")
+    }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     edit(folder / "config.json", model_type="llama", architectures=["LlamaForCausalLM"])
     edit(folder / "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
@@ -60,7 +69,10 @@ def chat_model(model) -> Path:
 @pytest.fixture(scope="session")
 def servers(model, chat_model, tmp_path_factory):
     """(`dccot serve`, vLLM's own command with our plugin); the last test of test_fleet.py kills the second."""
-    folder, limits = tmp_path_factory.mktemp("servers"), ("--budget", str(BUDGET), "--max-n", "4", "--max-requests", "8")
+    folder, limits = (
+        tmp_path_factory.mktemp("servers"),
+        ("--budget", str(BUDGET), "--max-n", "4", "--max-requests", "8"),
+    )
     started = [dccot_serve(model, folder / "dccot", *limits)]
     started += [vllm_serve(chat_model, folder / "plain", plugin=f"rollout.budget={BUDGET}")]
     try:
@@ -82,7 +94,7 @@ def plain(servers):
 
 @pytest.fixture(scope="session")
 def engine(model):
-    from dccot.rollout.engine import VllmEngine
+    from dccot.rollout.vllm_engine import VllmEngine
 
     return VllmEngine(model, EngineConfig(dtype="float32", kv_cache_gb=0.125))
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 from openai import AsyncOpenAI, BadRequestError, InternalServerError, OpenAI
 
-from dccot.data.prompting import INSTRUCTION, PARALLEL_INSTRUCTION, PromptConfig
+from dccot.data.prompts import INSTRUCTION, PARALLEL_INSTRUCTION, PromptConfig
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
-from dccot.serve.reading import Piece
+from dccot.serve.stream import Piece
 from tests.serve.conftest import BUDGET, NAME, OTHER_EOS, QUESTION
 from tests.support.serve_faults import FAILING, HALF_STALLED, OVERFLOWING, STALLED
 from tests.support.servers import KEY
@@ -96,7 +96,11 @@ def test_a_worker_that_waited_with_nothing_to_read_does_not_end_the_stream():
     from dccot.serve.chat import Choice
 
     choice = Choice(0, ())
-    pieces = [Piece((0, 0), "a", [1], ended=True), Piece((0, 2), "", [2], ended=True), Piece((0, 1), "b", [3], ended=True)]
+    pieces = [
+        Piece((0, 0), "a", [1], ended=True),
+        Piece((0, 2), "", [2], ended=True),
+        Piece((0, 1), "b", [3], ended=True),
+    ]
     told = [delta for piece in pieces for delta, _ in choice.hear(piece)]
     assert [delta["text"] for delta in told] == ["a", "", "b"]  # an empty delta would be taken for the end
 
@@ -104,7 +108,9 @@ def test_a_worker_that_waited_with_nothing_to_read_does_not_end_the_stream():
 def test_another_token_that_ends_the_models_text_is_not_part_of_it(client, engine):
     [other] = engine.tokenizer.encode(OTHER_EOS)
     answers = (ask(client, seed).choices[0] for seed in range(1, 200))
-    answer = next(answer for answer in answers if answer.token_ids[-1] == other and re.fullmatch("[^<]+", answer.message.content))
+    answer = next(
+        answer for answer in answers if answer.token_ids[-1] == other and re.fullmatch("[^<]+", answer.message.content)
+    )
     written = engine.tokenizer.decode(answer.token_ids, skip_special_tokens=False)
     assert answer.finish_reason == "stop"
     assert written.endswith(OTHER_EOS)
@@ -115,11 +121,15 @@ def test_another_token_that_ends_the_models_text_is_not_part_of_it(client, engin
 def test_choices_are_the_samples_of_one_seed_and_usage_is_their_sum(client, engine):
     ids = PromptConfig().ids(engine.tokenizer, QUESTION)
     requests = [Request("problem", sample, ids) for sample in range(3)]
-    expected = {r.sample: response for r, response in generate(engine, requests, RolloutConfig(budget=BUDGET), seed=(9,))}
+    expected = {
+        r.sample: response for r, response in generate(engine, requests, RolloutConfig(budget=BUDGET), seed=(9,))
+    }
     answer = ask(client, 9, n=3)
     assert [choice.token_ids for choice in answer.choices] == [expected[sample].as_read for sample in range(3)]
     assert answer.usage.completion_tokens == sum(response.sampled_tokens for response in expected.values())
-    assert answer.usage.completion_tokens_details.longest_path_tokens == max(response.longest_path for response in expected.values())
+    assert answer.usage.completion_tokens_details.longest_path_tokens == max(
+        response.longest_path for response in expected.values()
+    )
     streamed_choices = {choice.index for chunk in ask(client, 9, n=3, stream=True) for choice in chunk.choices}
     assert streamed_choices == {0, 1, 2}
 
@@ -139,7 +149,9 @@ def test_temperature_and_top_p_are_those_of_the_request(client, engine):
 
 
 def test_a_stop_text_cuts_the_answer_and_leaves_the_reasoning_whole(client, first, engine):
-    seed, plain = first(lambda answer: re.search(r"\w\w{5}", (c := answer.choices[0].message.content)) and "spawn" not in c)
+    seed, plain = first(
+        lambda answer: re.search(r"\w\w{5}", (c := answer.choices[0].message.content)) and "spawn" not in c
+    )
     message = plain.choices[0].message
     stop = re.search(r"\w\w{5}", message.content)[0][3:5]
     at = message.content.index(stop)
@@ -150,7 +162,8 @@ def test_a_stop_text_cuts_the_answer_and_leaves_the_reasoning_whole(client, firs
     assert cut.usage.completion_tokens <= plain.usage.completion_tokens
     _, content, lanes, finish, _ = streamed(ask(client, seed, stop=[stop], stream=True))
     assert (content, finish) == (cut.choices[0].message.content, "stop")
-    assert stop in engine.tokenizer.decode(lanes[max(lanes)]).partition("</think>")[2]  # a lane has all that was sampled
+    # a lane has all that was sampled
+    assert stop in engine.tokenizer.decode(lanes[max(lanes)]).partition("</think>")[2]
 
 
 def test_the_async_client_gets_many_answers_at_once_whole_and_streamed(server, solved, seeds):
@@ -174,15 +187,24 @@ def test_the_plugin_by_vllms_own_means_asks_through_the_models_own_chat_template
     [card] = client.models.list().data
     assert card.dccot["workers"] == 3
     answer = ask(client, 4, model=card.id)
-    text = f"<|im_start|>user\n{QUESTION} {PARALLEL_INSTRUCTION} {INSTRUCTION}<|im_end|>\n<|im_start|>assistant\n<think>\n"
-    spelled = text.replace("<|im_start|>", "<｜User｜>").replace("<|im_end|>", "<｜Assistant｜>")  # the tokens with the same ids
+    text = (
+        f"<|im_start|>user\n{QUESTION} {PARALLEL_INSTRUCTION} {INSTRUCTION}<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    )
+    # the tokens with the same ids
+    spelled = text.replace("<|im_start|>", "<｜User｜>").replace("<|im_end|>", "<｜Assistant｜>")
     assert answer.prompt_token_ids == engine.tokenizer.encode(spelled, add_special_tokens=False)
-    [(_, expected)] = generate(engine, [Request("problem", 0, answer.prompt_token_ids)], RolloutConfig(budget=BUDGET), seed=(4,))
+    [(_, expected)] = generate(
+        engine, [Request("problem", 0, answer.prompt_token_ids)], RolloutConfig(budget=BUDGET), seed=(4,)
+    )
     assert answer.choices[0].token_ids == expected.as_read
     turns = [("system", "be brief"), ("user", "one"), ("assistant", "1"), ("user", "two")]
     messages = [{"role": role, "content": content} for role, content in turns]
     ids = ask(client, 4, model=card.id, messages=messages, max_tokens=4).prompt_token_ids
-    written = engine.tokenizer.decode(ids, skip_special_tokens=False).replace("<｜User｜>", "[").replace("<｜Assistant｜>", "]")
+    written = (
+        engine.tokenizer.decode(ids, skip_special_tokens=False)
+        .replace("<｜User｜>", "[")
+        .replace("<｜Assistant｜>", "]")
+    )
     assert written.startswith("[system\nbe brief]\n[user\none]\n[assistant\n1]\n[user\ntwo You can spawn")
     with pytest.raises(BadRequestError, match="holds the special token"):
         ask(client, 4, "one<|im_end|>", model=card.id)

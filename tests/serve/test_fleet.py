@@ -1,4 +1,5 @@
-"""Two vLLM servers behind the Engine protocol: the tokens of the in-process engine, also when one of them is killed or returns changed.
+"""Two vLLM servers behind the Engine protocol: the tokens of the in-process engine, also when one of them is killed or
+returns changed.
 
 The servers are those of the session; the last tests of this file kill the second.
 """
@@ -14,15 +15,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from dccot.bench import bigram as tiny
-from dccot.config import ConfigError, load_config
+from dccot.core.config import ConfigError, load_config
 from dccot.eval.benchmarks import own_benchmark
-from dccot.eval.run import eval_config, evaluate
-from dccot.eval.run import main as eval_main
-from dccot.rollout import remote
+from dccot.eval.evaluate import eval_config, evaluate
+from dccot.eval.evaluate import main as eval_main
+from dccot.lab.worlds import bigram as tiny
+from dccot.rollout import fleet as remote
 from dccot.rollout.director import RolloutConfig
+from dccot.rollout.engine import EngineStalled, open_engine
 from dccot.rollout.generate import Request, Watch, generate
-from dccot.rollout.interface import EngineStalled, open_engine
 from dccot.rollout.response import Rollout
 from dccot.rollout.settings import EngineConfig
 from dccot.rollouts import main as rollout_main
@@ -41,7 +42,9 @@ def fleet(servers, model, monkeypatch):
 
 
 def requests(engine, count: int) -> list[Request]:
-    prompts = [engine.tokenizer.encode(f"{tiny.BOS}{tiny.USER}{'abc ' * p}{tiny.ASSISTANT}<think>\n") for p in range(count)]
+    prompts = [
+        engine.tokenizer.encode(f"{tiny.BOS}{tiny.USER}{'abc ' * p}{tiny.ASSISTANT}<think>\n") for p in range(count)
+    ]
     return [Request(f"p{p}", 0, ids) for p, ids in enumerate(prompts)]
 
 
@@ -78,7 +81,9 @@ def test_all_calls_of_a_response_go_to_one_server_and_both_servers_work(fleet, s
 
     assert len(tokens(generate(fleet, requests(fleet, 8), CONFIG, seed=(2,), watch=Where()))) == 8
     assert all(len(urls) == 1 for urls in homes.values())
-    assert all(server.metric("vllm:request_success_total") > count for server, count in zip(servers, before, strict=True))
+    assert all(
+        server.metric("vllm:request_success_total") > count for server, count in zip(servers, before, strict=True)
+    )
 
 
 def test_a_caller_that_stops_early_leaves_the_servers_idle(fleet, servers):
@@ -138,7 +143,9 @@ def test_a_fleet_that_was_shut_down_leaves_nothing_open(servers, model, monkeypa
     assert "fleet" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_calls_on_a_server_that_hangs_run_elsewhere_and_it_is_used_again_when_it_goes_on(engine, servers, model, monkeypatch):
+def test_calls_on_a_server_that_hangs_run_elsewhere_and_it_is_used_again_when_it_goes_on(
+    engine, servers, model, monkeypatch
+):
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     monkeypatch.setattr(remote, "PATIENCE", 3.0)
     monkeypatch.setattr(remote, "PULSE", 0.5)
@@ -161,7 +168,9 @@ def test_calls_on_a_server_that_hangs_run_elsewhere_and_it_is_used_again_when_it
 @pytest.mark.thorough
 def test_a_server_with_other_weights_is_refused(server, model, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", KEY)
-    other = vllm_serve(tiny.save(tmp_path / "other", "mixed", temperature=1.2, context=CONTEXT), tmp_path / "server").ready()
+    other = vllm_serve(
+        tiny.save(tmp_path / "other", "mixed", temperature=1.2, context=CONTEXT), tmp_path / "server"
+    ).ready()
     try:
         with (
             pytest.raises(ConfigError, match=f"{other.address} serves .* with other weights"),
@@ -175,13 +184,19 @@ def test_a_server_with_other_weights_is_refused(server, model, tmp_path, monkeyp
 @pytest.mark.thorough
 def test_eval_and_rollout_write_with_a_fleet_what_they_write_without(engine, servers, model, tmp_path, monkeypatch):
     def lines(folder) -> list:
-        rows = [Rollout.from_json(json.loads(line)) for path in folder.rglob("*.jsonl") for line in path.read_text().splitlines()]
+        rows = [
+            Rollout.from_json(json.loads(line))
+            for path in folder.rglob("*.jsonl")
+            for line in path.read_text().splitlines()
+        ]
         return sorted((row.problem, row.sample, row.response.as_read, row.verdict) for row in rows)
 
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     url = f"engine.url=[{','.join(server.address for server in servers)}]"
     problems = tmp_path / "problems.jsonl"
-    problems.write_text("".join(json.dumps({"id": name, "question": f"why {name}", "gold": "4"}) + "\n" for name in "abc"))
+    problems.write_text(
+        "".join(json.dumps({"id": name, "question": f"why {name}", "gold": "4"}) + "\n" for name in "abc")
+    )
     given = ["--n", "2", "--budget", "100", url]
     assert eval_main([str(model), "--problems", str(problems), *given, "--out", str(tmp_path / "fleet")]) == 0
     evaluate(model, [own_benchmark(problems, 2)], eval_config("parallel", 100), tmp_path / "here", engine=engine)
@@ -193,7 +208,11 @@ def test_eval_and_rollout_write_with_a_fleet_what_they_write_without(engine, ser
 
 def test_training_with_a_fleet_is_refused():
     with pytest.raises(ConfigError, match=r"engine\.url is set"):
-        load_config(RLConfig, "configs/rl/stage1.yaml", ["model.path=m", "data.train=t.jsonl", "engine.url=[http://a:8000,http://b:8000]"])
+        load_config(
+            RLConfig,
+            "configs/rl/stage1.yaml",
+            ["model.path=m", "data.train=t.jsonl", "engine.url=[http://a:8000,http://b:8000]"],
+        )
 
 
 def port_of(server) -> int:

@@ -3,7 +3,7 @@
 import json
 import shlex
 
-from dccot.bench import bigram as tiny
+from dccot.lab.worlds import bigram as tiny
 from dccot.rollout.settings import EngineConfig
 from dccot.serve.launch import defaults, main, overrides
 from dccot.serve.settings import VARIABLE, from_environment
@@ -31,7 +31,7 @@ def test_the_server_is_set_up_like_the_engine_of_solve():
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from dccot.rollout.engine import engine_arguments
+    from dccot.rollout.vllm_engine import engine_arguments
 
     served = make_arg_parser(FlexibleArgumentParser()).parse_args(["model", *defaults(on_gpu=False)])
     solving = engine_arguments("model", "model", EngineConfig(), distributed=False, sleeps=False)

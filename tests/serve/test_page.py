@@ -1,4 +1,6 @@
-"""The page at `/` in headless Chromium, on a real server: a question typed, workers side by side while they write, an answer."""
+"""The page at `/` in headless Chromium, on a real server: a question typed, workers side by side while they write, an
+answer.
+"""
 
 import pytest
 
@@ -66,14 +68,18 @@ def test_a_typed_question_is_answered_with_what_the_api_says(answered, expected)
 
 def test_workers_were_seen_writing_side_by_side(answered):
     assert max(answered.js("return window.seen")) == 3
-    tops = answered.js("return [...document.querySelectorAll('#round-1 .card')].map(card => card.getBoundingClientRect().top)")
+    tops = answered.js(
+        "return [...document.querySelectorAll('#round-1 .card')].map(card => card.getBoundingClientRect().top)"
+    )
     assert len(tops) == 3
     assert len(set(tops)) == 1
 
 
 def test_lanes_are_drawn_to_scale(answered):
     widths = answered.js("return [...document.querySelectorAll('#tree rect')].map(box => +box.getAttribute('width'))")
-    tokens = answered.js("return [...document.querySelectorAll('#tree title')].map(box => parseInt(box.textContent.split(': ')[1]))")
+    tokens = answered.js(
+        "return [...document.querySelectorAll('#tree title')].map(box => parseInt(box.textContent.split(': ')[1]))"
+    )
     scale = widths[0] / tokens[0]
     assert widths == pytest.approx([scale * count for count in tokens], rel=1e-6)
 
@@ -90,4 +96,6 @@ def test_every_field_has_a_name_and_the_outcome_is_announced(answered):
     unnamed = "return [...document.querySelectorAll('input, textarea')].filter(field => !field.labels.length).length"
     assert answered.js(unnamed) == 0
     assert answered.js("return document.getElementById('status').getAttribute('role')") == "status"
-    assert answered.js("return document.querySelector('#tree svg').getAttribute('aria-label')").startswith("director and 3 workers")
+    assert answered.js("return document.querySelector('#tree svg').getAttribute('aria-label')").startswith(
+        "director and 3 workers"
+    )

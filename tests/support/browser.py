@@ -12,7 +12,14 @@ import time
 import urllib.request
 from pathlib import Path
 
-KEYS = {"ArrowDown": "\ue015", "ArrowUp": "\ue013", "End": "\ue010", "Home": "\ue011", "Escape": "\ue00c", "PageDown": "\ue00f"}
+KEYS = {
+    "ArrowDown": "\ue015",
+    "ArrowUp": "\ue013",
+    "End": "\ue010",
+    "Home": "\ue011",
+    "Escape": "\ue00c",
+    "PageDown": "\ue00f",
+}
 
 
 class Browser:
@@ -20,17 +27,29 @@ class Browser:
 
     def __init__(self):
         driver = shutil.which("chromedriver")
-        assert driver, "chromedriver was not found: apt-get install chromium chromium-driver (`make setup` does so where it may)"
+        assert driver, (
+            "chromedriver was not found: apt-get install chromium chromium-driver (`make setup` does so where it may)"
+        )
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self.process = subprocess.Popen([driver, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            [driver, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         self.address = f"http://127.0.0.1:{port}"
         self.until(lambda: self.call("GET", "/status")["ready"])
-        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1400,900"]
+        arguments = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--window-size=1400,900",
+        ]
         logs = {"performance": "ALL", "browser": "ALL"}
         wanted = {"browserName": "chrome", "goog:chromeOptions": {"args": arguments}, "goog:loggingPrefs": logs}
-        self.address += "/session/" + self.call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+        self.address += (
+            "/session/" + self.call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+        )
 
     def call(self, method: str, path: str, content: dict | None = None):
         body = None if content is None else json.dumps(content).encode()

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from dccot.data.grading import Grader, GradingConfig, Verdict
+from dccot.data.judge import Grader, GradingConfig, Verdict
 
 GOLD = "7919"
 
@@ -139,7 +139,9 @@ class Endurance:
         allowed = self.memory_mb[0] + config.workers * config.memory_mb / 4
         found = [f"{self.lost} answers without a verdict"] * bool(self.lost)
         found += [f"good answers were judged {dict(self.good)}"] * (set(self.good) != {Verdict.CORRECT})
-        found += [f"{self.processes[1]} processes, {self.processes[0]} before"] * (self.processes[0] != self.processes[1])
+        found += [f"{self.processes[1]} processes, {self.processes[0]} before"] * (
+            self.processes[0] != self.processes[1]
+        )
         found += [f"{self.memory_mb[1]:.0f} MB, {self.memory_mb[0]:.0f} MB before"] * (self.memory_mb[1] > allowed)
         return found
 

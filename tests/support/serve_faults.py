@@ -1,4 +1,6 @@
-"""An endpoint plugin for tests: the real engine, except that calls with certain request seeds fail, or wait until they are cancelled."""
+"""An endpoint plugin for tests: the real engine, except that calls with certain request seeds fail, or wait until they
+are cancelled.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from vllm.exceptions import QueueOverflowError
 
 from dccot.rollout.generate import seed_of
 
-# as `seed` of a chat completion: its second worker fails; nothing of it ever comes; nothing of its first choice; the engine is full
+# as `seed` of a chat completion: its second worker fails; nothing of it ever comes; nothing of its first choice; the
+# engine is full
 FAILING, STALLED, HALF_STALLED, OVERFLOWING = 672, 667, 668, 669
 
 
@@ -21,7 +24,9 @@ class Plugin:
     async def init_state(self, engine_client, state, args) -> None:
         generate = engine_client.generate
         failing = seed_of(FAILING, "problem", 0, 0, 2)
-        stalled = {seed_of(STALLED, "problem", sample, 0, 0) for sample in range(16)} | {seed_of(HALF_STALLED, "problem", 0, 0, 0)}
+        stalled = {seed_of(STALLED, "problem", sample, 0, 0) for sample in range(16)} | {
+            seed_of(HALF_STALLED, "problem", 0, 0, 0)
+        }
         overflowing = seed_of(OVERFLOWING, "problem", 0, 0, 0)
 
         async def faulty(prompt, params, request_id, **more):

@@ -17,7 +17,16 @@ from dccot.serve.launch import ONE_PROCESS
 
 ROOT = Path(__file__).parents[2]
 KEY = "a key for tests"
-OPTIONS = ("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(2**27), "--max-num-seqs", "64")
+OPTIONS = (
+    "--dtype",
+    "float32",
+    "--max-model-len",
+    "1024",
+    "--kv-cache-memory-bytes",
+    str(2**27),
+    "--max-num-seqs",
+    "64",
+)
 PLAIN = ("--no-enable-chunked-prefill", "--enforce-eager", "--block-size", "32", "--scheduling-policy", "priority")
 PLAIN += ("--distributed-executor-backend", ONE_PROCESS)  # starts in half the time
 PLUGINS = {"dccot": "dccot.serve.plugin:Plugin", "dccot_faults": "tests.support.serve_faults:Plugin"}
@@ -34,9 +43,13 @@ class Server:
 
     def __init__(self, command: Sequence[str], log: Path, environment: dict[str, str], port: int):
         self.address, self.log = f"http://127.0.0.1:{port}", log
-        path = os.pathsep.join(filter(None, [environment.pop("PYTHONPATH", ""), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        path = os.pathsep.join(
+            filter(None, [environment.pop("PYTHONPATH", ""), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        )
         kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-        one_thread = {"OMP_NUM_THREADS": "1"}  # enough for tiny models, and several servers do not wait for each other's threads
+        one_thread = {
+            "OMP_NUM_THREADS": "1"
+        }  # enough for tiny models, and several servers do not wait for each other's threads
         with open(log, "w") as out:
             self.process = subprocess.Popen(
                 command,
@@ -81,7 +94,9 @@ def plugins(folder: Path) -> str:
     info = folder / "dccot_tests-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dccot-tests\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[vllm.endpoint_plugins]\n" + "".join(f"{k} = {v}\n" for k, v in PLUGINS.items()))
+    (info / "entry_points.txt").write_text(
+        "[vllm.endpoint_plugins]\n" + "".join(f"{k} = {v}\n" for k, v in PLUGINS.items())
+    )
     return str(folder)
 
 
@@ -97,7 +112,9 @@ def dccot_serve(model: Path, folder: Path, *options: str) -> Server:
 def vllm_serve(
     model: Path, folder: Path, *options: str, port: int | None = None, plugin: str | None = None, processed: bool = True
 ) -> Server:
-    """vLLM's own command; `plugin` are the settings of ours, if it is to be there. Its log-probs are `processed` or raw."""
+    """vLLM's own command; `plugin` are the settings of ours, if it is to be there. Its log-probs are `processed` or
+    raw.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     port = port or free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"]

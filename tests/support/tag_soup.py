@@ -1,9 +1,11 @@
-"""Random tag soups, and a second opinion on what is well-formed: one regular expression, where protocol.py walks with a cursor.
+"""Random tag soups, and a second opinion on what is well-formed: one regular expression, where protocol.py walks with a
+cursor.
 
     disagreements(100_000)      → (soup, K, what the oracle found, what protocol.py found), and how many soups were well-formed
 
-The expression is the definition read off the paper's rules: `<think>…</think><answer>…</answer>` once, white space around; inside think
-blocks of exactly workers 1..K, white space between them, director text that is not blank before each; no tag anywhere else.
+The expression is the definition read off the paper's rules: `<think>…</think><answer>…</answer>` once, white space
+around; inside think blocks of exactly workers 1..K, white space between them, director text that is not blank before
+each; no tag anywhere else.
 """
 
 from __future__ import annotations
@@ -12,13 +14,40 @@ import random
 import re
 from functools import lru_cache
 
-from dccot.rollout.protocol import IllFormed, answer_block, parse, sequential_flaw_of
+from dccot.rollout.tags import IllFormed, answer_block, parse, sequential_flaw_of
 
 TAG = r"</?(?:think|answer|spawn_workers|worker_\d+)>"
 TEXT = rf"(?:(?!{TAG}).)*"
 BLANKS = ["", "", " ", "\n", "\t\n ", "\u00a0", "\u2003", "\x1c", "\x85"]
-WORDS = ["a", "x y", "\n so ", "<", ">", "</", "3 < 4", "\\boxed{3}", "é∑", "<b>", "\x00", "worker_1", "<worker_", "_1>", "\u200b"]
-NEARLY = ["<Think>", "< think>", "<think >", "<think/>", "</worker_>", "<worker_>", "<worker_-1>", "<spawn_worker>", "<answer", "/answer>"]
+WORDS = [
+    "a",
+    "x y",
+    "\n so ",
+    "<",
+    ">",
+    "</",
+    "3 < 4",
+    "\\boxed{3}",
+    "é∑",
+    "<b>",
+    "\x00",
+    "worker_1",
+    "<worker_",
+    "_1>",
+    "\u200b",
+]
+NEARLY = [
+    "<Think>",
+    "< think>",
+    "<think >",
+    "<think/>",
+    "</worker_>",
+    "<worker_>",
+    "<worker_-1>",
+    "<spawn_worker>",
+    "<answer",
+    "/answer>",
+]
 ODD_TAGS = ["<worker_0>", "<worker_01>", "</worker_99>", "<worker_١>"]  # the last one's digit is one, in Arabic
 
 Cut = tuple[list[tuple[str, list[str]]], str, str]  # rounds (director, workers), final, answer

@@ -2,7 +2,8 @@
 
     torchrun --nproc_per_node 2 tests/system/rl_program.py OUT STEPS
 
-The task is that of bench/task.py: a reward of mean 0.1875 at the start, and variance 1/4 · (1/2 · 1 + 1/2 · 1/4) − 0.1875².
+The task is that of lab/worlds/exact_task.py: a reward of mean 0.1875 at the start, and variance 1/4 · (1/2 · 1 + 1/2 ·
+1/4) − 0.1875².
 """
 
 import gc
@@ -13,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from dccot.bench.task import make_task, write_problems
-from dccot.config import load_config
+from dccot.core.config import load_config
+from dccot.core.runtime import Runtime, free_memory
+from dccot.core.signals import Stopped, asked
+from dccot.lab.worlds.exact_task import make_task, write_problems
 from dccot.model.transformer import Transformer
-from dccot.rollout.engine import VllmEngine
-from dccot.runtime import Runtime, free_memory
-from dccot.stops import Stopped, asked
+from dccot.rollout.vllm_engine import VllmEngine
 from dccot.train.rl import train
 from dccot.train.rl_config import RLConfig
 
@@ -63,12 +64,19 @@ def main(out: Path, steps: int) -> None:
     engine = VllmEngine(out / "model", config.engine)
     train(config, engine)
     free_memory()
-    left_over = [type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, (Transformer, torch.optim.Optimizer))]
+    left_over = [
+        type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, (Transformer, torch.optim.Optimizer))
+    ]
     (out / f"left_over_{runtime.rank}.txt").write_text(str(left_over))
     for stop_after in (2, 3):  # stopped after step 2, then the same command again
         train(settings(out, "stopped", stop_after), engine)
     stop_in_a_rollout(out, engine, runtime)
-    validated = (f"data.validation={out / 'held_out.jsonl'}", "validation.every=2", "validation.samples=4", "validation.problems=2")
+    validated = (
+        f"data.validation={out / 'held_out.jsonl'}",
+        "validation.every=2",
+        "validation.samples=4",
+        "validation.problems=2",
+    )
     train(settings(out, "filtered", 2, "filter=remove_easy", "batch.prompts=12", *validated), engine)
     try:
         never_right = (f"data.train={out / 'hopeless.jsonl'}", "filter=remove_easy", "batch.max_rollout_batches=2")

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from dccot.runtime import Runtime
+from dccot.core.runtime import Runtime
 from dccot.train.sft import main
 
 if __name__ == "__main__":

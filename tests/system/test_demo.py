@@ -1,4 +1,6 @@
-"""`dccot demo` as its users run it: two ranks started by itself, stopped by Ctrl-C, run again to the end. Few steps of a tiny model."""
+"""`dccot demo` as its users run it: two ranks started by itself, stopped by Ctrl-C, run again to the end. Few steps of
+a tiny model.
+"""
 
 import json
 import os
@@ -9,9 +11,10 @@ import time
 
 import pytest
 
-from dccot.stops import CONTINUE
+from dccot.core.signals import CONTINUE
 
-# Every kind of stage that a model without skill can pass; what needs right answers is tested with models that give them.
+# Every kind of stage that a model without skill can pass; what needs right answers is tested with models that give
+# them.
 RECIPE = """
 name: r
 output: OUT
@@ -21,7 +24,7 @@ benchmarks: ["{run}/world/problems/test.jsonl"]
 common:
   eval: {budget: 24, max_prompt_tokens: 256, n: 3, engine: {dtype: float32, context: 512, max_sequences: 8, kv_cache_gb: 0.1}}
 prepare:
-  world: {run: world, set: {base_examples: 40, train: 8, validation: 2, test: 3, larger: 1,
+  world: {run: "dccot.lab.worlds.stages:arithmetic", set: {base_examples: 40, train: 8, validation: 2, test: 3, larger: 1,
     model: {hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 1}}}
   base: {run: sft, config: mini/base.yaml, start: world/init, set: {steps: 80, checkpoint.every: 5, data.train: "{run}/world/base.jsonl"}}
 stages:
@@ -49,7 +52,9 @@ def start(tmp_path):
 
     def start(*settings: str) -> subprocess.Popen:
         command = [sys.executable, "-m", "dccot.cli", "demo", "--processes", "2", "--recipe", str(recipe), *settings]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path, start_new_session=True)
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path, start_new_session=True
+        )
 
     return start
 

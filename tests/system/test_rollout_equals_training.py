@@ -1,8 +1,8 @@
 """Rollout = training: the packed forest gives, token by token, the log-probs that vLLM sampled with.
 
-A real engine rolls out real responses; our own model computes their log-probs through the forest in one forward. Nothing of the two is
-shared but the checkpoint: not the attention (paged and causal there, a tree here), nor the positions, nor the calls that the response
-was cut into.
+A real engine rolls out real responses; our own model computes their log-probs through the forest in one forward.
+Nothing of the two is shared but the checkpoint: not the attention (paged and causal there, a tree here), nor the
+positions, nor the calls that the response was cut into.
 """
 
 from collections import Counter
@@ -10,16 +10,16 @@ from collections import Counter
 import pytest
 import torch
 
-from dccot.bench import bigram as tiny
 from dccot.kernels.tree_attention import TreeMask
-from dccot.model.checkpoint_io import full_parameters, load_weights
+from dccot.lab.worlds import bigram as tiny
 from dccot.model.config import read_config
 from dccot.model.transformer import Transformer
+from dccot.model.weights import full_parameters, load_weights
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.engine import VllmEngine
 from dccot.rollout.generate import Request, generate
 from dccot.rollout.response import Finish, Response
 from dccot.rollout.settings import EngineConfig
+from dccot.rollout.vllm_engine import VllmEngine
 from dccot.train.forest import Forest, forests_of_rank, pack
 
 CONFIG = RolloutConfig(budget=200)
@@ -27,7 +27,9 @@ CONFIG = RolloutConfig(budget=200)
 
 @pytest.fixture(scope="module", params=["single", "spelled"])
 def pair(request, tmp_path_factory):
-    """An engine, and our model in fp32, from one checkpoint; then both with weights that have moved, synced through `load`."""
+    """An engine, and our model in fp32, from one checkpoint; then both with weights that have moved, synced through
+    `load`.
+    """
     folder = tiny.save(tmp_path_factory.mktemp("tiny") / request.param, request.param, context=2048)
     engine = VllmEngine(folder, EngineConfig(dtype="float32", kv_cache_gb=0.125))
     model = Transformer(read_config(folder))
@@ -43,7 +45,10 @@ def pair(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def responses(pair) -> list[Response]:
     engine, _ = pair
-    prompts = [engine.tokenizer.encode(f"{tiny.BOS}{tiny.USER}{text}{tiny.ASSISTANT}<think>\n") for text in ("what", "why not " * 9)]
+    prompts = [
+        engine.tokenizer.encode(f"{tiny.BOS}{tiny.USER}{text}{tiny.ASSISTANT}<think>\n")
+        for text in ("what", "why not " * 9)
+    ]
     requests = [Request(f"p{i}", sample, prompt) for i, prompt in enumerate(prompts) for sample in range(16)]
     done = {(r.problem, r.sample): response for r, response in generate(engine, requests, CONFIG, seed=(1,))}
     return [done[r.problem, r.sample] for r in requests]
@@ -52,7 +57,14 @@ def responses(pair) -> list[Response]:
 @torch.no_grad()
 def gap(model, forest: Forest) -> torch.Tensor:
     mask: TreeMask = forest.mask
-    logprob, _ = model(forest.tokens, mask.position, mask, mask.parent[forest.targets], forest.tokens[forest.targets], CONFIG.temperature)
+    logprob, _ = model(
+        forest.tokens,
+        mask.position,
+        mask,
+        mask.parent[forest.targets],
+        forest.tokens[forest.targets],
+        CONFIG.temperature,
+    )
     return (logprob - forest.logprob[forest.targets]).abs()
 
 
@@ -83,5 +95,11 @@ def test_a_log_prob_depends_on_what_the_tree_shows(pair, responses):
     _, model = pair
     branched = [response for response in responses if len(response.rounds) > 0 and response.final is not None]
     forest = forests_of_rank(branched, pack(branched, 1), rank=0)[0]
-    causal = Forest(forest.tokens, torch.full_like(forest.visible_until, len(forest)), forest.sampled, forest.response, forest.logprob)
+    causal = Forest(
+        forest.tokens,
+        torch.full_like(forest.visible_until, len(forest)),
+        forest.sampled,
+        forest.response,
+        forest.logprob,
+    )
     assert gap(model, causal).max() > 0.01 > 100 * gap(model, forest).max()

@@ -1,4 +1,6 @@
-"""RL for real: torchrun, FSDP over gloo, a vLLM engine in every rank, on a miniature task whose start is known exactly."""
+"""RL for real: torchrun, FSDP over gloo, a vLLM engine in every rank, on a miniature task whose start is known
+exactly.
+"""
 
 import json
 import math
@@ -10,8 +12,8 @@ import pytest
 from safetensors.torch import load_file
 from torch.utils.tensorboard import SummaryWriter
 
-from dccot.data.prompting import PromptConfig
-from dccot.miniature.arithmetic import make_tokenizer
+from dccot.data.prompts import PromptConfig
+from dccot.lab.worlds.arithmetic import make_tokenizer
 from tests.support.fault_injection.rank import Kill
 from tests.support.fault_injection.run import FaultInjection
 
@@ -88,7 +90,10 @@ def test_saved_rollouts_hold_text_verdict_reward_and_lengths(out):
     rows = [json.loads(line) for line in (out / "whole" / "rollouts" / "step_000000.jsonl").read_text().splitlines()]
     assert len(rows) == ROLLOUTS
     for row in rows:
-        right, formed = "\\boxed{3}" in row["text"], "<spawn_workers>" in row["text"] and row["text"].endswith("</answer>")
+        right, formed = (
+            "\\boxed{3}" in row["text"],
+            "<spawn_workers>" in row["text"] and row["text"].endswith("</answer>"),
+        )
         assert row["verdict"] == ("correct" if right else "unparsable" if "\\boxed" not in row["text"] else "wrong")
         assert (row["flaw"] is None) == formed
         assert row["reward"] == (right and (1.0 if formed else 0.5))
@@ -96,9 +101,14 @@ def test_saved_rollouts_hold_text_verdict_reward_and_lengths(out):
 
 
 def test_whole_batches_are_rolled_out_until_the_filter_has_kept_enough_prompts(out):
-    """Remove-Easy keeps a prompt whose 4 responses are neither all right nor all wrong; 12 such are wanted of batches of 8."""
+    """Remove-Easy keeps a prompt whose 4 responses are neither all right nor all wrong; 12 such are wanted of batches
+    of 8.
+    """
     for step, row in enumerate(metrics(out / "filtered")):
-        trained = [json.loads(line) for line in (out / "filtered" / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+        trained = [
+            json.loads(line)
+            for line in (out / "filtered" / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
+        ]
         groups = {}
         for rollout in trained:
             groups.setdefault(rollout["problem"], []).append(rollout["verdict"] == "correct")
@@ -133,7 +143,9 @@ def prompt_of(question: str) -> list[int]:
 
 
 def test_reward_rises_by_more_than_noise_can_explain(out):
-    """The margin: six standard errors of the mean over the last three steps of a policy that had learnt nothing (32 rollouts each)."""
+    """The margin: six standard errors of the mean over the last three steps of a policy that had learnt nothing (32
+    rollouts each).
+    """
     rewards = [row["reward/mean"] for row in metrics(out / "whole")]
     standard_error = math.sqrt(START_VARIANCE / ROLLOUTS)
     assert abs(rewards[0] - START_MEAN) < 4 * standard_error
@@ -147,7 +159,12 @@ def test_a_run_killed_and_restarted_by_torchrun_is_one_that_nobody_touched(out):
     assert (injection.problems, injection.lost(), injection.differences()) == ([], [], [])
     assert len(injection.kills()) == 1
     spoil(out / "faulted", STEPS)
-    assert [text.split(" ")[0] for text in injection.differences()] == ["hf/", "rollouts/step_000001.jsonl", "metrics.jsonl", "TensorBoard"]
+    assert [text.split(" ")[0] for text in injection.differences()] == [
+        "hf/",
+        "rollouts/step_000001.jsonl",
+        "metrics.jsonl",
+        "TensorBoard",
+    ]
 
 
 def spoil(run: Path, steps: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dccot.miniature.arithmetic import make_tokenizer
+from dccot.lab.worlds.arithmetic import make_tokenizer
 from dccot.train import sft
 from dccot.train.sft import main
 from tests.support.fault_injection.rank import descendants
@@ -49,10 +49,22 @@ def one_rank(world) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(world) -> Path:
-    runs = [arguments(world, "two_whole", STEPS), arguments(world, "two_stopped", STOP), arguments(world, "two_stopped", STEPS)]
+    runs = [
+        arguments(world, "two_whole", STEPS),
+        arguments(world, "two_stopped", STOP),
+        arguments(world, "two_stopped", STEPS),
+    ]
     runs.append([*arguments(world, "long_whole", LONG), BY_SIGNALS])
     (world / "runs.json").write_text(json.dumps(runs))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(PROGRAM), str(world / "runs.json")]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        str(PROGRAM),
+        str(world / "runs.json"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return world
@@ -73,7 +85,9 @@ def metrics(run: Path) -> list[dict]:
 
 def test_one_rank_stopped_and_resumed_ends_in_the_same_bits(one_rank):
     assert_same_bits(weights(one_rank / "one_stopped"), weights(one_rank / "one_whole"))
-    assert not torch.equal(*(weights(one_rank / "one_whole", step)["model.embed_tokens.weight"] for step in (STOP, STEPS)))
+    assert not torch.equal(
+        *(weights(one_rank / "one_whole", step)["model.embed_tokens.weight"] for step in (STOP, STEPS))
+    )
 
 
 def test_two_ranks_stopped_and_resumed_end_in_the_same_bits(two_ranks):
@@ -84,7 +98,9 @@ def test_two_ranks_stopped_and_resumed_end_in_the_same_bits(two_ranks):
 def test_one_rank_and_two_train_the_same_model(one_rank, two_ranks):
     """Losses step by step and weights at the end, up to the rounding of sums taken in another order."""
     one, two = one_rank / "one_whole", two_ranks / "two_whole"
-    assert [row["policy/loss"] for row in metrics(one)] == pytest.approx([row["policy/loss"] for row in metrics(two)], rel=1e-5)
+    assert [row["policy/loss"] for row in metrics(one)] == pytest.approx(
+        [row["policy/loss"] for row in metrics(two)], rel=1e-5
+    )
     left, right = weights(one), weights(two)
     for name in left:
         torch.testing.assert_close(left[name], right[name], rtol=1e-3, atol=1e-4, msg=name)
@@ -107,9 +123,19 @@ class Job:
 
     def __init__(self, world: Path, name: str, *settings: str):
         self.run, self.log = world / name, world / f"{name}.log"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "dccot.train.sft"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            "-m",
+            "dccot.train.sft",
+        ]
         with self.log.open("a") as said:
-            self.process = subprocess.Popen([*command, *arguments(world, name, LONG), *settings], stdout=said, stderr=said)
+            self.process = subprocess.Popen(
+                [*command, *arguments(world, name, LONG), *settings], stdout=said, stderr=said
+            )
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 120
@@ -142,7 +168,17 @@ def test_a_run_that_is_told_to_save_and_then_to_stop_ends_in_the_same_bits(two_r
 
 
 def test_checkpoint_minutes_saves_by_the_clock(world):
-    assert main([*arguments(world, "by_the_clock", STEPS), "checkpoint.every=1000", "checkpoint.minutes=1e-6", "checkpoint.keep=99"]) == 0
+    assert (
+        main(
+            [
+                *arguments(world, "by_the_clock", STEPS),
+                "checkpoint.every=1000",
+                "checkpoint.minutes=1e-6",
+                "checkpoint.keep=99",
+            ]
+        )
+        == 0
+    )
     assert len(list((world / "by_the_clock" / "checkpoints").glob("step_*"))) == STEPS
 
 
@@ -157,7 +193,9 @@ def test_a_loss_that_is_never_finite_ends_the_run_and_its_batch_can_be_replayed(
     monkeypatch.undo()
     assert main([*arguments(world, "replayed", 1), f"replay={kept[0]}"]) == 0
     assert main(arguments(world, "undisturbed", 1)) == 0
-    assert metrics(world / "replayed")[0]["policy/loss"] == pytest.approx(metrics(world / "undisturbed")[0]["policy/loss"], rel=1e-6)
+    assert metrics(world / "replayed")[0]["policy/loss"] == pytest.approx(
+        metrics(world / "undisturbed")[0]["policy/loss"], rel=1e-6
+    )
 
 
 def test_loss_falls_on_examples_seen_and_unseen(two_ranks):
@@ -170,4 +208,6 @@ def test_loss_falls_on_examples_seen_and_unseen(two_ranks):
 
 def test_the_first_loss_is_that_of_a_model_that_knows_nothing(two_ranks):
     """ln of the vocabulary's size, up to what small random weights make of it."""
-    assert metrics(two_ranks / "two_whole")[0]["policy/loss"] == pytest.approx(torch.tensor(len(make_tokenizer())).log().item(), abs=0.3)
+    assert metrics(two_ranks / "two_whole")[0]["policy/loss"] == pytest.approx(
+        torch.tensor(len(make_tokenizer())).log().item(), abs=0.3
+    )

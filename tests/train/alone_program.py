@@ -5,7 +5,7 @@ torchrun --nproc_per_node 2 -m tests.train.alone_program
 
 import time
 
-from dccot.runtime import Runtime, on_rank_zero
+from dccot.core.runtime import Runtime, on_rank_zero
 
 TIMEOUT_SECONDS = 2.0
 

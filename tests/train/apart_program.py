@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from dccot.config import ConfigError
-from dccot.runtime import Runtime, require_shared
+from dccot.core.config import ConfigError
+from dccot.core.runtime import Runtime, require_shared
 
 if __name__ == "__main__":
     with Runtime.start(timeout_seconds=60) as runtime:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dccot.miniature.arithmetic import make_tokenizer
-from dccot.model.checkpoint_io import create_checkpoint
+from dccot.lab.worlds.arithmetic import make_tokenizer
 from dccot.model.config import parse_config
 from dccot.model.transformer import Transformer
+from dccot.model.weights import create_checkpoint
 from dccot.rollout.response import Response, Round, Segment
 
 ARCHITECTURE = {
@@ -36,7 +36,9 @@ def small_model():
 
 @pytest.fixture(scope="session")
 def random_responses():
-    """`random_responses(prompts, samples, seed)`: groups of parallel responses over tokens 2..39 that share their group's prompt."""
+    """`random_responses(prompts, samples, seed)`: groups of parallel responses over tokens 2..39 that share their
+    group's prompt.
+    """
 
     def segment(rng: random.Random, inserted: int, longest: int) -> Segment:
         sampled = rng.randint(0, longest)
@@ -64,14 +66,21 @@ def checkpoint(tmp_path_factory) -> Path:
     """A small random model that speaks the arithmetic world's tokenizer, as a Hugging Face folder."""
     tokenizer = make_tokenizer()
     folder = tmp_path_factory.mktemp("model") / "small"
-    raw = {**ARCHITECTURE, "vocab_size": len(tokenizer), "initializer_range": 0.05, "eos_token_id": tokenizer.eos_token_id}
+    raw = {
+        **ARCHITECTURE,
+        "vocab_size": len(tokenizer),
+        "initializer_range": 0.05,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
     create_checkpoint(raw, folder, tokenizer=tokenizer, seed=0)
     return folder
 
 
 @pytest.fixture(scope="session")
 def torchrun():
-    """`torchrun(ranks, program or module, *arguments)` runs it on one thread per rank and returns what it printed; fails loudly."""
+    """`torchrun(ranks, program or module, *arguments)` runs it on one thread per rank and returns what it printed;
+    fails loudly.
+    """
 
     def run(ranks: int, program: str | Path, *arguments: str, code: int = 0) -> str:
         target = ["-m", program] if isinstance(program, str) else [str(program)]

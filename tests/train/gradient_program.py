@@ -1,4 +1,5 @@
-"""The gradient of one mini-batch, packed in every way of `PACKINGS`, on however many ranks there are; rank 0 writes them to OUT.
+"""The gradient of one mini-batch, packed in every way of `PACKINGS`, on however many ranks there are; rank 0 writes
+them to OUT.
 
 torchrun --nproc_per_node 2 tests/train/gradient_program.py CHECKPOINT RESPONSES.json OUT
 """
@@ -10,9 +11,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from dccot.core.runtime import Runtime
 from dccot.model.sharding import ShardingConfig, build_model
 from dccot.rollout.response import Response
-from dccot.runtime import Runtime
 from dccot.train.forest import forests_of_rank, pack
 from dccot.train.objectives import ObjectiveConfig, objective_loss
 from dccot.train.update import OptimizerConfig, accumulate, apply_gradients, make_optimizer
@@ -47,10 +48,15 @@ def main(checkpoint: Path, responses_file: Path, out: Path) -> None:
         forests = forests_of_rank(packed, pack(packed, budget, runtime.ranks, share_prompts=share), runtime.rank)
         loss, tokens = accumulate(model, forests, token_loss, 0.6, runtime, once)
         gradients = {key: p.grad.full_tensor().clone() for key, p in model.named_parameters()}
-        facts[name] = {"loss": loss, "tokens": tokens, "targets": runtime.gather([[len(forest.targets) for forest in forests]])}
+        facts[name] = {
+            "loss": loss,
+            "tokens": tokens,
+            "targets": runtime.gather([[len(forest.targets) for forest in forests]]),
+        }
         if runtime.is_main:
             save_file(gradients, out / f"{name}.safetensors")
-        norm, applied = apply_gradients(model, optimizer, float("nan"), 1.0, 1.0)  # a loss that is not finite leaves the weights alone
+        # a loss that is not finite leaves the weights alone
+        norm, applied = apply_gradients(model, optimizer, float("nan"), 1.0, 1.0)
         assert not applied
         facts[name]["norm"] = norm
     if runtime.is_main:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from dccot.runtime import Runtime
+from dccot.core.runtime import Runtime
 from dccot.train.phases import Phases
 from dccot.train.watchdog import Watchdog
 

@@ -2,8 +2,9 @@
 
 python tests/train/memory_program.py FOLDER TOKENS CASES      (CASES: JSON, name → keys of ShardingConfig)
 
-The other rank is torch's fake process group: FSDP allocates and frees as ever, and collectives end at once. Under gloo the peak depends
-on when its threads let go of a buffer (50 to 92 MB for the same step on a busy machine); on a GPU the stream decides, always alike.
+The other rank is torch's fake process group: FSDP allocates and frees as ever, and collectives end at once. Under gloo
+the peak depends on when its threads let go of a buffer (50 to 92 MB for the same step on a busy machine); on a GPU the
+stream decides, always alike.
 """
 
 import json
@@ -17,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dccot.core.runtime import Runtime
 from dccot.model.sharding import ShardingConfig, build_model
 from dccot.rollout.response import Response, Segment
-from dccot.runtime import Runtime
 from dccot.train.forest import build_forest
 from dccot.train.update import OptimizerConfig, accumulate, apply_gradients, compute_logprobs, make_optimizer
 
@@ -30,7 +31,9 @@ def local_bytes(tensors) -> int:
 
 def waiting_bytes(model: nn.Module) -> int:
     """Whole gradients that FSDP holds back for the last micro-batch."""
-    groups = [module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [
+        module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)
+    ]
     params = [param for group in groups for param in group.fsdp_params]
     return local_bytes(x for param in params for x in (param.unsharded_accumulated_grad, param._unsharded_param.grad))
 
@@ -38,7 +41,9 @@ def waiting_bytes(model: nn.Module) -> int:
 def allocator_peak(prof) -> int:
     """Most bytes that were allocated at once since the profile began, over what there was before."""
     at = peak = 0
-    for event in sorted((e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+    for event in sorted(
+        (e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()
+    ):
         at += event.nbytes()
         peak = max(peak, at)
     return peak
@@ -47,10 +52,15 @@ def allocator_peak(prof) -> int:
 def measure(folder: str, tokens: int, runtime: Runtime, **sharding) -> dict[str, int]:
     config = ShardingConfig(**sharding)
     model = build_model(folder, config, seed=0)
-    frozen = build_model(folder, ShardingConfig(compute_dtype=config.compute_dtype, master_dtype=config.compute_dtype), seed=0)
+    frozen = build_model(
+        folder, ShardingConfig(compute_dtype=config.compute_dtype, master_dtype=config.compute_dtype), seed=0
+    )
     optimizer = make_optimizer(model, OptimizerConfig())
     prompt = tokens // 8
-    forests = [build_forest([[(0, Response(list(range(prompt)), final=Segment([], [1] * (tokens - prompt))))]]) for _ in range(2)]
+    forests = [
+        build_forest([[(0, Response(list(range(prompt)), final=Segment([], [1] * (tokens - prompt))))]])
+        for _ in range(2)
+    ]
     loss = lambda number, forest, logprob, entropy: -logprob
     step = lambda: accumulate(model, forests, loss, 1.0, runtime, config.reduce_once)
     step()
@@ -63,7 +73,9 @@ def measure(folder: str, tokens: int, runtime: Runtime, **sharding) -> dict[str,
     (-compute_logprobs(model, forests[0], 1.0)[0].sum()).backward()
     return {
         "master weights": local_bytes(model.parameters()),
-        "AdamW moments": local_bytes(value for state in optimizer.state.values() for name, value in state.items() if name != "step"),
+        "AdamW moments": local_bytes(
+            value for state in optimizer.state.values() for name, value in state.items() if name != "step"
+        ),
         "reference policy": local_bytes(frozen.parameters()),
         "gradients, sharded": gradients,
         "gradients, waiting": waiting_bytes(model),
@@ -74,4 +86,11 @@ def measure(folder: str, tokens: int, runtime: Runtime, **sharding) -> dict[str,
 if __name__ == "__main__":
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     runtime = Runtime(0, 2, torch.device("cpu"), owned=False)
-    print(json.dumps({name: measure(sys.argv[1], int(sys.argv[2]), runtime, **kind) for name, kind in json.loads(sys.argv[3]).items()}))
+    print(
+        json.dumps(
+            {
+                name: measure(sys.argv[1], int(sys.argv[2]), runtime, **kind)
+                for name, kind in json.loads(sys.argv[3]).items()
+            }
+        )
+    )

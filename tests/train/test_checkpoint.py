@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dccot.train.checkpoint as checkpoint_module
-from dccot.files import BadData
+from dccot.core.files import BadData
+from dccot.core.runtime import Runtime, set_timeout
 from dccot.model.folder import resolve_model, verify_manifest
 from dccot.model.sharding import ShardingConfig, build_model
-from dccot.runtime import Runtime, set_timeout
 from dccot.train.checkpoint import CheckpointConfig, Checkpointer
 from dccot.train.dcp_reader import load_shards
 from dccot.train.update import OptimizerConfig, make_optimizer
@@ -126,7 +126,9 @@ def test_every_moment_at_which_fault_injection_kills_is_seen_while_checkpoints_a
 
     def hook(event: str, arguments: tuple) -> None:
         if watching:
-            seen.update(moment for moment, (name, path) in FILES.items() if event == name and re.search(path, str(arguments[0])))
+            seen.update(
+                moment for moment, (name, path) in FILES.items() if event == name and re.search(path, str(arguments[0]))
+            )
 
     sys.addaudithook(hook)  # for the life of the process
     keeper = checkpointer(keep=1)
@@ -144,7 +146,9 @@ def test_a_checkpoint_holds_what_training_had_when_it_was_asked_for(checkpointer
         move(model, optimizer)
     assert keeper.finish()
     theirs = dict(AutoModelForCausalLM.from_pretrained(keeper.folder / "step_000001" / "hf").named_parameters())
-    assert all(torch.equal(theirs[name], value) for (name, _), value in zip(model.named_parameters(), before, strict=True))
+    assert all(
+        torch.equal(theirs[name], value) for (name, _), value in zip(model.named_parameters(), before, strict=True)
+    )
     assert keeper.resume(model, optimizer)["step"] == 1
     assert all(map(torch.equal, values(model), before))
     costs = keeper.costs()
@@ -205,10 +209,14 @@ def test_a_run_without_a_whole_checkpoint_is_not_silently_started_over(checkpoin
 
 
 def test_a_run_of_which_only_weights_were_kept_is_not_silently_started_over(checkpointer, trained):
-    """Somebody has deleted dcp/ to save space. A new beginning would cut the metrics and delete the weights as it passed their steps."""
+    """Somebody has deleted dcp/ to save space. A new beginning would cut the metrics and delete the weights as it
+    passed their steps.
+    """
     saved(checkpointer(), 5, *trained, {})
     shutil.rmtree(checkpointer().folder / "step_000005" / "dcp")
-    with pytest.raises(FileExistsError, match=r"no checkpoint in .* is whole \(step_000005\); remove that folder .* or rename the run"):
+    with pytest.raises(
+        FileExistsError, match=r"no checkpoint in .* is whole \(step_000005\); remove that folder .* or rename the run"
+    ):
         checkpointer().resume(*trained)
 
 
@@ -217,7 +225,11 @@ def test_the_newest_are_kept_and_chosen_hf_folders_stay_for_good(checkpointer, t
     for step in range(1, 6):
         saved(keeper, step, *trained, {})
     assert steps(keeper) == ["step_000002", "step_000004", "step_000005"]
-    assert sorted(path.name for path in (keeper.folder / "step_000002").iterdir()) == ["hf", "manifest.json", "state.json"]
+    assert sorted(path.name for path in (keeper.folder / "step_000002").iterdir()) == [
+        "hf",
+        "manifest.json",
+        "state.json",
+    ]
     assert resolve_model(f"{keeper.folder.parent}@2") == keeper.folder / "step_000002" / "hf"
     flip_a_bit(keeper.folder / "step_000002" / "hf" / "model.safetensors")
     with pytest.raises(BadData, match=r"step_000002 is damaged .*use another checkpoint of this run \(4, 5\)"):
@@ -227,7 +239,9 @@ def test_the_newest_are_kept_and_chosen_hf_folders_stay_for_good(checkpointer, t
 
 
 def test_a_damaged_checkpoint_never_outlives_a_good_one(checkpointer, trained):
-    """After a damaged step 20 the run continues from 10; what it saves at 15 is the newest, whatever the numbers say."""
+    """After a damaged step 20 the run continues from 10; what it saves at 15 is the newest, whatever the numbers
+    say.
+    """
     keeper = checkpointer(keep=1)
     saved(keeper, 10, *trained, {})
     shutil.copytree(keeper.folder / "step_000010", keeper.folder / "step_000020")
@@ -315,9 +329,12 @@ def test_checkpoints_cannot_fail_for_ever(checkpointer, trained):
     with no_file_larger_than(20_000):
         for step in (2, 3):
             assert not saved(keeper, step, *trained, {})
-            assert keeper.costs().keys() == {"checkpoint/failures", "time/checkpoint_waited"}, "what does not stand was not written"
+            assert keeper.costs().keys() == {"checkpoint/failures", "time/checkpoint_waited"}, (
+                "what does not stand was not written"
+            )
         with pytest.raises(
-            OSError, match=r"2 checkpoints in a row were not written \(checkpoint.max_failures is 1\).* because of rank 0: [^C]"
+            OSError,
+            match=r"2 checkpoints in a row were not written \(checkpoint.max_failures is 1\).* because of rank 0: [^C]",
         ):
             keeper.save(4, *trained, {})
     assert steps(keeper) == ["step_000001"]
@@ -352,7 +369,9 @@ def test_the_last_checkpoint_of_a_run_must_be_written(checkpointer, trained):
 
 
 def test_a_full_disk_on_one_rank_stops_neither(checkpoint, torchrun, tmp_path):
-    """Rank 0 alone writes hf/ while all ranks gather weights for it: when it cannot, the others must not be left waiting."""
+    """Rank 0 alone writes hf/ while all ranks gather weights for it: when it cannot, the others must not be left
+    waiting.
+    """
     printed = torchrun(2, PROGRAM, checkpoint, tmp_path)
     assert json.loads((tmp_path / "saved.json").read_text()) == [[True, False, False, True]] * 2
     assert "checkpoint of step 2 was not written (rank 0" in printed

@@ -10,7 +10,9 @@ def test_every_phase_is_hit_on_either_rank_and_with_the_whole_job_and_every_step
     kills = draw_kills(len(ROSTER), seed=3)
     hit = {(kill.moment, kill.victim) for kill in kills}
     assert len(kills) >= 20
-    assert {(phase, who) for phase in ("rollout", "grade", "update", "sync") for who in ("rank 0", "rank 1", "job")} <= hit
+    assert {
+        (phase, who) for phase in ("rollout", "grade", "update", "sync") for who in ("rank 0", "rank 1", "job")
+    } <= hit
     assert {kill.moment for kill in kills} == {*PHASES, *FILES}
     assert all(kill.fraction == 0.0 for kill in kills if kill.moment == "moving latest")
 
@@ -29,7 +31,11 @@ def test_a_trial_is_good_only_if_all_was_survived_and_nothing_else_was_seen():
     assert Trial("f", 2, 2, "").good
     assert not Trial("f", 2, 1, "").good
     assert not Trial("f", 2, 2, "", ["p"]).good
-    assert table([Trial("f", 20_000, 1, "seen")]).splitlines()[2].split("|")[1:4] == [" f     ", " 20,000 ", " 1        "]
+    assert table([Trial("f", 20_000, 1, "seen")]).splitlines()[2].split("|")[1:4] == [
+        " f     ",
+        " 20,000 ",
+        " 1        ",
+    ]
 
 
 def test_only_a_folder_that_it_made_is_emptied(tmp_path):

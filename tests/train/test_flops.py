@@ -24,7 +24,9 @@ def test_linear_work_is_what_torch_counts(small_model):
 
 
 def test_pairs_of_a_tree_by_hand(small_model):
-    """Prompt 2, director 1, workers 2 and 3, director 2: positions 0 1 2 | 3 4 5 | 3 4 | 5 6 7 | 8 9, so 57 + 13 pairs."""
+    """Prompt 2, director 1, workers 2 and 3, director 2: positions 0 1 2 | 3 4 5 | 3 4 | 5 6 7 | 8 9, so 57 + 13
+    pairs.
+    """
     workers = [Segment([], [5, 5]), Segment([], [5, 5, 5])]
     forest = build_forest([[(0, Response([2, 2], [Round(Segment([], [4]), workers)], Segment([], [6, 6])))]])
     config = small_model().config

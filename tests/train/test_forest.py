@@ -1,4 +1,6 @@
-"""The forest is the response: same log-probs and gradients as the paper's layout and as the calls that inference made."""
+"""The forest is the response: same log-probs and gradients as the paper's layout and as the calls that inference
+made.
+"""
 
 from dataclasses import dataclass
 
@@ -8,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dccot.kernels.rowwise import rotate
+from dccot.kernels.norm_rotate import rotate
 from dccot.kernels.tree_attention import TreeMask
-from dccot.model.rotary import cos_sin
+from dccot.model.rope import cos_sin
 from dccot.rollout.response import Response, Round, Segment
 from dccot.train.forest import build_forest, forests_of_rank, pack
 from dccot.train.update import compute_logprobs
@@ -29,7 +31,9 @@ def segments(draw, inserted: int) -> Segment:
 
 @st.composite
 def responses(draw, prompt: list[int]) -> Response:
-    """Up to three rounds of one to five workers, any segment possibly empty; perhaps no spawn, perhaps nobody to read the workers."""
+    """Up to three rounds of one to five workers, any segment possibly empty; perhaps no spawn, perhaps nobody to read
+    the workers.
+    """
     workers = st.lists(segments(2), min_size=1, max_size=5)
     rounds = [Round(draw(segments(1 if number else 0)), draw(workers)) for number in range(draw(st.integers(0, 3)))]
     final = None if rounds and draw(st.booleans()) else draw(segments(1 if rounds else 0))
@@ -38,7 +42,9 @@ def responses(draw, prompt: list[int]) -> Response:
 
 @st.composite
 def groups(draw) -> list[list[Response]]:
-    """One to three prompts, one to three responses each; sampled tokens are numbered in reading order where log-probs are."""
+    """One to three prompts, one to three responses each; sampled tokens are numbered in reading order where log-probs
+    are.
+    """
     made = []
     for _ in range(draw(st.integers(1, 3))):
         prompt = draw(st.lists(tokens, min_size=1, max_size=4))
@@ -57,7 +63,9 @@ def in_reading_order(values: Tensor, numbers: Tensor) -> Tensor:
 
 
 def with_gradients(model, compute) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probs [M] in reading order and the parameters' gradient of a sum in which every one of them has a weight of its own."""
+    """Log-probs [M] in reading order and the parameters' gradient of a sum in which every one of them has a weight of
+    its own.
+    """
     model.zero_grad()
     logprob = compute()
     (logprob * torch.linspace(-1.0, 2.0, len(logprob), dtype=logprob.dtype)).sum().backward()
@@ -70,7 +78,7 @@ def of_forest(model, made: list[list[Response]]) -> Tensor:
     return in_reading_order(compute_logprobs(model, forest, TEMPERATURE)[0], forest.logprob[forest.targets])
 
 
-# ---- (a) the paper's layout, every worker twice, with a dense mask -------------------------------------------------------
+# ---- (a) the paper's layout, every worker twice, with a dense mask ----
 
 
 @dataclass
@@ -120,7 +128,10 @@ def dense_hidden(model, laid: list[Laid]) -> Tensor:
     x = model.model.embed_tokens(torch.tensor([token.token for token in laid]))
     for layer in model.model.layers:
         attention, normed = layer.self_attn, layer.input_layernorm(x)
-        q, k, v = (p(normed).unflatten(-1, (-1, config.head_dim)) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+        q, k, v = (
+            p(normed).unflatten(-1, (-1, config.head_dim))
+            for p in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
         q, k = rotate(attention.q_norm(q), cos, sin), rotate(attention.k_norm(k), cos, sin)
         k, v = (t.repeat_interleave(config.heads // config.kv_heads, dim=1) for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / config.head_dim**0.5
@@ -143,7 +154,7 @@ def of_paper_layout(model, made: list[list[Response]]) -> Tensor:
     return in_reading_order(torch.stack(found), torch.tensor(numbers))
 
 
-# ---- (b) one causal run per call that inference made ---------------------------------------------------------------------
+# ---- (b) one causal run per call that inference made ----
 
 
 def inference_calls(response: Response) -> list[tuple[list[int], Segment]]:
@@ -171,13 +182,15 @@ def of_separate_calls(model, made: list[list[Response]]) -> Tensor:
     return torch.cat(found)
 
 
-# ---- promises ------------------------------------------------------------------------------------------------------------
+# ---- promises ----
 
 
 def assert_same(left: tuple[Tensor, dict[str, Tensor]], right: tuple[Tensor, dict[str, Tensor]]) -> None:
     torch.testing.assert_close(left[0], right[0], **EXACT)
     for name, gradient in left[1].items():
-        torch.testing.assert_close(gradient, right[1][name], **EXACT, msg=lambda message, name=name: f"{name}: {message}")
+        torch.testing.assert_close(
+            gradient, right[1][name], **EXACT, msg=lambda message, name=name: f"{name}: {message}"
+        )
 
 
 @given(made=groups().filter(lambda made: any(r.sampled_tokens for group in made for r in group)))
@@ -221,7 +234,9 @@ def test_responses_that_share_a_prompt_predict_their_first_tokens_from_the_same_
 
 
 def test_worker_two_never_sees_worker_one(small_model):
-    """Neither does worker one see worker two, and the director before the block sees neither; the director after it sees both."""
+    """Neither does worker one see worker two, and the director before the block sees neither; the director after it
+    sees both.
+    """
     model, response = small_model(torch.float64), three_workers()
 
     def logprobs(changed: int | None) -> dict[int, float]:
@@ -230,7 +245,9 @@ def test_worker_two_never_sees_worker_one(small_model):
         if changed is not None:
             altered.rounds[0].workers[changed].inserted[0] = 9
         forest = build_forest([[(0, altered)]])
-        return dict(zip(forest.tokens[forest.targets].tolist(), compute_logprobs(model, forest, 1.0)[0].tolist(), strict=True))
+        return dict(
+            zip(forest.tokens[forest.targets].tolist(), compute_logprobs(model, forest, 1.0)[0].tolist(), strict=True)
+        )
 
     before, one, two = logprobs(None), logprobs(0), logprobs(1)
     assert response.rounds[0].workers[0].sampled == [31]
@@ -248,11 +265,17 @@ def test_every_sampled_token_is_packed_exactly_once_within_the_budget_and_evenly
     assert all(any(together) for together in zip(*plan)), "no micro-batch may be empty on all ranks"
     members = [index for rank in plan for groups_ in rank for group in groups_ for index in group]
     assert sorted(members) == list(range(len(flat)))
-    forests = [(groups_, forest) for rank in range(ranks) for groups_, forest in zip(plan[rank], forests_of_rank(flat, plan, rank))]
+    forests = [
+        (groups_, forest)
+        for rank in range(ranks)
+        for groups_, forest in zip(plan[rank], forests_of_rank(flat, plan, rank))
+    ]
     numbers = sorted(n for _, forest in forests for n in forest.logprob[forest.targets].tolist())
     assert numbers == sorted(n for response in flat for segment in response.segments() for n in segment.logprobs)
     for groups_, forest in forests:
-        assert len(forest) <= budget or sum(map(len, groups_)) <= 1, "only a response larger than the budget may exceed it, alone"
+        assert len(forest) <= budget or sum(map(len, groups_)) <= 1, (
+            "only a response larger than the budget may exceed it, alone"
+        )
         assert all(flat[group[0]].prompt == flat[index].prompt for group in groups_ for index in group)
 
 
@@ -274,7 +297,9 @@ def test_a_group_is_split_where_sharing_its_prompt_would_leave_ranks_idle():
 def test_a_response_past_the_models_limit_is_refused_by_name():
     fits, too_long = Response([2] * 5, [], Segment([], [3] * 5)), Response([2] * 5, [], Segment([], [3] * 6))
     pack([fits], 100, max_positions=10)
-    with pytest.raises(ValueError, match=r"response 1 reaches position 11; the model takes 10 .*lower the rollout budget"):
+    with pytest.raises(
+        ValueError, match=r"response 1 reaches position 11; the model takes 10 .*lower the rollout budget"
+    ):
         pack([fits, too_long], 100, max_positions=10)
 
 

@@ -14,9 +14,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
-from dccot.config import ConfigError, load_config
-from dccot.rollout.protocol import Flaw
+from dccot.core.config import ConfigError, load_config
 from dccot.rollout.response import Finish, Response, Rollout, Round, Segment
+from dccot.rollout.tags import Flaw
 from dccot.train.metrics import (
     LAYOUT,
     SFT_LAYOUT,
@@ -141,17 +141,23 @@ def test_only_the_main_rank_writes(tmp_path):
 
 def test_what_answers_whether_it_learns_comes_first_and_is_described(tmp_path):
     """TensorBoard sorts by tag: digits come before the letters of all that is not in SHOWN."""
-    everything = {name: 1.0 for charts in LAYOUT.values() for names in charts.values() for name in names} | {"data/kept": 1.0}
+    everything = {name: 1.0 for charts in LAYOUT.values() for names in charts.values() for name in names} | {
+        "data/kept": 1.0
+    }
     recorder = Recorder(tmp_path, 0, active=True)
     recorder.write(0, everything)
     recorder.close()
     tags = sorted(scalars(tmp_path))
     assert len(tags) == len(everything)
     assert tags[:2] == ["1 learning/answers right, share", "1 learning/longest path, tokens"]
-    assert not any("(" in tag for tag in tags), "TensorBoard takes what is in parentheses for a run's name and draws nothing"
+    assert not any("(" in tag for tag in tags), (
+        "TensorBoard takes what is in parentheses for a run's name and draws nothing"
+    )
     assert tags.index("2 health/KL to the reference") < tags.index("data/kept")
     [legend] = [value for value in events_of(tmp_path) if value.tag.startswith("what the curves mean")]
-    assert b"| 1 learning/answers right, share | Training rollouts whose answer is right. |" in legend.tensor.string_val[0]
+    assert (
+        b"| 1 learning/answers right, share | Training rollouts whose answer is right. |" in legend.tensor.string_val[0]
+    )
 
 
 @pytest.mark.parametrize(("metrics", "charts"), [({"reward/mean": 1.0}, LAYOUT), ({"policy/loss": 1.0}, SFT_LAYOUT)])
@@ -185,7 +191,9 @@ def test_a_sample_is_shown_to_the_letter():
 
 
 def offline_rows(run: Path) -> list[list[dict]]:
-    """What Weights & Biases wrote, one list per start: protobuf records in LevelDB's log format, 32 KB blocks after a header of 7 bytes."""
+    """What Weights & Biases wrote, one list per start: protobuf records in LevelDB's log format, 32 KB blocks after a
+    header of 7 bytes.
+    """
     from wandb.proto import wandb_internal_pb2
 
     found = []
@@ -200,7 +208,9 @@ def offline_rows(run: Path) -> list[list[dict]]:
             if kind in (1, 4):  # whole, or the last part
                 record, part = wandb_internal_pb2.Record.FromString(part), b""
                 if record.history.item:
-                    rows.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item})
+                    rows.append(
+                        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                    )
         found.append(rows)
     return found
 

@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dccot.config import ConfigError, load_config
-from dccot.data.prompting import CHAT_TOKENS
-from dccot.miniature.arithmetic import make_tokenizer
+from dccot.core.config import ConfigError, load_config
+from dccot.data.prompts import CHAT_TOKENS
+from dccot.lab.worlds.arithmetic import make_tokenizer
 from dccot.train.rl import main as rl_main
 from dccot.train.rl_config import RLConfig, check_model
 from dccot.train.sft import main as sft_main
@@ -44,7 +44,9 @@ def test_a_model_that_fits_passes(without_weights):
 def test_a_budget_over_the_models_context(without_weights):
     said = "prompt.max_prompt_tokens + rollout.budget is 513; the model's context is 512: lower one of them"
     assert refused(without_weights, "rollout.budget=413") == said
-    assert refused(without_weights, "engine.context=499").endswith("context is 499: lower one of them or raise engine.context")
+    assert refused(without_weights, "engine.context=499").endswith(
+        "context is 499: lower one of them or raise engine.context"
+    )
 
 
 def test_a_tokenizer_that_is_larger_than_the_embedding(without_weights):
@@ -59,7 +61,9 @@ def words_only(*special: str) -> PreTrainedTokenizerFast:
     words = {word: i for i, word in enumerate(["<unk>", "</s>", "two", *special])}
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>", additional_special_tokens=list(special))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", unk_token="<unk>", additional_special_tokens=list(special)
+    )
 
 
 def test_a_tokenizer_that_cannot_spell_the_tags(without_weights):
@@ -93,7 +97,10 @@ def arguments(main, write_rows, *more: str) -> list[str]:
 def test_on_the_command_line_it_costs_one_line_and_exit_code_two(main, without_weights, capsys, tmp_path, write_rows):
     words_only().save_pretrained(without_weights)
     data = write_rows("rows.jsonl", [{"id": "a", "question": "q", "gold": "1", "completion": "c"}])
-    assert main(arguments(main, write_rows, f"model.path={without_weights}", f"data.train={data}", f"output={tmp_path}")) == 2
+    assert (
+        main(arguments(main, write_rows, f"model.path={without_weights}", f"data.train={data}", f"output={tmp_path}"))
+        == 2
+    )
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
     assert said[0].startswith(f"dccot: model {without_weights}: tokenizer")
@@ -101,5 +108,8 @@ def test_on_the_command_line_it_costs_one_line_and_exit_code_two(main, without_w
 
 @pytest.mark.parametrize("main", [sft_main, rl_main])
 def test_a_missing_data_file_is_named(main, checkpoint, capsys, tmp_path, write_rows):
-    assert main(arguments(main, write_rows, f"model.path={checkpoint}", "data.train=nowhere.jsonl", f"output={tmp_path}")) == 2
+    assert (
+        main(arguments(main, write_rows, f"model.path={checkpoint}", "data.train=nowhere.jsonl", f"output={tmp_path}"))
+        == 2
+    )
     assert "nowhere.jsonl" in capsys.readouterr().err

@@ -8,8 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dccot.config import ConfigError, load_config
-from dccot.train.objectives import OBJECTIVES, Objective, ObjectiveConfig, cispo, dapo, grpo, kl_k3, objective_loss, objective_of
+from dccot.core.config import ConfigError, load_config
+from dccot.train.objectives import (
+    OBJECTIVES,
+    Objective,
+    ObjectiveConfig,
+    cispo,
+    dapo,
+    grpo,
+    kl_k3,
+    objective_loss,
+    objective_of,
+)
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -51,7 +61,9 @@ def test_cispo_by_hand_with_an_absolute_cap_of_five():
 
 
 def test_cispo_gradient_is_that_of_the_surrogate_with_its_ratio_frozen():
-    """d/dx of −w·A·x with w = min(r, cap) held fixed: by central differences, and not the gradient of a ratio that moves."""
+    """d/dx of −w·A·x with w = min(r, cap) held fixed: by central differences, and not the gradient of a ratio that
+    moves.
+    """
     logprob, old, advantage = of(-1.0, -2.0, -0.3), of(-1.4, -1.5, -3.0), of(1.5, -0.7, 2.0)
     leaf = logprob.clone().requires_grad_()
     cispo(leaf, old, advantage, ratio_cap=5.0).sum().backward()
@@ -103,7 +115,9 @@ def test_log_ratio_is_clamped_to_twenty_so_nothing_overflows():
     loss = dapo(huge, torch.zeros(2), -torch.ones(2), **CLIP)
     torch.testing.assert_close(loss, torch.tensor([math.exp(20.0), 0.8]))
     assert torch.isfinite(kl_k3(huge, torch.zeros(2))).all()
-    torch.testing.assert_close(cispo(huge[:1], torch.zeros(1), torch.ones(1), ratio_cap=1e12), torch.tensor([-math.exp(20.0) * 500]))
+    torch.testing.assert_close(
+        cispo(huge[:1], torch.zeros(1), torch.ones(1), ratio_cap=1e12), torch.tensor([-math.exp(20.0) * 500])
+    )
 
 
 def test_kl_k3_by_hand():
@@ -163,7 +177,9 @@ def test_dual_clip_counts_as_clipped():
 
 @pytest.mark.parametrize("kind", OBJECTIVES)
 def test_clipped_agrees_with_the_gradient(kind):
-    """Where `clipped` says so the gradient with respect to the log-prob is 0 (GRPO, DAPO) or weighed by the cap (CISPO)."""
+    """Where `clipped` says so the gradient with respect to the log-prob is 0 (GRPO, DAPO) or weighed by the cap
+    (CISPO).
+    """
     torch.manual_seed(0)
     config = ObjectiveConfig(kind, dual_clip=2.0 if kind == "dapo" else None)
     logprob, old, advantage = 1.5 * torch.randn(500).double(), torch.zeros(500).double(), torch.randn(500).double()
@@ -194,5 +210,7 @@ def test_an_objective_of_ones_own_says_what_it_clips():
 
 
 def test_an_unknown_objective_is_an_error_and_never_another_one():
-    with pytest.raises(ConfigError, match=r"objective.kind is 'dappo'; it must be one of grpo, dapo, cispo .* did you mean 'dapo'\?"):
+    with pytest.raises(
+        ConfigError, match=r"objective.kind is 'dappo'; it must be one of grpo, dapo, cispo .* did you mean 'dapo'\?"
+    ):
         objective_loss(ObjectiveConfig("dappo"), of(0.0), of(0.0), of(1.0), of(0.0), None)

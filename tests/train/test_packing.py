@@ -9,13 +9,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dccot.kernels.tree_attention import TreeMask
-from dccot.model.checkpoint_io import load_weights
 from dccot.model.config import read_config
 from dccot.model.transformer import Transformer
+from dccot.model.weights import load_weights
 from dccot.train.objectives import dapo
 
 PROGRAM = Path(__file__).with_name("gradient_program.py")
-PACKINGS = ["one forest", "one forest, prompts apart", "a few", "a few, reduced each", "a few, prompts apart", "one response each"]
+PACKINGS = [
+    "one forest",
+    "one forest, prompts apart",
+    "a few",
+    "a few, reduced each",
+    "a few, prompts apart",
+    "one response each",
+]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from dccot.runtime import Runtime
+from dccot.core.runtime import Runtime
 from dccot.train.metrics import memory_metrics
 from dccot.train.phases import Phases
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dccot.config import load_config
+from dccot.core.config import load_config
 from dccot.model.config import parse_config
 from dccot.model.sharding import ShardingConfig
 from dccot.train.forest import build_forest
@@ -33,7 +33,13 @@ SHAPE = SHAPES["1.5B"] | {
 def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shape")
     (folder / "config.json").write_text(json.dumps(SHAPE))
-    program = [sys.executable, str(Path(__file__).with_name("memory_program.py")), str(folder), str(TOKENS), json.dumps(CASES)]
+    program = [
+        sys.executable,
+        str(Path(__file__).with_name("memory_program.py")),
+        str(folder),
+        str(TOKENS),
+        json.dumps(CASES),
+    ]
     said = subprocess.run(program, capture_output=True, text=True, check=True).stdout
     return next(json.loads(line) for line in said.splitlines() if line.startswith("{"))
 
@@ -53,7 +59,9 @@ def test_what_is_always_there_is_exact(case, measured):
 def test_gradients_are_exact_and_the_peak_of_a_step_is_met_within_15_percent(case, measured):
     memory = planned(CASES[case])
     once = CASES[case].get("reduce_once", True)
-    assert memory.gradients == pytest.approx(measured[case]["gradients, waiting" if once else "gradients, sharded"], rel=1e-3)
+    assert memory.gradients == pytest.approx(
+        measured[case]["gradients, waiting" if once else "gradients, sharded"], rel=1e-3
+    )
     assert once or measured[case]["gradients, waiting"] == 0
     assert sum(memory.peak[1].values()) == pytest.approx(measured[case]["step"], rel=0.15)
 
@@ -74,7 +82,9 @@ def test_what_does_not_fit_is_said_with_what_to_change(capsys):
 def test_copies_and_tensor_parallel_are_the_configurations_unless_given(tmp_path, capsys):
     """Four copies on 8 GPUs, hence two GPUs per copy: 4 bytes of 1.78 billion parameters are 3.6 GB on each."""
     path = tmp_path / "four.yaml"
-    path.write_text(f"base: {Path('configs/rl/stage4.yaml').resolve()}\nsharding: {{replicate: 4}}\nengine: {{tensor_parallel: 2}}\n")
+    path.write_text(
+        f"base: {Path('configs/rl/stage4.yaml').resolve()}\nsharding: {{replicate: 4}}\nengine: {{tensor_parallel: 2}}\n"
+    )
     assert main(["1.5B", str(path), "--gpus", "8"]) == 0
     assert "master weights 3.6" in (said := capsys.readouterr().out) and "engine weights 1.8" in said
     assert main(["1.5B", str(path), "--gpus", "8", "--replicate", "1", "--tensor-parallel", "1"]) == 0
@@ -82,7 +92,9 @@ def test_copies_and_tensor_parallel_are_the_configurations_unless_given(tmp_path
 
 
 def test_an_engine_that_wakes_beside_weights_and_moments_must_fit(capsys):
-    """7.6 billion parameters on 8 GPUs: (4 + 8 + 2) / 8 bytes of each are 13.3 GB, a sixth of 80. vLLM's share does not shrink for them."""
+    """7.6 billion parameters on 8 GPUs: (4 + 8 + 2) / 8 bytes of each are 13.3 GB, a sixth of 80. vLLM's share does not
+    shrink for them.
+    """
     small = ["7B", "--gpus", "8", "configs/rl/stage4.yaml", "sharding.reduce_once=false"]
     assert main([*small, "engine.gpu_memory=0.85"]) == 0
     said = capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""What is on the disk, and in which order it got there: a checkpoint never stands above anything that a power cut could take away.
+"""What is on the disk, and in which order it got there: a checkpoint never stands above anything that a power cut could
+take away.
 
 `make torture` cuts the power of a real file system; here the calls of a real run are watched.
 """

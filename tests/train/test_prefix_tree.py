@@ -58,7 +58,13 @@ def test_the_calls_of_a_parallel_response_make_a_forest_as_small_as_the_director
 
 
 def test_lists_arrays_and_tensors_of_any_integer_type_are_rows():
-    kinds = (list, np.array, torch.tensor, lambda row: np.array(row, np.uint16), lambda row: torch.tensor(row, dtype=torch.int32))
+    kinds = (
+        list,
+        np.array,
+        torch.tensor,
+        lambda row: np.array(row, np.uint16),
+        lambda row: torch.tensor(row, dtype=torch.int32),
+    )
     for kind in kinds:
         forest, _ = Forest.from_rows([kind([7, 300, 2]), kind([7, 300, 65_535])])
         assert forest.tokens.tolist() == [7, 300, 2, 65_535]

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dccot.config import ConfigError, load_config, named
-from dccot.data.grading import Grader, GradingConfig
-from dccot.rollout.protocol import sequential_flaw_of
+from dccot.core.config import ConfigError, load_config, named
+from dccot.core.runtime import Runtime
+from dccot.data.judge import Grader, GradingConfig
 from dccot.rollout.response import Response, Rollout, Segment
-from dccot.runtime import Runtime
+from dccot.rollout.tags import sequential_flaw_of
 from dccot.train.advantages import AdvantageConfig, group_advantages
 from dccot.train.collect import Batch, Collector, save_rollouts
 from dccot.train.filters import FILTERS, Group
@@ -77,11 +77,17 @@ def test_deepscaler_baselines_earn_nothing_for_a_wrong_form(flaw, expected):
         ("sequential", r"<think>so \boxed{45}</think>It is \boxed{44}.", 0.0),
         ("sequential", r"<think>so \boxed{45}", 0.0),
         ("sequential", r"<think>or \boxed{44}</think>It is \boxed{45}.", 1.0),
-        ("parallel", r"<think>so \boxed{45}</think>I am done.", 1.0),  # the paper's method is graded on the whole response
+        (
+            "parallel",
+            r"<think>so \boxed{45}</think>I am done.",
+            1.0,
+        ),  # the paper's method is graded on the whole response
     ],
 )
 def test_a_sequential_baseline_is_graded_on_what_follows_its_thinking(prompt, text, expected):
-    config = load_config(RLConfig, "configs/rl/dsr_hlp_12k.yaml", ["model.path=m", "data.train=d", f"prompt.kind={prompt}"])
+    config = load_config(
+        RLConfig, "configs/rl/dsr_hlp_12k.yaml", ["model.path=m", "data.train=d", f"prompt.kind={prompt}"]
+    )
     collector = Collector.__new__(Collector)  # neither engine nor problems
     collector.config, collector.runtime = config, Runtime(0, 1, torch.device("cpu"))
     asked = Rollout("417", 0, "?", "45", text, Response([1], [], Segment([], [5])), sequential_flaw_of(text))
@@ -111,7 +117,9 @@ def test_a_reward_of_ones_own_sees_what_was_judged_right_or_wrong_and_nothing_el
 
 
 def test_an_unknown_reward_is_an_error_and_never_another_one():
-    with pytest.raises(ConfigError, match=r"reward.kind is 'correct'; it must be one of correctness_format, high_length_penalty"):
+    with pytest.raises(
+        ConfigError, match=r"reward.kind is 'correct'; it must be one of correctness_format, high_length_penalty"
+    ):
         reward_of(rollout(), RewardConfig("correct"), budget=7500)
 
 
@@ -187,4 +195,8 @@ def test_only_the_newest_rollouts_stay_and_what_people_put_beside_them(tmp_path)
     (tmp_path / "step_000000_good.jsonl").write_text("mine")
     for step in range(4):
         save_rollouts(tmp_path, step, Batch([], []), keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000000_good.jsonl", "step_000002.jsonl", "step_000003.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step_000000_good.jsonl",
+        "step_000002.jsonl",
+        "step_000003.jsonl",
+    ]

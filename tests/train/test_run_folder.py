@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from dccot.files import BadData
+from dccot.core.files import BadData
 from dccot.train.run import _keep_rows, claim
 
 HOLD = """
@@ -48,13 +48,18 @@ def test_a_run_with_a_checkpoint_refuses_other_data_and_names_the_first_row_that
         tuple(rows): "row 3 was missing and is 'p2'",
         (("p0", "aa"),): "row 2 was 'p1' and is missing",
     }.items():
-        with pytest.raises(BadData, match=f"{tmp_path} was trained on other data: {said}; continue with that data, or choose another name"):
+        with pytest.raises(
+            BadData,
+            match=f"{tmp_path} was trained on other data: {said}; continue with that data, or choose another name",
+        ):
             _keep_rows(tmp_path, other)
     assert (tmp_path / "data.jsonl").read_text().count("\n") == 2
 
 
 def test_a_lock_of_another_machine_is_waited_for_with_its_owner_and_age_and_taken_when_it_is_given_up(tmp_path, caplog):
-    """The owner is a process here that says it runs elsewhere: that is all that a lock over NFS shows of a machine that is gone."""
+    """The owner is a process here that says it runs elsewhere: that is all that a lock over NFS shows of a machine that
+    is gone.
+    """
     run = tmp_path / "run"
     elsewhere = HOLD.replace("from pathlib", "import socket; socket.gethostname = lambda: 'node7'\nfrom pathlib")
     other = subprocess.Popen([sys.executable, "-c", elsewhere, run], stdout=subprocess.PIPE, text=True)
@@ -77,7 +82,7 @@ def test_a_file_system_without_locks_is_put_up_with_everywhere(tmp_path):
 import fcntl, os, sys
 from pathlib import Path
 from tests.support.no_locks import refuse_locks
-from dccot.files import JsonlWriter
+from dccot.core.files import JsonlWriter
 from dccot.train.run import claim
 refuse_locks()
 out = Path(sys.argv[1])

@@ -2,10 +2,10 @@
 
 import pytest
 
-from dccot.config import load_config
-from dccot.files import BadData
-from dccot.miniature.arithmetic import make_tokenizer
-from dccot.rollout.protocol import IllFormed, TagIds
+from dccot.core.config import load_config
+from dccot.core.files import BadData
+from dccot.lab.worlds.arithmetic import make_tokenizer
+from dccot.rollout.tags import IllFormed, TagIds
 from dccot.train.forest import build_forest
 from dccot.train.sft import SFTConfig, demonstration, load_examples
 
@@ -23,7 +23,9 @@ def tokenizer():
 
 
 def test_segments_and_loss_mask_by_hand(tokenizer):
-    """White space between tags of a block is gone; opening worker tags and </spawn_workers> are inserted; EOS ends it all."""
+    """White space between tags of a block is gone; opening worker tags and </spawn_workers> are inserted; EOS ends it
+    all.
+    """
     response = demonstration(TEXT, [1, 2], tokenizer, TagIds.of(tokenizer), parallel=True, open_think=False)
     [round_] = response.rounds
 
@@ -59,28 +61,38 @@ def test_a_second_round_begins_with_the_inserted_closing_tag(tokenizer):
     text = f"<think>a{block}b{block}c</think><answer>1</answer>"
     response = demonstration(text, [1], tokenizer, TagIds.of(tokenizer), parallel=True, open_think=False)
     second = response.rounds[1].director
-    assert (tokenizer.decode(second.inserted), tokenizer.decode(second.sampled)) == ("</spawn_workers>", "b<spawn_workers>")
+    assert (tokenizer.decode(second.inserted), tokenizer.decode(second.sampled)) == (
+        "</spawn_workers>",
+        "b<spawn_workers>",
+    )
 
 
 def test_a_sequential_demonstration_is_one_segment(tokenizer):
-    response = demonstration(" <think>a</think>7\n", [1], tokenizer, TagIds.of(tokenizer), parallel=False, open_think=False)
+    response = demonstration(
+        " <think>a</think>7\n", [1], tokenizer, TagIds.of(tokenizer), parallel=False, open_think=False
+    )
     assert response.rounds == []
     assert tokenizer.decode(response.final.sampled) == "<think>a</think>7" + tokenizer.eos_token
 
 
 def test_an_ill_formed_demonstration_is_refused(tokenizer):
     with pytest.raises(IllFormed):
-        demonstration("<think>a</think><answer>7</answer>", [1], tokenizer, TagIds.of(tokenizer), parallel=True, open_think=False)
+        demonstration(
+            "<think>a</think><answer>7</answer>", [1], tokenizer, TagIds.of(tokenizer), parallel=True, open_think=False
+        )
 
 
 def config(path, **changes) -> SFTConfig:
-    return load_config(SFTConfig, None, ["model.path=m", f"data.train={path}", *(f"{k}={v}" for k, v in changes.items())])
+    return load_config(
+        SFTConfig, None, ["model.path=m", f"data.train={path}", *(f"{k}={v}" for k, v in changes.items())]
+    )
 
 
 def test_the_length_rule_counts_the_prompt_and_every_duplicate(tokenizer, write_rows, caplog):
     path = write_rows("one.jsonl", [{"id": "a", "question": "Add a: 1, b: 2.", "completion": TEXT}])
     [example] = load_examples(path, config(path), tokenizer)
-    # <think> \n a b c <spawn_workers> | <worker_1> x </worker_1>, … twice | </spawn_workers> d </think> \n <answer> 7 </answer> EOS
+    # <think> \n a b c <spawn_workers> | <worker_1> x </worker_1>, … twice | </spawn_workers> d </think> \n <answer> 7
+    # </answer> EOS
     length = len(example.response.prompt) + 6 + 2 * (3 + 4 + 2) + 8
     assert len(load_examples(path, config(path, **{"data.max_tokens": length}), tokenizer)) == 1
     with pytest.raises(BadData, match=rf"no usable example \(dropped 1 over {length - 1} tokens"):

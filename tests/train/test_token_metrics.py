@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dccot.runtime import Runtime
+from dccot.core.runtime import Runtime
 from dccot.train.objectives import ObjectiveConfig
 from dccot.train.token_metrics import BINS, TokenMetrics, count_bins, percentile
 
@@ -26,7 +26,9 @@ def generator() -> torch.Generator:
 
 def confident(tokens: int) -> Tensor:
     """Like a trained policy: most tokens nearly certain, some forks; with rounding noise around zero."""
-    logits = torch.randn(tokens, 50, generator=generator()) * 10 ** torch.empty(tokens, 1).uniform_(-1, 2, generator=generator())
+    logits = torch.randn(tokens, 50, generator=generator()) * 10 ** torch.empty(tokens, 1).uniform_(
+        -1, 2, generator=generator()
+    )
     log = logits.log_softmax(-1)
     return -(log.exp() * log).sum(-1)
 
@@ -60,7 +62,9 @@ def logs(*ratios: float) -> Tensor:
 
 
 def batches() -> list[tuple[Tensor, ...]]:
-    """Two micro-batches, of three tokens and one. Old log-probs are 0; ratios to them 1, 2, 1/2 and 8, to the rollout's 1, 4, 1/3 and 1."""
+    """Two micro-batches, of three tokens and one. Old log-probs are 0; ratios to them 1, 2, 1/2 and 8, to the rollout's
+    1, 4, 1/3 and 1.
+    """
     zero = torch.zeros(4)
     logprob, entropy, advantage = logs(1, 2, 0.5, 8), torch.tensor([0.0, 2.0, 1.0, 5.0]), torch.tensor([1.0, 1, 1, -1])
     rollout, reference = logs(1, 1 / 4, 3, 1), logprob + logs(1, 2, 1, 1)
@@ -85,7 +89,9 @@ CONFIG = ObjectiveConfig("dapo")
 
 
 def agree(found: dict[str, float]) -> None:
-    assert {name: value for name, value in found.items() if name not in PERCENTILES} == pytest.approx(EXPECTED, rel=1e-6)
+    assert {name: value for name, value in found.items() if name not in PERCENTILES} == pytest.approx(
+        EXPECTED, rel=1e-6
+    )
     assert {name: found[name] for name in PERCENTILES} == pytest.approx(PERCENTILES, rel=0.005)
 
 

@@ -1,14 +1,15 @@
-"""A demonstration written as people and models write them, with a line break after every tag and two rounds: well-formed, laid out as a
-forest in which every worker sees what it saw at inference, and accepted by the check of an SFT set.
+"""A demonstration written as people and models write them, with a line break after every tag and two rounds:
+well-formed, laid out as a forest in which every worker sees what it saw at inference, and accepted by the check of an
+SFT set.
 """
 
 from __future__ import annotations
 
-from dccot.bench import bigram
+from dccot.core.files import write_jsonl_atomic
 from dccot.data.check import check_set
-from dccot.files import write_jsonl_atomic
 from dccot.kernels.reference import dense_mask
-from dccot.rollout.protocol import TagIds, flaw_of
+from dccot.lab.worlds import bigram
+from dccot.rollout.tags import TagIds, flaw_of
 from dccot.train.forest import build_forest
 from dccot.train.sft import demonstration
 
@@ -51,7 +52,9 @@ The product is \[\boxed{54}\]
 
 def test_it_is_well_formed_and_passes_the_check_of_an_sft_set(tmp_path):
     assert flaw_of(DEMONSTRATION, 3) is None
-    write_jsonl_atomic(tmp_path / "sft.jsonl", [{"id": "1", "question": "?", "completion": DEMONSTRATION, "source": DEMONSTRATION}])
+    write_jsonl_atomic(
+        tmp_path / "sft.jsonl", [{"id": "1", "question": "?", "completion": DEMONSTRATION, "source": DEMONSTRATION}]
+    )
     report = check_set(tmp_path / "sft.jsonl").to_json()
     assert (report["examples"], dict(report["ill_formed"]), report["leaks"]) == (1, {}, [])
 
@@ -63,9 +66,12 @@ def test_its_forest_holds_every_worker_twice_but_the_first_and_hides_them_from_e
     assert len(response.rounds) == 2 and response.final.sampled[-1] == tags.eos
     forest = build_forest([[(0, response)]])
     workers = [sum(lengths) - lengths[0] for lengths in response.worker_lengths]
-    assert len(forest) == len(response.prompt) + response.total_tokens + sum(workers)  # workers 2 and 3 as written and as read
+    # workers 2 and 3 as written and as read
+    assert len(forest) == len(response.prompt) + response.total_tokens + sum(workers)
     sees = dense_mask(forest.mask.visible_until)
     start = len(response.prompt) + len(response.rounds[0].director.tokens)
     second, third = response.worker_lengths[0][1], response.worker_lengths[0][2]
-    assert not sees[start + second : start + second + third, start : start + second].any()  # worker 3 as written never sees worker 2
+    assert not sees[
+        start + second : start + second + third, start : start + second
+    ].any()  # worker 3 as written never sees worker 2
     assert sees[-1].sum() == len(forest) - sum(workers)  # the end sees each worker once

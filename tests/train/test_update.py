@@ -1,4 +1,6 @@
-"""One optimizer step: the schedule, the clip, AdamW as torch has it, and what happens to a gradient that is not finite."""
+"""One optimizer step: the schedule, the clip, AdamW as torch has it, and what happens to a gradient that is not
+finite.
+"""
 
 import copy
 import math
@@ -7,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dccot.runtime import Runtime
+from dccot.core.runtime import Runtime
 from dccot.train.forest import forests_of_rank, pack
 from dccot.train.sft import negative_logprob
 from dccot.train.update import OptimizerConfig, compute_logprobs, make_optimizer, update
@@ -74,7 +76,9 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_reported(small_model, 
     assert all(map(torch.equal, before, parameters(model)))
     for key, state in optimizer.state_dict()["state"].items():
         assert all(torch.equal(state[name], moments[key][name]) for name in state)
-    assert update(model, optimizer, forests, negative_logprob, config, 1, 1.0, runtime).applied, "and the next step is taken as usual"
+    assert update(model, optimizer, forests, negative_logprob, config, 1, 1.0, runtime).applied, (
+        "and the next step is taken as usual"
+    )
 
 
 def test_a_gradient_that_is_not_finite_under_a_finite_loss_is_noticed(small_model, forests, runtime):

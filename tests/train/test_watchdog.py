@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dccot.runtime import Runtime
+from dccot.core.runtime import Runtime
 from dccot.train.phases import Phases
 from dccot.train.watchdog import STALLED, Watchdog
 
@@ -32,7 +32,9 @@ def wait_for(condition) -> None:
         time.sleep(0.01)
 
 
-def test_a_phase_far_slower_than_usual_is_reported_again_and_again_with_its_place_in_the_code_and_pending_calls(phases, caplog):
+def test_a_phase_far_slower_than_usual_is_reported_again_and_again_with_its_place_in_the_code_and_pending_calls(
+    phases, caplog
+):
     phases.pending = lambda: ["p1/0/0.0"]
     with phases("rollout"):
         pass
@@ -41,7 +43,8 @@ def test_a_phase_far_slower_than_usual_is_reported_again_and_again_with_its_plac
     assert len(caplog.records) >= 3
     for message in (record.getMessage() for record in caplog.records):
         assert re.match(
-            r"rank 3, step 4: rollout has been running for \d+ s, usually 0.0 s; last sign of life \d+ s ago; 1 pending: p1", message
+            r"rank 3, step 4: rollout has been running for \d+ s, usually 0.0 s; last sign of life \d+ s ago; 1 pending: p1",
+            message,
         )
         assert "in wait_for" in message
 
@@ -76,7 +79,9 @@ def test_signs_of_life_keep_a_rank_alive_in_a_phase_that_takes_longer_than_stall
             phases.beat()
 
 
-@pytest.mark.parametrize("hang, place, code", [("lock", "lock.acquire()", STALLED), ("without Python", "in hang_without_python", 1)])
+@pytest.mark.parametrize(
+    "hang, place, code", [("lock", "lock.acquire()", STALLED), ("without Python", "in hang_without_python", 1)]
+)
 def test_a_rank_that_hangs_is_ended_after_stall_seconds_and_says_where(hang, place, code):
     """The second never lets Python's other threads run: no report is possible, but it ends all the same."""
     done = subprocess.run([sys.executable, PROGRAM, hang], capture_output=True, text=True, timeout=120)

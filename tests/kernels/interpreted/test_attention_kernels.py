@@ -1,5 +1,5 @@
 """The Triton attention kernels, run by Triton's interpreter, against an fp64 dense oracle.
-The bound is that of `dccot gpu-check`, which makes the same comparison on a GPU (bench/gpu_kernels.py).
+The bound is that of `dccot gpu-check`, which makes the same comparison on a GPU (lab/gpu_check/kernels.py).
 """
 
 from dataclasses import replace
@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from kernel_forests import SHAPES, forests
 
-from dccot.bench.gpu_kernels import attention_with_gradients as with_gradients
-from dccot.bench.gpu_kernels import check_attention as check
 from dccot.kernels import attention_triton, tuning
 from dccot.kernels.attention_triton import _descriptor as described
 from dccot.kernels.balance import Plan
 from dccot.kernels.tree_attention import TreeMask, tree_attention
 from dccot.kernels.tuning import Tile
+from dccot.lab.gpu_check.kernels import attention_with_gradients as with_gradients
+from dccot.lab.gpu_check.kernels import check_attention as check
 
 
 def inputs(tokens: int, group: int, dim: int, dtype: torch.dtype, key_heads: int = 1) -> list[torch.Tensor]:
@@ -85,7 +85,9 @@ def test_tensor_descriptors_and_specialised_warps_give_the_same_results(dtype, m
 def test_layouts_that_descriptors_cannot_express_fall_back_to_pointers(monkeypatch):
     monkeypatch.setattr(tuning, "INTERPRETER", tuple(replace(tile, tma=True) for tile in tuning.INTERPRETER))
     monkeypatch.setattr(attention_triton, "_descriptor", None)
-    heads_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs(40, 2, 32, torch.float32, key_heads=2)]
+    heads_first = [
+        x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs(40, 2, 32, torch.float32, key_heads=2)
+    ]
     check(torch.full((40,), 40), heads_first)
 
 
@@ -113,6 +115,7 @@ def test_the_same_inputs_give_the_same_bits(processors, monkeypatch):
 def test_large_scores_neither_overflow_nor_vanish():
     q, k, v, grad = inputs(75, 1, 32, torch.float32)
     largest = float((900 * q[:, 0] @ k[:, 0].T).abs().max()) / 32**0.5
-    rounding = 30 * torch.finfo(torch.float32).eps * largest  # of a score, times the scale of q and k: which of two is luckier is chance
+    # of a score, times the scale of q and k: which of two is luckier is chance
+    rounding = 30 * torch.finfo(torch.float32).eps * largest
     assert 1e-3 < rounding < 0.1
     check(torch.tensor([75] * 13 + [31] * 18 + [50] * 19 + [75] * 25), [q * 30, k * 30, v, grad], rounding)

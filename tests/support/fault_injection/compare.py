@@ -8,9 +8,14 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util import tb_logging
 
-from dccot.files import read_jsonl
+from dccot.core.files import read_jsonl
 
-SETTINGS = ("optimizer.learning_rate=0.0003", "checkpoint.keep=2", "checkpoint.keep_hf_every=null", "profile.steps=[]")  # of these runs
+SETTINGS = (
+    "optimizer.learning_rate=0.0003",
+    "checkpoint.keep=2",
+    "checkpoint.keep_hf_every=null",
+    "profile.steps=[]",
+)  # of these runs
 OF_THE_MACHINE = ("time/", "speed/", "memory/", "checkpoint/")  # metrics that differ from run to run
 
 
@@ -25,7 +30,9 @@ def differences(run: Path, whole: Path, steps: int) -> list[str]:
                         for each in (run, whole))  # fmt: skip
         if not ours or ours != theirs:
             found.append(f"{folder}/ of {last} is not bit-identical")
-    for name in sorted({f"rollouts/{path.name}" for each in (run, whole) for path in (each / "rollouts").glob("*.jsonl")}):
+    for name in sorted(
+        {f"rollouts/{path.name}" for each in (run, whole) for path in (each / "rollouts").glob("*.jsonl")}
+    ):
         if not ((run / name).exists() and (whole / name).exists()) or _sha(run / name) != _sha(whole / name):
             found.append(f"{name} differs or is missing")
     ours, theirs = (_comparable([row for _, row in read_jsonl(each / "metrics.jsonl")]) for each in (run, whole))
@@ -38,7 +45,9 @@ def differences(run: Path, whole: Path, steps: int) -> list[str]:
         if name.startswith("time/checkpoint_"):  # told once per checkpoint, some of which were killed
             continue
         mine, other = ours.get(name, []), theirs.get(name, [])
-        if [step for step, _ in mine] != [step for step, _ in other] or (not name.startswith(OF_THE_MACHINE) and mine != other):
+        if [step for step, _ in mine] != [step for step, _ in other] or (
+            not name.startswith(OF_THE_MACHINE) and mine != other
+        ):
             found.append(f"TensorBoard series {name} differs: steps {[step for step, _ in mine]}")
     return found
 

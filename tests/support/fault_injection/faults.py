@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from dccot.bench.task import make_task
-from dccot.config import ConfigError, load_config
+from dccot.core.config import ConfigError, load_config
+from dccot.core.files import BadData, read_jsonl, write_jsonl_atomic
 from dccot.data.problems import load_problems
-from dccot.files import BadData, read_jsonl, write_jsonl_atomic
+from dccot.lab.worlds.exact_task import make_task
 from tests.support.tag_soup import disagreements
 
 KEY = "sk-planted-9b2e7c41d6"
@@ -56,24 +56,38 @@ def run(command: Sequence[str], under: Sequence[str], log: Path, **environment: 
     return code, log.read_text()
 
 
-# --- bad numbers, stuck things: two ranks with a real engine ------------------------------------------------------------------------
+# --- bad numbers, stuck things: two ranks with a real engine
+# ------------------------------------------------------------------------
 
 
 def numbers_and_stalls(out: Path, under: Sequence[str]) -> list[Trial]:
     out.mkdir(parents=True)
     make_task(out)
-    program = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.support.fault_injection.inside", str(out)]
+    program = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "-m",
+        "tests.support.fault_injection.inside",
+        str(out),
+    ]
     code, said = run(program, under, out / "said.log")
     trials = [Trial(**row) for _, row in read_jsonl(out / "trials.jsonl")] if (out / "trials.jsonl").exists() else []
-    return trials if code == 0 else [*trials, Trial("bad numbers and stalls", 1, 0, "", [f"exit code {code}: {said[-500:]}"])]
+    return (
+        trials
+        if code == 0
+        else [*trials, Trial("bad numbers and stalls", 1, 0, "", [f"exit code {code}: {said[-500:]}"])]
+    )
 
 
-# --- hostile answers ----------------------------------------------------------------------------------------------------------------
+# --- hostile answers
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def hostile_answers(out: Path, under: Sequence[str]) -> list[Trial]:
     code = (
-        "import json, sys\nfrom dccot.data.grading import GradingConfig\nfrom tests.support.hostile_answers import endure\n"
+        "import json, sys\nfrom dccot.data.judge import GradingConfig\nfrom tests.support.hostile_answers import endure\n"
         "limits = GradingConfig(workers=2, seconds=0.25, memory_mb=128)\nseen = endure(20_000, 0.05, limits)\n"
         "print(json.dumps([seen.faults(limits), seen.lost, seen.processes, seen.memory_mb]), flush=True)"
     )
@@ -86,7 +100,8 @@ def hostile_answers(out: Path, under: Sequence[str]) -> list[Trial]:
     return [Trial("hostile answers to the grader", 20_000, 20_000 - lost, seen, faults)]
 
 
-# --- what is refused in the first seconds -------------------------------------------------------------------------------------------
+# --- what is refused in the first seconds
+# -------------------------------------------------------------------------------------------
 
 
 def refused(main: Callable, argv: list[str]) -> tuple[int | None, str, float]:
@@ -180,20 +195,31 @@ def data_files(out: Path, under: Sequence[str]) -> list[Trial]:
             if "\n" in str(error) or str(path) not in str(error):
                 problems.append(f"{name}: {error}")
     tried = len(lines) + len(files)
-    return [Trial("data files that are broken", tried, tried - len(problems), "file and line named, no stack trace", problems)]
+    return [
+        Trial(
+            "data files that are broken", tried, tried - len(problems), "file and line named, no stack trace", problems
+        )
+    ]
 
 
-# --- fuzzing ------------------------------------------------------------------------------------------------------------------------
+# --- fuzzing
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 def tag_soups(out: Path, under: Sequence[str], count: int = 200_000) -> list[Trial]:
     wrong, well_formed = disagreements(count)
     seen = f"parser and an independent oracle agree; {well_formed:,} were well-formed"
-    return [Trial("tag soups", count, count - len(wrong), seen, [f"K={k}: {text!r}: {a} / {b}" for text, k, a, b in wrong[:5]])]
+    return [
+        Trial(
+            "tag soups", count, count - len(wrong), seen, [f"K={k}: {text!r}: {a} / {b}" for text, k, a, b in wrong[:5]]
+        )
+    ]
 
 
 def mutated_files(out: Path, under: Sequence[str]) -> list[Trial]:
-    """Configurations and problem files with random damage: what comes out is a result or our own one-line error, and soon."""
+    """Configurations and problem files with random damage: what comes out is a result or our own one-line error, and
+    soon.
+    """
     from dccot.train.rl_config import RLConfig
 
     out.mkdir(parents=True)
@@ -226,7 +252,8 @@ def mutated_files(out: Path, under: Sequence[str]) -> list[Trial]:
     return trials
 
 
-# --- secrets ------------------------------------------------------------------------------------------------------------------------
+# --- secrets
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 class Unfriendly(BaseHTTPRequestHandler):
@@ -245,7 +272,11 @@ class Unfriendly(BaseHTTPRequestHandler):
         status = self.server.statuses[Unfriendly.counter % len(self.server.statuses)]
         body = json.dumps({"type": "error", "error": {"type": "trouble", "message": f"the key {key} is not welcome"}})
         self.send_response(status)
-        for name, value in {"content-type": "application/json", "content-length": str(len(body)), "retry-after": "0.1"}.items():
+        for name, value in {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "retry-after": "0.1",
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body.encode())
@@ -266,7 +297,9 @@ class Endpoint(ThreadingHTTPServer):
 def rewriting_with_a_key(out: Path, under: Sequence[str]) -> list[Trial]:
     """Both protocols, every kind of error, the SDKs' debug logs on: the key reaches the server and nothing else."""
     out.mkdir(parents=True)
-    rows = [{"id": f"p{n}", "question": f"q{n}", "gold": "7", "solution": "<think>\nso</think>\\boxed{7}"} for n in range(6)]
+    rows = [
+        {"id": f"p{n}", "question": f"q{n}", "gold": "7", "solution": "<think>\nso</think>\\boxed{7}"} for n in range(6)
+    ]
     write_jsonl_atomic(out / "source.jsonl", rows)
     (out / "rewrite.yaml").write_text("attempts: 2\n")
     problems, tried = [], 0

@@ -1,7 +1,8 @@
-"""What a run's folder and a recipe's results are worth: deleted, littered, flipped, changed, bombed, and with the clock set back.
+"""What a run's folder and a recipe's results are worth: deleted, littered, flipped, changed, bombed, and with the clock
+set back.
 
-Each trial is done with the commands that people type, and looked at from outside. Like those of faults.py, every function takes a folder of
-its own and what to start long commands with.
+Each trial is done with the commands that people type, and looked at from outside. Like those of faults.py, every
+function takes a folder of its own and what to start long commands with.
 """
 
 from __future__ import annotations
@@ -17,24 +18,25 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from dccot.bench.task import make_task
-from dccot.files import read_jsonl, write_jsonl_atomic
+from dccot.core.files import read_jsonl, write_jsonl_atomic
+from dccot.lab.worlds.exact_task import make_task
 from dccot.model.folder import verify_manifest, write_manifest
 from tests.support.fault_injection.compare import series
 from tests.support.fault_injection.faults import Trial, run
 from tests.support.fault_injection.sft_task import make_sft_task
 
-FAKETIME = ("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1", "/usr/lib/aarch64-linux-gnu/faketime/libfaketime.so.1")
-AN_HOUR_AGO = (
-    "import sys, time; now = time.time; time.time = lambda: now() - 3600\nfrom dccot.train.sft import main; sys.exit(main(sys.argv[1:]))"
+FAKETIME = (
+    "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1",
+    "/usr/lib/aarch64-linux-gnu/faketime/libfaketime.so.1",
 )
+AN_HOUR_AGO = "import sys, time; now = time.time; time.time = lambda: now() - 3600\nfrom dccot.train.sft import main; sys.exit(main(sys.argv[1:]))"
 STRAYS = ("step_000001_keep", "step_000002.bak", "step_backup", "notes")
 RECIPE = """
 name: r
 output: OUT
 common: {sft: {steps: 2, batch: 2, threads: 1, sharding: {compute_dtype: float32}}}
 prepare:
-  world: {run: world, set: {base_examples: 8, train: 4, validation: 2, test: 2, larger: 1,
+  world: {run: "dccot.lab.worlds.stages:arithmetic", set: {base_examples: 8, train: 4, validation: 2, test: 2, larger: 1,
     model: {hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 1}}}
 stages:
   sft: {run: sft, config: mini/base.yaml, start: world/init, set: {data.train: "{run}/world/base.jsonl"}}
@@ -57,9 +59,20 @@ def sft(out: Path, name: str, steps: int, under: Sequence[str], *settings: str, 
 
 
 def deleted_source(out: Path, under: Sequence[str]) -> list[Trial]:
-    """The model that the run started from is deleted while it trains: later checkpoints are whole, tokenizer included."""
+    """The model that the run started from is deleted while it trains: later checkpoints are whole, tokenizer
+    included.
+    """
     source = shutil.copytree(out / "model", out / "source")
-    command = [*under, sys.executable, "-m", "dccot.train.sft", str(out / "sft.yaml"), "name=orphan", "steps=40", f"model.path={source}"]
+    command = [
+        *under,
+        sys.executable,
+        "-m",
+        "dccot.train.sft",
+        str(out / "sft.yaml"),
+        "name=orphan",
+        "steps=40",
+        f"model.path={source}",
+    ]
     with (out / "orphan.log").open("w") as log:
         training = subprocess.Popen(command, stdout=log, stderr=log)
     while training.poll() is None and not (out / "orphan" / "latest").exists():
@@ -67,10 +80,20 @@ def deleted_source(out: Path, under: Sequence[str]) -> list[Trial]:
     gone_at = newest(out / "orphan").name
     shutil.rmtree(source)
     code, last = training.wait(), newest(out / "orphan")
-    same = code == 0 and (last / "hf" / "tokenizer.json").read_bytes() == (out / "model" / "tokenizer.json").read_bytes()
+    same = (
+        code == 0 and (last / "hf" / "tokenizer.json").read_bytes() == (out / "model" / "tokenizer.json").read_bytes()
+    )
     good = same and verify_manifest(last) is None and len(AutoTokenizer.from_pretrained(last / "hf")) > 0
     problems = [] if good else [f"exit code {code}, {last}"]
-    return [Trial("source folder deleted", 1, int(good), f"deleted at {gone_at}; {last.name} is whole, with its tokenizer", problems)]
+    return [
+        Trial(
+            "source folder deleted",
+            1,
+            int(good),
+            f"deleted at {gone_at}; {last.name} is whole, with its tokenizer",
+            problems,
+        )
+    ]
 
 
 def stray_folders(out: Path, under: Sequence[str]) -> list[Trial]:
@@ -81,9 +104,22 @@ def stray_folders(out: Path, under: Sequence[str]) -> list[Trial]:
         shutil.copytree(newest(out / "littered") / "hf", checkpoints / stray)
     code, said = sft(out, "littered", 6, under, log="littered_again")
     left = [stray for stray in STRAYS if (checkpoints / stray / "config.json").is_file()]
-    good = code == 0 and "was not written" not in said and newest(out / "littered").name == "step_000006" and len(left) == len(STRAYS)
+    good = (
+        code == 0
+        and "was not written" not in said
+        and newest(out / "littered").name == "step_000006"
+        and len(left) == len(STRAYS)
+    )
     problems = [] if good else [f"exit code {code}, left {left}: {said[-300:]}"]
-    return [Trial("stray folder beside checkpoints", len(STRAYS), len(left), "not read, not deleted; saving and resuming work", problems)]
+    return [
+        Trial(
+            "stray folder beside checkpoints",
+            len(STRAYS),
+            len(left),
+            "not read, not deleted; saving and resuming work",
+            problems,
+        )
+    ]
 
 
 def flipped_bit(out: Path, under: Sequence[str]) -> list[Trial]:
@@ -109,7 +145,9 @@ def flipped_bit(out: Path, under: Sequence[str]) -> list[Trial]:
 
 
 def changed_data(out: Path, under: Sequence[str]) -> list[Trial]:
-    """One character of one row differs when a run is continued: refused by SFT and by RL, which starts no engine for it."""
+    """One character of one row differs when a run is continued: refused by SFT and by RL, which starts no engine for
+    it.
+    """
     sft(out, "changed", 2, under)
     rows = [row for _, row in read_jsonl(out / "train.jsonl")]
     rows[2]["question"] += "?"
@@ -123,13 +161,28 @@ def changed_data(out: Path, under: Sequence[str]) -> list[Trial]:
     asked = (out / "rl" / "problems.jsonl").read_text()
     (out / "rl" / "problems.jsonl").write_text(asked.replace("case 6.", "case six."))
     code, again = run([*rl, "steps=2"], under, out / "logs" / "rl_again.log", VLLM_LOGGING_LEVEL="INFO")
-    if begun or code != 2 or "was trained on other data: row 7 'p6' has another content" not in again or "LLM engine" in again:
+    if (
+        begun
+        or code != 2
+        or "was trained on other data: row 7 'p6' has another content" not in again
+        or "LLM engine" in again
+    ):
         problems.append(f"RL: exit codes {begun}, {code}: {said[-200:]} {again[-300:]}")
-    return [Trial("data changed before continuing", 2, 2 - len(problems), "SFT and RL: the row named, before an engine starts", problems)]
+    return [
+        Trial(
+            "data changed before continuing",
+            2,
+            2 - len(problems),
+            "SFT and RL: the row named, before an engine starts",
+            problems,
+        )
+    ]
 
 
 def changed_recipe(out: Path, under: Sequence[str]) -> list[Trial]:
-    """A finished recipe given again with other settings, data or weights is refused with nothing changed; as it was, it is done."""
+    """A finished recipe given again with other settings, data or weights is refused with nothing changed; as it was, it
+    is done.
+    """
     recipe, folder = out / "recipe.yaml", out / "r"
     recipe.write_text(RECIPE.replace("OUT", str(out)))
     command, problems = ["-m", "dccot.pipeline", str(recipe)], []
@@ -141,7 +194,11 @@ def changed_recipe(out: Path, under: Sequence[str]) -> list[Trial]:
         "another seed": (["seed=3"], None, "seed was"),
         "other steps": (["sft.steps=3"], None, "steps was 2 when the stage was finished and is 3 now"),
         "other data": ([], data, "data.train has another content"),
-        "other weights": ([], weights, "model.path has another content than when the stage was finished (model.safetensors)"),
+        "other weights": (
+            [],
+            weights,
+            "model.path has another content than when the stage was finished (model.safetensors)",
+        ),
     }
     before = (folder / "recipe.yaml").read_bytes()
     for number, (name, (settings, file, expected)) in enumerate(cases.items()):
@@ -157,7 +214,9 @@ def changed_recipe(out: Path, under: Sequence[str]) -> list[Trial]:
     if code or said.count("done before") != 2:
         problems.append(f"as it was: exit code {code}: {said[-300:]}")
     seen = f"{', '.join(cases)}: refused, named, recipe.yaml as it was; the same recipe is passed over"
-    return [Trial("recipe changed after it was finished", len(cases) + 1, len(cases) + 1 - len(problems), seen, problems)]
+    return [
+        Trial("recipe changed after it was finished", len(cases) + 1, len(cases) + 1 - len(problems), seen, problems)
+    ]
 
 
 def clock_set_back(out: Path, under: Sequence[str]) -> list[Trial]:
@@ -174,7 +233,9 @@ def clock_set_back(out: Path, under: Sequence[str]) -> list[Trial]:
     good = code == 0 and [row["step"] for row in rows] == list(range(6)) == [step for step, _ in loss]
     problems = [] if good else [f"exit code {code}, TensorBoard has steps {[step for step, _ in loss]}: {said[-300:]}"]
     how = "the process's clock (libfaketime)" if library else "Python's clock"
-    return [Trial("clock set back an hour", 1, int(good), f"{how}; TensorBoard shows both lives, every step once", problems)]
+    return [
+        Trial("clock set back an hour", 1, int(good), f"{how}; TensorBoard shows both lives, every step once", problems)
+    ]
 
 
 class Bomb:
@@ -188,7 +249,9 @@ class Bomb:
 
 
 def pickle_bomb(out: Path, under: Sequence[str]) -> list[Trial]:
-    """A run folder from elsewhere, its manifest in order, with a bomb in torch's metadata: refused, and nothing went off."""
+    """A run folder from elsewhere, its manifest in order, with a bomb in torch's metadata: refused, and nothing went
+    off.
+    """
     sft(out, "bombed", 2, under)
     crater, problems = out / "crater", []
     for step in (out / "bombed" / "checkpoints").glob("step_*"):
@@ -198,7 +261,11 @@ def pickle_bomb(out: Path, under: Sequence[str]) -> list[Trial]:
     code, said = sft(out, "bombed", 4, under, log="bombed_again")
     if code != 2 or ".metadata is refused" not in said or crater.exists():
         problems.append(f"exit code {code}, crater {crater.exists()}: {said[-300:]}")
-    return [Trial("pickle bomb in a run folder", 1, 1 - len(problems), "refused in one line, nothing was executed", problems)]
+    return [
+        Trial(
+            "pickle bomb in a run folder", 1, 1 - len(problems), "refused in one line, nothing was executed", problems
+        )
+    ]
 
 
 TRIALS = (deleted_source, stray_folders, flipped_bit, changed_data, changed_recipe, clock_set_back, pickle_bomb)

@@ -1,4 +1,5 @@
-"""`dccot rl` whose rank 1 hangs for real: in step 2 inside its engine, after a restart in step 4 altogether, and then no more.
+"""`dccot rl` whose rank 1 hangs for real: in step 2 inside its engine, after a restart in step 4 altogether, and then
+no more.
 
 torchrun --max-restarts 2 … -m tests.support.fault_injection.hang CONFIG …
 """

@@ -2,7 +2,8 @@
 
     torchrun --nproc_per_node 2 -m tests.support.fault_injection.inside FOLDER        writes trials.jsonl
 
-Each trial spoils one thing by replacing one method of the loop, and judges by what the run left on disk or said when it ended.
+Each trial spoils one thing by replacing one method of the loop, and judges by what the run left on disk or said when it
+ended.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from safetensors.torch import load_file
 
 import dccot.train.rl as rl
 import dccot.train.update as updating
-from dccot.config import load_config
-from dccot.files import read_jsonl
-from dccot.rollout.engine import VllmEngine
-from dccot.runtime import Runtime
+from dccot.core.config import load_config
+from dccot.core.files import read_jsonl
+from dccot.core.runtime import Runtime
+from dccot.rollout.vllm_engine import VllmEngine
 from dccot.train.rl_config import RLConfig
 from tests.support.fault_injection.faults import Trial
 
@@ -33,7 +34,9 @@ Settings = Callable[..., RLConfig]
 
 
 def _nan_gradient(settings: Settings, engine: VllmEngine) -> Trial:
-    """One shard's gradient is NaN on rank 1 in the second step of four: all ranks skip it, count it, keep the batch, and continue."""
+    """One shard's gradient is NaN on rank 1 in the second step of four: all ranks skip it, count it, keep the batch,
+    and continue.
+    """
 
     class Spoiled(rl.RL):
         def train_on(self, batch):
@@ -57,7 +60,9 @@ def _nan_gradient(settings: Settings, engine: VllmEngine) -> Trial:
     finally:
         rl.RL = before
     run = Path(config.output) / "nan"
-    weights = [load_file(run / "checkpoints" / f"step_{step:06d}" / "hf" / "model.safetensors") for step in (1, 2, 3, 4)]
+    weights = [
+        load_file(run / "checkpoints" / f"step_{step:06d}" / "hf" / "model.safetensors") for step in (1, 2, 3, 4)
+    ]
     same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in pairwise(weights)]
     skipped = [row["policy/skipped_updates"] for _, row in read_jsonl(run / "metrics.jsonl")]
     kept = [path.name for path in sorted((run / "bad").glob("*"))]
@@ -77,7 +82,13 @@ def _always_nan(settings: Settings, engine: VllmEngine) -> Trial:
     finally:
         rl.objective_loss = before
     good = said.startswith("2 steps in a row had a loss or gradient that is not finite (max_bad_steps is 1)")
-    return Trial("loss never finite", 1, int(good), "stopped with an explanation that names max_bad_steps", [] if good else [said])
+    return Trial(
+        "loss never finite",
+        1,
+        int(good),
+        "stopped with an explanation that names max_bad_steps",
+        [] if good else [said],
+    )
 
 
 def _bad_weight(settings: Settings, engine: VllmEngine) -> Trial:
@@ -93,7 +104,8 @@ def _bad_weight(settings: Settings, engine: VllmEngine) -> Trial:
     before, rl.RL = rl.RL, Spoiled
     said = _error_of(lambda: rl.train(settings("bad_weight"), engine))
     rl.RL = before
-    good = "model.embed_tokens.weight holds 2 values that are not finite" in said and "phase sync" in said  # one on each rank
+    # one on each rank
+    good = "model.embed_tokens.weight holds 2 values that are not finite" in said and "phase sync" in said
     return Trial("synced weight not finite", 1, int(good), "refused before the engine used it; weight, rank and phase named",
                  [] if good else [said])  # fmt: skip
 
@@ -103,12 +115,20 @@ def _stalled_engine(settings: Settings, engine: VllmEngine) -> Trial:
     said = _error_of(lambda: rl.train(settings("stalled"), engine))
     engine.config.stall_seconds = usual
     rank = os.environ["RANK"]
-    good = f"rank {rank}: no call finished" in said and "pending: p" in said and f"rank {rank}, step 0, phase rollout" in said
-    return Trial("engine stalled", 1, int(good), "error names rank, phase and pending request ids", [] if good else [said])
+    good = (
+        f"rank {rank}: no call finished" in said
+        and "pending: p" in said
+        and f"rank {rank}, step 0, phase rollout" in said
+    )
+    return Trial(
+        "engine stalled", 1, int(good), "error names rank, phase and pending request ids", [] if good else [said]
+    )
 
 
 def _stuck_collective(settings: Settings, engine: VllmEngine) -> Trial:
-    """Rank 1 stays away for longer than a collective may take. The last trial: afterwards the process group is of no use."""
+    """Rank 1 stays away for longer than a collective may take. The last trial: afterwards the process group is of no
+    use.
+    """
 
     class Slow(rl.Collector):
         def _graded(self, mine):

@@ -1,12 +1,14 @@
 """Power cuts: a run on a file system of its own, whose disk is copied at random moments, without a sync.
 
-The file system is ext4 in an image on a loop device. The copy holds what had reached the "disk" at that moment and nothing of what was
-still in the page cache, as after a power cut. The run is stopped meanwhile, and a copy counts only if the device took no write.
-The mount options take away what ext4 does for careless programs: data is written because somebody asked for it, or not at all.
+The file system is ext4 in an image on a loop device. The copy holds what had reached the "disk" at that moment and
+nothing of what was still in the page cache, as after a power cut. The run is stopped meanwhile, and a copy counts only
+if the device took no write. The mount options take away what ext4 does for careless programs: data is written because
+somebody asked for it, or not at all.
 
-Of every copy, mounted: each checkpoint matches its manifest, `latest` names one, no step that it stands for is missing in metrics.jsonl,
-and whatever the run had reported as complete is there. Some copies are continued to the end and must equal the run that nobody cut off.
-What a disk loses that confirms a flush without doing it is not tried; nobody can promise anything there.
+Of every copy, mounted: each checkpoint matches its manifest, `latest` names one, no step that it stands for is missing
+in metrics.jsonl, and whatever the run had reported as complete is there. Some copies are continued to the end and must
+equal the run that nobody cut off. What a disk loses that confirms a flush without doing it is not tried; nobody can
+promise anything there.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dccot.files import read_jsonl
+from dccot.core.files import read_jsonl
 from dccot.model.folder import step_of, verify_manifest
 from tests.support.fault_injection.faults import Trial, run
 from tests.support.fault_injection.sft_task import make_sft_task
@@ -32,7 +34,10 @@ MEGABYTES = 48
 OPTIONS = "loop,noauto_da_alloc,commit=300,data=writeback"
 STEPS = 40
 PROGRAM = ("-m", "dccot.train.sft")
-CARELESS = ("-c", "import os, sys; os.fsync = lambda file: None; from dccot.train.sft import main; sys.exit(main(sys.argv[1:]))")
+CARELESS = (
+    "-c",
+    "import os, sys; os.fsync = lambda file: None; from dccot.train.sft import main; sys.exit(main(sys.argv[1:]))",
+)
 
 
 class CannotMount(Exception): ...
@@ -59,7 +64,9 @@ def make_image(image: Path) -> None:
 
 
 def device_of(place: Path) -> str:
-    return Path(next(line.split()[0] for line in Path("/proc/mounts").read_text().splitlines() if line.split()[1] == str(place))).name
+    return Path(
+        next(line.split()[0] for line in Path("/proc/mounts").read_text().splitlines() if line.split()[1] == str(place))
+    ).name
 
 
 def copy_as_after_a_cut(image: Path, copy: Path, device: str) -> bool:
@@ -74,16 +81,31 @@ def copy_as_after_a_cut(image: Path, copy: Path, device: str) -> bool:
     return before == writes() and before[1] == "0"
 
 
-def cut_off(out: Path, copies: int, seed: int, under: Sequence[str], program: Sequence[str] = PROGRAM) -> list[tuple[Path, int]]:
-    """Train on the image and copy it now and then; each copy with the last step that the run had reported as complete by then."""
+def cut_off(
+    out: Path, copies: int, seed: int, under: Sequence[str], program: Sequence[str] = PROGRAM
+) -> list[tuple[Path, int]]:
+    """Train on the image and copy it now and then; each copy with the last step that the run had reported as complete
+    by then.
+    """
     rng, found = random.Random(seed), list[tuple[Path, int]]()
 
     def reported() -> int:
-        return max((int(step) for step in re.findall(r"checkpoint of step (\d+) is complete", (out / "run.log").read_text())), default=0)
+        return max(
+            (int(step) for step in re.findall(r"checkpoint of step (\d+) is complete", (out / "run.log").read_text())),
+            default=0,
+        )
 
     make_image(out / "disk.img")
     with mounted(out / "disk.img", out / "disk") as disk, (out / "run.log").open("w") as log:
-        command = [*under, sys.executable, *program, str(out / "sft.yaml"), "name=run", f"output={disk}", f"steps={STEPS}"]
+        command = [
+            *under,
+            sys.executable,
+            *program,
+            str(out / "sft.yaml"),
+            "name=run",
+            f"output={disk}",
+            f"steps={STEPS}",
+        ]
         training = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         while training.poll() is None and not (disk / "run" / "metrics.jsonl").exists():
             time.sleep(0.01)
@@ -101,7 +123,9 @@ def cut_off(out: Path, copies: int, seed: int, under: Sequence[str], program: Se
             finally:
                 os.killpg(training.pid, signal.SIGCONT)
         if training.wait():
-            raise ValueError(f"the run on the image ended with exit code {training.returncode}: {(out / 'run.log').read_text()[-300:]}")
+            raise ValueError(
+                f"the run on the image ended with exit code {training.returncode}: {(out / 'run.log').read_text()[-300:]}"
+            )
         shutil.copytree(disk / "run", out / "whole", symlinks=True)
     return found
 
@@ -118,7 +142,11 @@ def wrong_with(run_folder: Path, reported: int) -> list[str]:
     if step and not (run_folder / "checkpoints" / f"step_{step:06d}").is_dir():
         found.append(f"latest names step {step}, which is not there")
     metrics = run_folder / "metrics.jsonl"
-    rows = [row["step"] for _, row in read_jsonl(metrics, report=lambda text: None)] if metrics.exists() and metrics.stat().st_size else []
+    rows = (
+        [row["step"] for _, row in read_jsonl(metrics, report=lambda text: None)]
+        if metrics.exists() and metrics.stat().st_size
+        else []
+    )
     if rows[:step] != list(range(step)):
         found.append(f"checkpoint of step {step}, but metrics.jsonl holds steps {rows}")
     return found
@@ -131,7 +159,11 @@ def power_cuts(out: Path, under: Sequence[str], copies: int = 20, continued: int
         (out / "careless").mkdir(parents=True)
         make_sft_task(out)
         shutil.copyfile(out / "sft.yaml", out / "careless" / "sft.yaml")
-        broken = [copy for copy, wrong, _ in judged(out / "careless", cut_off(out / "careless", control, 1, under, CARELESS)) if wrong]
+        broken = [
+            copy
+            for copy, wrong, _ in judged(out / "careless", cut_off(out / "careless", control, 1, under, CARELESS))
+            if wrong
+        ]
         taken = cut_off(out, copies, 0, under)
     except CannotMount as error:
         return [Trial(fault, 0, 0, f"not tried here: {error}")]
@@ -146,7 +178,11 @@ def power_cuts(out: Path, under: Sequence[str], copies: int = 20, continued: int
     if control and not broken:
         problems.append("the control, a run without fsync, survived as well: the trial shows nothing")
     seen = f"steps {min(steps)} to {max(steps)} complete at the cut, all there, no row missing; {continued} continued to the same bits; "
-    return [Trial(fault, len(taken), len(taken) - bad, seen + f"without fsync {len(broken)} of {control} are broken", problems)]
+    return [
+        Trial(
+            fault, len(taken), len(taken) - bad, seen + f"without fsync {len(broken)} of {control} are broken", problems
+        )
+    ]
 
 
 def judged(out: Path, taken: Sequence[tuple[Path, int]]) -> Iterator[tuple[Path, list[str], int]]:
@@ -154,7 +190,9 @@ def judged(out: Path, taken: Sequence[tuple[Path, int]]) -> Iterator[tuple[Path,
     for copy, reported in taken:
         with mounted(copy, out / "disk") as disk:
             wrong = (
-                wrong_with(disk / "run", reported) if (disk / "run").exists() else [f"no run, step {reported} reported"] * bool(reported)
+                wrong_with(disk / "run", reported)
+                if (disk / "run").exists()
+                else [f"no run, step {reported} reported"] * bool(reported)
             )
         yield copy, wrong, reported
         copy.unlink()

@@ -2,9 +2,10 @@
 
     DCCOT_KILLS='[{"moment": "update", "victim": "rank 1", "fraction": 0.4}]' torchrun … -m tests.support.fault_injection.rank KILL_LOG
 
-One kill per restart: torchrun's n-th restart gets the n-th kill of the list, and a restart after the last one runs to the end. The training
-code is not touched. Phases are watched as they begin; what happens to files is seen by an audit hook. Both only ever add a SIGKILL. A kill
-whose moment is "full disk" is none: for two steps no file of that rank may grow as large as a checkpoint's.
+One kill per restart: torchrun's n-th restart gets the n-th kill of the list, and a restart after the last one runs to
+the end. The training code is not touched. Phases are watched as they begin; what happens to files is seen by an audit
+hook. Both only ever add a SIGKILL. A kill whose moment is "full disk" is none: for two steps no file of that rank may
+grow as large as a checkpoint's.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def descendants(pid: int) -> list[int]:
 
 
 class Killer(Phases):
-    """The phases of a run, one of which does not end: after one whole step since the restart, at its moment, the victim is killed."""
+    """The phases of a run, one of which does not end: after one whole step since the restart, at its moment, the victim
+    is killed.
+    """
 
     FILE_SECONDS = 0.02
     FULL_DISK_BYTES = 300_000  # rollouts and metrics of the task are smaller, weights and shards larger
@@ -79,7 +82,10 @@ class Killer(Phases):
         super().begin_step(step)
         if self.armed and self.kill.moment == FULL_DISK:
             full = step in (self.first + 1, self.first + 2)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (self.FULL_DISK_BYTES if full else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE,
+                (self.FULL_DISK_BYTES if full else resource.RLIM_INFINITY, resource.RLIM_INFINITY),
+            )
 
     @property
     def warm(self) -> bool:
@@ -109,7 +115,14 @@ class Killer(Phases):
         below = [pid for pid in descendants(agent) if pid != os.getpid()]
         latest = self.log.parent / "faulted" / "latest"
         newest = int(latest.read_text().removeprefix("step_")) if latest.exists() else 0
-        row = {**asdict(self.kill), "first": self.first, "step": self.step, "newest": newest, "time": time.time(), "pids": below}
+        row = {
+            **asdict(self.kill),
+            "first": self.first,
+            "step": self.step,
+            "newest": newest,
+            "time": time.time(),
+            "pids": below,
+        }
         out = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.write(out, json.dumps(row).encode() + b"\n")
         if self.kill.victim == "job":
@@ -123,7 +136,10 @@ def _parent(pid: int) -> int:
 
 
 def main(argv: list[str]) -> int:
-    kills, restart = json.loads(os.environ.get("DCCOT_KILLS", "[]")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    kills, restart = (
+        json.loads(os.environ.get("DCCOT_KILLS", "[]")),
+        int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+    )
     Killer.log = Path(argv[0])
     Killer.kill = Kill(**kills[restart]) if restart < len(kills) else None
     trainer.Phases = Killer

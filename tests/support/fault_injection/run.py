@@ -2,11 +2,11 @@
 
     make torture [--kills N] [--output runs/torture] [--seed 0]        an hour or less on two cores
 
-The heart of it: one RL run on two ranks, with a real engine in each, is killed again and again with SIGKILL, one rank or the whole job,
-at random moments of every phase and of writing a checkpoint; now and then its newest checkpoint is damaged, and once the disk is full.
-The same command continues each time, or torchrun restarts it. In the end it must equal a run that nobody touched: weights and
-optimizer to the bit, every step once in metrics.jsonl and in TensorBoard, the same rollouts. The other faults are in
-faults.py, folders.py and power.py, what a cluster does in stops.py.
+The heart of it: one RL run on two ranks, with a real engine in each, is killed again and again with SIGKILL, one rank
+or the whole job, at random moments of every phase and of writing a checkpoint; now and then its newest checkpoint is
+damaged, and once the disk is full. The same command continues each time, or torchrun restarts it. In the end it must
+equal a run that nobody touched: weights and optimizer to the bit, every step once in metrics.jsonl and in TensorBoard,
+the same rollouts. The other faults are in faults.py, folders.py and power.py, what a cluster does in stops.py.
 
 Interrupted and run again, it keeps the trials that were finished, unless the code, the seed or the kills are others.
 
@@ -29,10 +29,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from dccot.bench.task import make_task
-from dccot.files import read_jsonl, write_atomic
+from dccot.core.files import read_jsonl, write_atomic
+from dccot.core.provenance import code_version, describe_code
+from dccot.lab.worlds.exact_task import make_task
 from dccot.model.folder import verify_manifest
-from dccot.provenance import code_version, describe_code
 from tests.support.fault_injection.compare import SETTINGS, differences
 from tests.support.fault_injection.faults import FAULTS, PLANTED, Trial, planted_keys_in
 from tests.support.fault_injection.folders import folders
@@ -46,7 +46,8 @@ MADE_HERE = ".torture"  # marks a folder that may be emptied
 DAMAGES = ("a flipped bit", "a file cut short", "a missing file", "a broken manifest")
 
 
-# --- which kills, in which order ------------------------------------------------------------------------------------------------
+# --- which kills, in which order
+# ------------------------------------------------------------------------------------------------
 
 
 ROSTER = [(phase, victim) for phase in PHASES[:4] for victim in ("rank 0", "rank 1", "job")] + [
@@ -72,7 +73,9 @@ def draw_kills(count: int, seed: int) -> list[Kill]:
 
 
 def in_launches(kills: Sequence[Kill], seed: int) -> list[list[Kill]]:
-    """Kills that follow one another under one torchrun. A killed job ends a launch, a killed rank now and then: others are restarted."""
+    """Kills that follow one another under one torchrun. A killed job ends a launch, a killed rank now and then: others
+    are restarted.
+    """
     rng = random.Random(seed)
     launches: list[list[Kill]] = [[]]
     for kill in kills:
@@ -82,7 +85,8 @@ def in_launches(kills: Sequence[Kill], seed: int) -> list[list[Kill]]:
     return [launch for launch in launches if launch]
 
 
-# --- running ----------------------------------------------------------------------------------------------------------------------
+# --- running
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 class FaultInjection:
@@ -99,7 +103,14 @@ class FaultInjection:
     def launch(self, name: str, kills: Sequence[Kill] = (), restarts: int = 0) -> int:
         """`dccot rl` on two ranks until it ends; returns its exit code. What it prints goes to logs/."""
         module = ["dccot.train.rl"] if name == "whole" else ["tests.support.fault_injection.rank", str(self.log)]
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}", f"--max-restarts={restarts}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={RANKS}",
+            f"--max-restarts={restarts}",
+        ]
         command += ["-m", *module, str(self.out / "rl.yaml"), f"name={name}", f"steps={self.steps}", *self.settings]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         environment["DCCOT_KILLS"] = json.dumps([asdict(kill) for kill in kills])
@@ -128,7 +139,9 @@ class FaultInjection:
             self.problems.append(f"launch {self.launches}: {newest.name} is damaged ({damage})")
         did = ", ".join(f"{kill.moment} ({kill.victim})" for kill in kills) or "nobody"
         at = newest.name if newest else "the start"
-        print(f"  launch {self.launches:>2}, {time.monotonic() - start:.0f} s: killed at {did}; now at {at}", flush=True)
+        print(
+            f"  launch {self.launches:>2}, {time.monotonic() - start:.0f} s: killed at {did}; now at {at}", flush=True
+        )
 
     def _no_orphans(self, rows: Sequence[dict]) -> None:
         """What ran beside a killed rank must be gone: nobody is left to end it."""
@@ -156,13 +169,17 @@ class FaultInjection:
     # what must be true in the end
 
     def lost(self) -> list[str]:
-        """Restarts that continued from further back than the newest checkpoint that was there when the one before was killed."""
+        """Restarts that continued from further back than the newest checkpoint that was there when the one before was
+        killed.
+        """
         rows, found = self.kills(), []
         for number in range(1, len(rows)):
             back_to = [step for kills, _, step in self.damaged if kills == number]
             newest = back_to[-1] if back_to else rows[number - 1]["newest"]
             if rows[number]["first"] < newest:
-                found.append(f"kill {number}: step {newest} was saved, the next restart began at {rows[number]['first']}")
+                found.append(
+                    f"kill {number}: step {newest} was saved, the next restart began at {rows[number]['first']}"
+                )
         return found
 
     def differences(self) -> list[str]:
@@ -174,7 +191,9 @@ def _is_ours(pid: int, since: float) -> bool:
     """Whether a process that was there at `since` still is; a number may have been given to another one."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        boot = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+        boot = next(
+            int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")
+        )
     except OSError:
         return False
     return state != "Z" and boot + int(fields[18]) / os.sysconf("SC_CLK_TCK") < since + 1
@@ -195,11 +214,14 @@ def damage(folder: Path, how: str) -> None:
         (folder / "manifest.json").write_text("{")
 
 
-# --- the trials of the run --------------------------------------------------------------------------------------------------------
+# --- the trials of the run
+# --------------------------------------------------------------------------------------------------------
 
 
 def kill_again_and_again(out: Path, kills: Sequence[Kill], seed: int, under: Sequence[str] = ()) -> list[Trial]:
-    """Put one run through all `kills`, damage its newest checkpoint now and then, let the disk be full, compare with a whole run."""
+    """Put one run through all `kills`, damage its newest checkpoint now and then, let the disk be full, compare with a
+    whole run.
+    """
     make_task(out)
     injection = FaultInjection(out, steps=2 * len(kills) + 6, under=under)
     if injection.launch("whole"):
@@ -216,7 +238,10 @@ def kill_again_and_again(out: Path, kills: Sequence[Kill], seed: int, under: Seq
 
 
 def judge(injection: FaultInjection) -> list[Trial]:
-    rows, said = injection.kills(), "".join(path.read_text() for path in sorted((injection.out / "logs").glob("*_faulted.log")))
+    rows, said = (
+        injection.kills(),
+        "".join(path.read_text() for path in sorted((injection.out / "logs").glob("*_faulted.log"))),
+    )
     wrong = injection.problems + injection.lost() + injection.differences()
     end = "final weights, optimizer, rollouts, metrics and TensorBoard series are those of the whole run"
     trials = []
@@ -247,10 +272,14 @@ def table(trials: Sequence[Trial]) -> str:
 
 
 def open_folder(out: Path, made_by: str) -> None:
-    """A new folder in place of one that was made here, unless `made_by` is the same; anything else that lies there is somebody's work."""
+    """A new folder in place of one that was made here, unless `made_by` is the same; anything else that lies there is
+    somebody's work.
+    """
     mark = out / MADE_HERE
     if out.exists() and not mark.is_file() and any(out.iterdir()):
-        raise SystemExit(f"{out} holds files that make torture did not write; choose another --output, or empty it yourself")
+        raise SystemExit(
+            f"{out} holds files that make torture did not write; choose another --output, or empty it yourself"
+        )
     if not mark.is_file() or mark.read_text() != made_by:
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
@@ -273,12 +302,18 @@ def once(out: Path, name: str, trial: Callable[[Path], list[Trial]]) -> list[Tri
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="make torture", description="Kills, damages and starves a miniature run; says what it survived.")
+    parser = argparse.ArgumentParser(
+        prog="make torture", description="Kills, damages and starves a miniature run; says what it survived."
+    )
     parser.add_argument("--kills", type=int, default=len(ROSTER))
-    parser.add_argument("--output", type=Path, default=Path("runs/torture"), help="emptied if make torture made it with other code")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/torture"), help="emptied if make torture made it with other code"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=["kills", *TRIALS], help="some of the trials")
-    parser.add_argument("--under", default="", metavar="COMMAND", help="what every long command is started with, e.g. 'nice -n 19'")
+    parser.add_argument(
+        "--under", default="", metavar="COMMAND", help="what every long command is started with, e.g. 'nice -n 19'"
+    )
     arguments = parser.parse_args(argv)
     out, under = arguments.output.resolve(), shlex.split(arguments.under)
     kills = draw_kills(arguments.kills, arguments.seed)
@@ -291,7 +326,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     trials.append(planted_keys_in(out))
     seconds = sum(trial.seconds for trial in trials)
     good = all(trial.good for trial in trials)
-    report = {"good": good, "seconds": round(seconds), "cores": os.cpu_count(), "seed": arguments.seed, "trials": list(map(asdict, trials))}
+    report = {
+        "good": good,
+        "seconds": round(seconds),
+        "cores": os.cpu_count(),
+        "seed": arguments.seed,
+        "trials": list(map(asdict, trials)),
+    }
     (out / "report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False))
     print(f"\n{table(trials)}\n")
     for problem in (problem for trial in trials for problem in trial.problems):

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dccot.files import write_jsonl_atomic
-from dccot.miniature.arithmetic import make_splits, make_tokenizer, rewrite_parallel, sequential_solution
-from dccot.model.checkpoint_io import create_checkpoint
-from dccot.rollout.protocol import flaw_of
+from dccot.core.files import write_jsonl_atomic
+from dccot.lab.worlds.arithmetic import make_splits, make_tokenizer, rewrite_parallel, sequential_solution
+from dccot.model.weights import create_checkpoint
+from dccot.rollout.tags import flaw_of
 
 TWELVE = {"train": 12}
 SMALLEST = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
 
 
 def make_sft_task(out: Path, sizes: dict = SMALLEST, problems: dict = TWELVE, **settings: object) -> Path:
-    """A small random model, demonstrations and the configuration that trains the one on the other; returns the configuration."""
+    """A small random model, demonstrations and the configuration that trains the one on the other; returns the
+    configuration.
+    """
     tokenizer = make_tokenizer()
     raw = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id,
@@ -24,7 +26,11 @@ def make_sft_task(out: Path, sizes: dict = SMALLEST, problems: dict = TWELVE, **
     create_checkpoint(raw, out / "model", tokenizer=tokenizer, seed=0)
     for split, chosen in make_splits(0, problems).items():
         texts = {problem: rewrite_parallel(problem, sequential_solution(problem)) for problem in chosen}
-        rows = [{"id": p.id, "question": p.question, "completion": text} for p, text in texts.items() if flaw_of(text) is None]
+        rows = [
+            {"id": p.id, "question": p.question, "completion": text}
+            for p, text in texts.items()
+            if flaw_of(text) is None
+        ]
         write_jsonl_atomic(out / f"{split}.jsonl", rows)
     config = {
         "output": str(out),

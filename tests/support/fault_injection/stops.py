@@ -1,4 +1,5 @@
-"""What a cluster does to a run every day, done to a real one on two ranks: signals, hangs, disks that are not shared, other rank counts.
+"""What a cluster does to a run every day, done to a real one on two ranks: signals, hangs, disks that are not shared,
+other rank counts.
 
 Each run must end as if nobody had touched it; `whole`, made once, is that run.
 """
@@ -18,8 +19,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from dccot.bench.task import make_task
-from dccot.files import read_jsonl, write_jsonl_atomic
+from dccot.core.files import read_jsonl, write_jsonl_atomic
+from dccot.lab.worlds.exact_task import make_task
 from dccot.train.watchdog import STALLED
 from tests.support.fault_injection.compare import SETTINGS, differences
 from tests.support.fault_injection.faults import Trial
@@ -33,7 +34,9 @@ END = "ends in the bits of the run that nobody touched, every step once"
 
 
 class Job:
-    """`dccot rl`, or another module with its configuration, on some ranks in the background, under torchrun or, as with srun, without."""
+    """`dccot rl`, or another module with its configuration, on some ranks in the background, under torchrun or, as with
+    srun, without.
+    """
 
     def __init__(
         self,
@@ -52,7 +55,14 @@ class Job:
         self.before = self.said()
         command = ["-m", module, str(out / config), f"name={name}", f"steps={steps}", *SETTINGS, *settings]
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *(torchrun or ())]
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={ranks}",
+            *(torchrun or ()),
+        ]
         with self.log.open("a") as said:
             streams = {"stdout": said, "stderr": said}
             if torchrun is not None:
@@ -60,7 +70,11 @@ class Job:
             else:
                 with socket.socket() as free:
                     free.bind(("127.0.0.1", 0))
-                    variables |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+                    variables |= {
+                        "WORLD_SIZE": str(ranks),
+                        "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": str(free.getsockname()[1]),
+                    }
                 self.processes = [
                     subprocess.Popen([*under, *(wrap if rank else ()), sys.executable, *command],
                                      env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **streams)
@@ -73,7 +87,9 @@ class Job:
         found = {}
         for pid in below:
             try:
-                variables = dict(line.split("=", 1) for line in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in line)
+                variables = dict(
+                    line.split("=", 1) for line in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in line
+                )
                 executable = Path(f"/proc/{pid}/cmdline").read_text()
             except OSError:
                 continue
@@ -96,7 +112,11 @@ class Job:
     def until(self, progress: Callable[[], int], wanted: int) -> bool:
         """Wait until `progress` has come to `wanted`; False if the job ended before, or nothing came of it."""
         deadline = time.monotonic() + PATIENCE
-        while progress() < wanted and time.monotonic() < deadline and all(process.poll() is None for process in self.processes):
+        while (
+            progress() < wanted
+            and time.monotonic() < deadline
+            and all(process.poll() is None for process in self.processes)
+        ):
             time.sleep(0.02)
         return progress() >= wanted
 
@@ -129,17 +149,35 @@ def make_demonstrations(out: Path) -> None:
     completion = f"<think>\na<spawn_workers>{workers}</spawn_workers>z</think><answer>\\boxed{{3}}</answer>"
     rows = [{"id": str(i), "question": f"Say 3, case {i}.", "completion": completion} for i in range(40)]
     write_jsonl_atomic(out / "demonstrations.jsonl", rows)
-    paths = {"output": str(out), "model": {"path": str(out / "model")}, "data": {"train": str(out / "demonstrations.jsonl")}}
-    rest = {"batch": 8, "token_budget": 300, "threads": 1, "sharding": {"compute_dtype": "float32"}, "checkpoint": {"every": 1}}
+    paths = {
+        "output": str(out),
+        "model": {"path": str(out / "model")},
+        "data": {"train": str(out / "demonstrations.jsonl")},
+    }
+    rest = {
+        "batch": 8,
+        "token_budget": 300,
+        "threads": 1,
+        "sharding": {"compute_dtype": "float32"},
+        "checkpoint": {"every": 1},
+    }
     (out / "sft.yaml").write_text(json.dumps(paths | rest))
 
 
-# --- signals ------------------------------------------------------------------------------------------------------------------------
+# --- signals
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 def signals(out: Path, under: Sequence[str], launches: int = 7, seed: int = 0, steps: int = STEPS) -> list[Trial]:
-    """Twice SIGUSR1, then SIGTERM, at random moments, to torchrun, to all ranks (as SLURM does), or to one; again; then to the end."""
-    whole, rng, problems, sent = whole_run(out, under, steps), random.Random(seed), list[str](), {"SIGUSR1": 0, "SIGTERM": 0}
+    """Twice SIGUSR1, then SIGTERM, at random moments, to torchrun, to all ranks (as SLURM does), or to one; again; then
+    to the end.
+    """
+    whole, rng, problems, sent = (
+        whole_run(out, under, steps),
+        random.Random(seed),
+        list[str](),
+        {"SIGUSR1": 0, "SIGTERM": 0},
+    )
     for launch in range(launches):
         job = Job(out, "signalled", *BY_SIGNALS, steps=steps, under=under, torchrun=["--shutdown-timeout=120"])
         began = job.logged()
@@ -154,7 +192,13 @@ def signals(out: Path, under: Sequence[str], launches: int = 7, seed: int = 0, s
             if number == signal.SIGUSR1:
                 pids = pids if victims == "all ranks" else [rng.choice(pids)]
             else:
-                pids = [job.processes[0].pid] if victims == "torchrun" else pids if victims == "all ranks" else [rng.choice(pids)]
+                pids = (
+                    [job.processes[0].pid]
+                    if victims == "torchrun"
+                    else pids
+                    if victims == "all ranks"
+                    else [rng.choice(pids)]
+                )
             for pid in pids:
                 os.kill(pid, number)
             sent[number.name] += 1
@@ -174,7 +218,8 @@ def signals(out: Path, under: Sequence[str], launches: int = 7, seed: int = 0, s
     ]
 
 
-# --- hangs --------------------------------------------------------------------------------------------------------------------------
+# --- hangs
+# --------------------------------------------------------------------------------------------------------------------------
 
 
 def hangs(out: Path, under: Sequence[str], steps: int = 8) -> list[Trial]:
@@ -193,13 +238,16 @@ def hangs(out: Path, under: Sequence[str], steps: int = 8) -> list[Trial]:
     for fault, signs in expected.items():
         missing = [sign for sign in signs if sign not in said]
         good = not missing and not problems
-        seen = "place in the code and pending ids said while it hung; ended, restarted by torchrun, same bits in the end"
+        seen = (
+            "place in the code and pending ids said while it hung; ended, restarted by torchrun, same bits in the end"
+        )
         trials.append(Trial(fault, 1, int(good), seen, [f"{fault}: not said: {missing}"] if missing else []))
     trials[-1].problems += problems
     return trials
 
 
-# --- a disk that ranks do not share ---------------------------------------------------------------------------------------------------
+# --- a disk that ranks do not share
+# ---------------------------------------------------------------------------------------------------
 
 
 def unshared(out: Path, under: Sequence[str], steps: int = 200) -> list[Trial]:
@@ -215,10 +263,24 @@ def unshared(out: Path, under: Sequence[str], steps: int = 200) -> list[Trial]:
     refused = not problems
     job = Job(out, "lost", steps=steps, torchrun=None, wrap=["unshare", "-m"], under=under, **SFT)
     job.until(job.newest, 3)
-    nowhere = ["nsenter", "-t", str(job.ranks()[1]), "-m", "mount", "-t", "tmpfs", "tmpfs", str(job.run / "checkpoints")]
+    nowhere = [
+        "nsenter",
+        "-t",
+        str(job.ranks()[1]),
+        "-m",
+        "mount",
+        "-t",
+        "tmpfs",
+        "tmpfs",
+        str(job.run / "checkpoints"),
+    ]
     subprocess.run(nowhere, check=True)
     codes, said = job.wait(), job.said()
-    if 0 in codes or "4 checkpoints in a row were not written (checkpoint.max_failures is 3)" not in said or "__1_0.distcp" not in said:
+    if (
+        0 in codes
+        or "4 checkpoints in a row were not written (checkpoint.max_failures is 3)" not in said
+        or "__1_0.distcp" not in said
+    ):
         problems.append(f"exit codes {codes} when the disk went away; see {job.log}")
     if list((job.run / "checkpoints").glob(".*.partial")) or job.newest() < 3:
         problems.append("something half-written was left")
@@ -227,15 +289,24 @@ def unshared(out: Path, under: Sequence[str], steps: int = 200) -> list[Trial]:
     problems += differences(job.run, whole, steps)
     return [
         Trial("ranks that do not share a disk", 1, int(refused), "refused at the start; rank and machine named"),
-        Trial("a disk that one rank loses", 1, int(not problems), f"ended after max_failures with the missing file named; {END}", problems),
+        Trial(
+            "a disk that one rank loses",
+            1,
+            int(not problems),
+            f"ended after max_failures with the missing file named; {END}",
+            problems,
+        ),
     ]
 
 
-# --- other numbers of ranks -----------------------------------------------------------------------------------------------------------
+# --- other numbers of ranks
+# -----------------------------------------------------------------------------------------------------------
 
 
 def rank_counts(out: Path, under: Sequence[str], steps: int = 30) -> list[Trial]:
-    """A run that continues on 1, 2 and 1 ranks: nothing is lost; sums are taken in another order, so the last bits may differ."""
+    """A run that continues on 1, 2 and 1 ranks: nothing is lost; sums are taken in another order, so the last bits may
+    differ.
+    """
     whole, problems, moved = whole_run(out, under, steps, SFT), list[str](), out / "moved"
     for ranks, end in ((1, steps // 3), (2, 2 * steps // 3), (1, steps)):
         if any(Job(out, "moved", steps=end, ranks=ranks, under=under, **SFT).wait()):
@@ -252,7 +323,8 @@ def rank_counts(out: Path, under: Sequence[str], steps: int = 30) -> list[Trial]
     return [Trial("ranks on resume 1 → 2 → 1", 2, 0 if problems else 2, seen, problems)]
 
 
-# --- a long run -----------------------------------------------------------------------------------------------------------------------
+# --- a long run
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 SMALLEST = ("batch.prompts_rolled_out=1", "batch.prompts=1", "batch.group_size=2", "batch.optimizer_steps=1", "rollout.budget=44",
@@ -282,7 +354,9 @@ def long_run(out: Path, under: Sequence[str], steps: int = 2000) -> list[Trial]:
         [max(each[column] for each in part) for column in (1, 2, 3)] for part in (settled[:quarter], settled[-quarter:])
     )
     seen = f"memory {rss} → {rss_end} MB, descriptors {fds} → {fds_end}, threads {threads} → {threads_end} (first and last quarter, most)"
-    problems = [] if rss_end <= 1.02 * rss and fds_end <= fds and threads_end <= threads else [f"something grows: {seen}"]
+    problems = (
+        [] if rss_end <= 1.02 * rss and fds_end <= fds and threads_end <= threads else [f"something grows: {seen}"]
+    )
     return [Trial("a long run", steps, 0 if problems else steps, seen, problems)]
 
 

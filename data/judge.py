@@ -1,0 +1,329 @@
+"""Judges decide whether an answer is right. Ours is math-verify, isolated from whatever an answer does to it.
+
+    with open_judge(GradingConfig(workers=2)) as judge:            # the judge that grading.kind names
+        verdicts = judge.grade([(response_text, gold), ...])       # same order; identical pairs are graded once
+        classes = judge.equivalence_classes(texts)                 # for majority voting
+
+math-verify's own time limits use SIGALRM, which only works on a main thread, and sympy can hang or eat memory where no
+exception reaches it. So it runs in separate processes (`grading_process.py`), with a time and a memory limit per
+answer, and the verdict says what happened: an answer that could not be judged never counts as wrong. The processes
+start cheaply and import neither torch nor the program that grades. A batch without a single parsable answer is logged
+as an error and recorded in `grader.last.alarm`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol, Self
+
+from dccot.core.config import named, require
+from dccot.rollout.tags import answer_block
+
+logger = logging.getLogger("dccot.grading")
+Gold = str | Sequence[str]
+SELF_TEST = [
+    (["grade", r"so it is \boxed{0.5}", [r"\boxed{\frac{1}{2}}"]], "correct"),
+    (["grade", r"\boxed{2}", [r"\boxed{3}"]], "wrong"),
+]
+
+
+class Verdict(StrEnum):
+    CORRECT = "correct"
+    WRONG = "wrong"
+    UNPARSABLE = "unparsable"  # math-verify finds no expression in the answer
+    TIMED_OUT = "timed_out"
+    CRASHED = "crashed"  # the process died or exceeded its memory limit
+
+
+class Judge(Protocol):
+    """Base class for your own judge. It must implement `grade`; it is built from a GradingConfig."""
+
+    def grade(self, pairs: Sequence[tuple[str, Gold]]) -> list[Verdict]:
+        """The verdict on each (response text, gold or golds) of a batch, in order."""
+
+    def judge(self, text: str, gold: Gold) -> Verdict:
+        """The verdict on a single answer."""
+        return self.grade([(text, gold)])[0]
+
+    def equivalence_classes(self, texts: Sequence[str]) -> list[int]:
+        """A class number per response, equal for equal answers: by the text of the answer block, unless a judge knows
+        better.
+        """
+        numbers: dict[str, int] = {}
+        return [numbers.setdefault((answer_block(text) or text).strip(), len(numbers)) for text in texts]
+
+    def close(self) -> None:
+        """Stop everything the judge has started."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass
+class GradingConfig:
+    kind: str = "math_verify"  # the judge, or your own: my_package.my_module:MyJudge
+    workers: int = 2  # processes
+    seconds: float = 5.0  # CPU seconds per answer
+    memory_mb: int = 1024  # per answer, on top of what the process itself needs
+    answer_block_only: bool = False  # look only inside <answer>…</answer>
+
+    def check(self) -> None:
+        named(JUDGES, self.kind, "grading.kind")
+        for name, least in (("workers", 1), ("seconds", 0.1), ("memory_mb", 64)):
+            require(
+                getattr(self, name) >= least, f"grading.{name} is {getattr(self, name)}; it must be at least {least}"
+            )
+
+
+@dataclass
+class BatchReport:
+    """Summary of the last batch; `alarm` is None unless someone should take a look."""
+
+    counts: Counter = field(default_factory=Counter)
+    alarm: str | None = None
+
+
+class Grader(Judge):
+    """math-verify in a pool of grading processes. Thread-safe; batches are graded one after another."""
+
+    def __init__(self, config: GradingConfig | None = None):
+        self.config = config or GradingConfig()
+        self.config.check()
+        self.last = BatchReport()
+        self.totals: Counter = Counter()
+        self.bad_golds: set[str] = set()
+        self._lock = threading.Lock()
+        self._tested = False
+        self._processes = [_Process(self.config) for _ in range(self.config.workers)]
+
+    def grade(self, pairs: Sequence[tuple[str, Gold]]) -> list[Verdict]:
+        """The verdict on each (response text, gold or golds) of a batch; `last` summarises the batch."""
+        verdicts = self._verdicts(pairs)
+        self._report(verdicts)
+        return verdicts
+
+    def judge(self, text: str, gold: Gold) -> Verdict:
+        """The verdict on a single answer: nothing is reported."""
+        return self._verdicts([(text, gold)])[0]
+
+    def _verdicts(self, pairs: Sequence[tuple[str, Gold]]) -> list[Verdict]:
+        keys = [
+            (self._scope(text), tuple(map(boxed, [gold] if isinstance(gold, str) else gold))) for text, gold in pairs
+        ]
+        distinct = list(dict.fromkeys(keys))
+        answers = dict(zip(distinct, self._ask_all([["grade", text, list(golds)] for text, golds in distinct])))
+        self._complain_about({gold for (_, golds), answer in answers.items() if answer == "bad_gold" for gold in golds})
+        return [Verdict.UNPARSABLE if answers[key] == "bad_gold" else Verdict(answers[key]) for key in keys]
+
+    def equivalence_classes(self, texts: Sequence[str]) -> list[int]:
+        """A class number per response, by math-verify's equality of their final answers; classes are numbered as they
+        appear.
+
+        Each answer joins the first class whose first member it equals, in either order. An answer that cannot be parsed
+        or judged equals nothing, not even itself (math-verify says so of two empty answers), and is its own class.
+        """
+        scoped = [self._scope(text) for text in texts]
+        distinct = list(dict.fromkeys(scoped))
+        form_of = dict(zip(distinct, self._ask_all([["form", text] for text in distinct])))
+        spelling = {
+            form: text
+            for text, form in reversed(form_of.items())
+            if form not in (None, Verdict.TIMED_OUT, Verdict.CRASHED)
+        }
+        leader: dict[str, str] = {}
+        waiting = [form for form in dict.fromkeys(form_of.values()) if form in spelling]
+        while waiting:
+            first, *others = waiting
+            joins = self._ask_all([["same", spelling[first], spelling[other]] for other in others])
+            leader |= dict.fromkeys([first, *(o for o, same in zip(others, joins) if same is True)], first)
+            waiting = [other for other in others if other not in leader]
+        numbers: dict = {}
+        return [numbers.setdefault(leader.get(form_of[text], index), len(numbers)) for index, text in enumerate(scoped)]
+
+    def pids(self) -> list[int]:
+        """The grading processes, each followed by its workers, for monitoring."""
+        keepers = [process.pid for process in self._processes]
+        return [pid for keeper in keepers for pid in (keeper, *_children(keeper))]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.stop()
+
+    def _scope(self, text: str) -> str:
+        return (answer_block(text) or "") if self.config.answer_block_only else text
+
+    def _ask_all(self, tasks: list[list]) -> list:
+        """The processes' answers in order; the next free process takes the next task."""
+        with self._lock:
+            if not self._tested:
+                self._self_test()
+            if len(tasks) <= 1:
+                return [self._processes[0].ask(task) for task in tasks]
+            answers: list = [None] * len(tasks)
+            pending: queue.SimpleQueue = queue.SimpleQueue()
+            for index in range(len(tasks)):
+                pending.put(index)
+
+            def serve(process: _Process) -> None:
+                while True:
+                    try:
+                        index = pending.get_nowait()
+                    except queue.Empty:
+                        return
+                    answers[index] = process.ask(tasks[index])
+
+            with ThreadPoolExecutor(len(self._processes), "grader") as threads:
+                list(threads.map(serve, self._processes))
+            return answers
+
+    def _self_test(self) -> None:
+        """A grader that cannot tell right from wrong must not start: its verdicts would look like wrong answers."""
+        for process in self._processes:
+            said = [process.ask(task) for task, _ in SELF_TEST]
+            if said != [expected for _, expected in SELF_TEST]:
+                raise RuntimeError(
+                    f"math-verify does not work here: two known answers were judged {said}; reinstall math-verify"
+                )
+        self._tested = True
+
+    def _report(self, verdicts: list[Verdict]) -> None:
+        counts = Counter(verdicts)
+        self.totals += counts
+        self.last = BatchReport(counts)
+        if not verdicts:
+            return
+        judged = counts[Verdict.CORRECT] + counts[Verdict.WRONG]
+        said = ", ".join(f"{count} {verdict.value}" for verdict, count in counts.most_common())
+        if not judged:
+            self.last.alarm = f"not one of {len(verdicts)} answers could be judged ({said}); look at the responses before trusting a reward"
+            logger.error(self.last.alarm)
+        elif not counts[Verdict.CORRECT]:
+            self.last.alarm = f"not one of {len(verdicts)} answers is correct ({said})"
+            logger.warning(self.last.alarm)
+        elif counts[Verdict.TIMED_OUT] or counts[Verdict.CRASHED]:
+            logger.info("grading: %s", said)
+
+    def _complain_about(self, golds: set[str]) -> None:
+        for gold in sorted(golds - self.bad_golds):
+            logger.error(
+                "gold answer %.80r cannot be parsed: no answer to that problem can be right; fix or drop the problem",
+                gold,
+            )
+        self.bad_golds |= golds
+
+
+JUDGES: dict[str, Callable[[GradingConfig], Judge]] = {"math_verify": Grader}
+
+
+def open_judge(config: GradingConfig) -> Judge:
+    return named(JUDGES, config.kind, "grading.kind")(config)
+
+
+def boxed(gold: str) -> str:
+    """A gold answer in the form math-verify expects: on one line, in a box."""
+    gold = " ".join(gold.split())
+    if r"\boxed" in gold:
+        return gold
+    if len(gold) > 2 and gold[0] == gold[-1] == "$" and "$" not in gold[1:-1]:
+        gold = gold[1:-1]
+    return rf"\boxed{{{gold}}}"
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+class _Process:
+    """One grading process; when it dies, a new one is started."""
+
+    def __init__(self, config: GradingConfig):
+        self._command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "dccot.data.judge_process",
+            str(config.seconds),
+            str(config.memory_mb),
+        ]
+        self._answered = False
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def _start(self) -> None:
+        # Keys and CUDA settings are not passed on; a fixed hash seed makes sympy's set order, and so every verdict,
+        # repeatable.
+        kept = {
+            name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH") if name in os.environ
+        }
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={**kept, "PYTHONHASHSEED": "0"},
+            start_new_session=True,  # Ctrl-C in a terminal goes to the trainer only
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._tasks, self._answers = self._process.stdin, self._process.stdout
+
+    def ask(self, task: list):
+        """The answer to a task. If the process dies, a new one retries the task once."""
+        line = json.dumps(task).encode() + b"\n"
+        for _ in range(2):
+            try:
+                self._tasks.write(line)
+                self._tasks.flush()
+                answer = self._answers.readline()
+            except BrokenPipeError:
+                answer = b""
+            if answer:
+                self._answered = True
+                return json.loads(answer)
+            reason = self._reason()
+            self.stop()
+            self._start()
+        if not self._answered:
+            raise RuntimeError(f"the grading process does not start: {reason}")
+        return Verdict.CRASHED.value
+
+    def _reason(self) -> str:
+        self._process.wait()
+        self._errors.seek(0)
+        said = self._errors.read().decode(errors="replace").strip().splitlines()
+        return said[-1] if said else f"exit code {self._process.returncode}"
+
+    def stop(self) -> None:
+        """Close its stdin, which ends it and its worker; kill it if it does not exit."""
+        with contextlib.suppress(BrokenPipeError):
+            self._tasks.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._answers.close()
+        self._errors.close()

@@ -1,0 +1,229 @@
+"""Prompts: exactly the interface that published weights were trained on.
+
+    parallel         BOS User {question} {parallel instruction} {instruction} Assistant [<think>\\n]
+    sequential       BOS User {question} {instruction} Assistant [<think>\\n]
+    raw_sequential   {question} {instruction}[<think>\\n]                       sequential rollouts for the SFT set, no chat tokens
+
+`open_think` adds the part in brackets: on for RL, evaluation and everything sequential, off for SFT, where the model
+learns to write it.
+
+This is for models that know DeepSeek's three chat tokens (`format: deepseek`). Others use the chat template of their
+own tokenizer (`format: chat`): the same question and instructions as one user message, after the `system` message if
+there is one; a `<think>` that the template itself opens is not doubled, and is removed if `open_think` is off. `auto`
+uses what the tokenizer has.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from dccot.core.config import ConfigError, named, one_of, require
+from dccot.core.files import BadData
+from dccot.data.problems import Problem
+from dccot.rollout.tags import THINK_CLOSE, THINK_OPEN
+
+BOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
+CHAT_TOKENS = (BOS, USER, ASSISTANT)
+# how templates end that open the thinking, or skip it by closing it empty
+OPENED = re.compile(rf"{THINK_OPEN}\s*(?:{THINK_CLOSE}\s*)?\Z")
+FORMATS = ("auto", "deepseek", "chat")
+INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
+PARALLEL_INSTRUCTION = (
+    "You can spawn multiple workers to solve this problem in parallel. The workers' thoughts are enclosed within "
+    "<spawn_workers></spawn_workers> tags, and each worker's thought is enclosed within <worker_i></worker_i> tags, where i is the "
+    "worker number, i.e. <spawn_workers><worker_1>worker 1's thought</worker_1><worker_2>worker 2's thought</worker_2>..."
+    "</spawn_workers>."
+)
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """The text around a question, and whether the model may spawn workers."""
+
+    before: str
+    after: str
+    parallel: bool = False
+    raw: bool = False  # starts the way the tokenizer starts plain text, instead of spelling out BOS
+
+    def __call__(self, question: str) -> str:
+        return self.before + question + self.after
+
+    @property
+    def is_chat(self) -> bool:
+        return any(token in self("") for token in CHAT_TOKENS)
+
+    def message(self, question: str) -> str:
+        """The user message, without the chat tokens around it."""
+        return self.before.removeprefix(f"{BOS}{USER}") + question + self.after.removesuffix(ASSISTANT)
+
+
+PROMPTS = {
+    "parallel": PromptFormat(f"{BOS}{USER}", f" {PARALLEL_INSTRUCTION} {INSTRUCTION}{ASSISTANT}", parallel=True),
+    "sequential": PromptFormat(f"{BOS}{USER}", f" {INSTRUCTION}{ASSISTANT}"),
+    "raw_sequential": PromptFormat("", f" {INSTRUCTION}", raw=True),
+}
+
+
+class UnusablePrompt(BadData):
+    """A question that cannot be asked; the message says why, in the style `prompt has 1,893 tokens; … is 1,024`."""
+
+
+@dataclass
+class PromptConfig:
+    # parallel, sequential, raw_sequential, or your own PromptFormat: my_package.my_module:MY_FORMAT
+    kind: str = "parallel"
+    open_think: bool = True  # end the prompt with "<think>\n"
+    max_prompt_tokens: int = 1024
+    # deepseek: the paper's chat tokens; chat: the tokenizer's chat template; auto: what the tokenizer has
+    format: str = "auto"
+    system: str = ""  # chat: the system message; empty: none, or the template's own default
+
+    def check(self) -> None:
+        format_of(self.kind)
+        one_of(self.format, FORMATS, "prompt.format")
+        require(
+            self.max_prompt_tokens > 0, f"prompt.max_prompt_tokens is {self.max_prompt_tokens}; it must be at least 1"
+        )
+        require(
+            not (self.system and self.format == "deepseek"),
+            "prompt.system is set; prompt.format=deepseek has no system message",
+        )
+
+    def text(self, question: str, tokenizer=None, earlier: Sequence[dict[str, str]] = ()) -> str:
+        """The prompt, in the tokenizer's own format; without one, as the paper writes it. A chat template also takes
+        `earlier` turns.
+        """
+        wanted, think = format_of(self.kind), f"{THINK_OPEN}\n"
+        if tokenizer is not None and self.chat_format(tokenizer) == "chat":
+            text = OPENED.sub("", rendered(tokenizer, wanted.message(question), self.system, earlier))
+        else:
+            text = wanted(question)
+        return text + (think if self.open_think else "")
+
+    @property
+    def parallel(self) -> bool:
+        """Whether the prompt invites the model to spawn workers, and the engine allows it."""
+        return format_of(self.kind).parallel
+
+    def chat_format(self, tokenizer) -> str:
+        """deepseek or chat, or plain where this kind of prompt has no chat tokens; ConfigError if the tokenizer does
+        not support it.
+        """
+        if not format_of(self.kind).is_chat:
+            return "plain"
+        missing = missing_chat_tokens(tokenizer)
+        if self.format != "chat" and not missing:
+            require(
+                not self.system,
+                "prompt.system is set, but DeepSeek's prompt has none: remove it, or set prompt.format=chat",
+            )
+            return "deepseek"
+        if self.format != "deepseek" and tokenizer.chat_template:
+            return "chat"
+        without = f"tokenizer {tokenizer.name_or_path!r} does not have"
+        if self.format == "chat":
+            raise ConfigError(
+                f"{without} a chat template, with which prompt.format=chat is written: use an instruction-tuned model's"
+            )
+        also = " and no chat template either" if self.format == "auto" else ""
+        raise ConfigError(
+            f"{without} {', '.join(missing)} as single tokens{also}; "
+            f"prompt.kind={self.kind} is written with them: use the model's own tokenizer or add them as special tokens"
+        )
+
+    def ids(self, tokenizer, question: str) -> list[int]:
+        """Token ids of the prompt. Chat prompts spell out BOS; the raw one gets whatever the tokenizer starts plain
+        text with.
+        """
+        self.chat_format(tokenizer)
+        smuggled = [token for token in (*CHAT_TOKENS, *special_tokens(tokenizer)) if token in question]
+        if smuggled:
+            raise UnusablePrompt(f"question holds the chat token {smuggled[0]!r}; remove it")
+        ids = list(tokenizer.encode(self.text(question, tokenizer), add_special_tokens=format_of(self.kind).raw))
+        if len(ids) > self.max_prompt_tokens:
+            raise UnusablePrompt(
+                f"prompt has {len(ids):,} tokens; prompt.max_prompt_tokens is {self.max_prompt_tokens:,}"
+            )
+        return ids
+
+    def whole_text(self, response_text: str) -> str:
+        """The response as the well-formedness rules see it: with the `<think>` that the prompt wrote for it."""
+        return f"{THINK_OPEN}\n{response_text}" if self.open_think else response_text
+
+
+def format_of(kind: str) -> PromptFormat:
+    found = named(PROMPTS, kind, "prompt.kind")
+    require(
+        isinstance(found, PromptFormat), f"prompt.kind is {kind!r}, a {type(found).__name__}; it must be a PromptFormat"
+    )
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def missing_chat_tokens(tokenizer) -> tuple[str, ...]:
+    """Which of DeepSeek's chat tokens the tokenizer does not know as single tokens."""
+    ids = ((token, tokenizer.encode(token, add_special_tokens=False)) for token in CHAT_TOKENS)
+    return tuple(token for token, found in ids if tokenizer.convert_ids_to_tokens(found) != [token])
+
+
+@functools.lru_cache(maxsize=8)
+def special_tokens(tokenizer) -> tuple[str, ...]:
+    """Texts that the tokenizer turns into control tokens anywhere; longest first, so that the message names the whole
+    token.
+    """
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return tuple(sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True))
+
+
+def rendered(tokenizer, message: str, system: str = "", earlier: Sequence[dict[str, str]] = ()) -> str:
+    """The tokenizer's chat template with one user message, up to where the assistant begins; a system message of
+    `earlier` comes first.
+    """
+    from jinja2 import TemplateError
+
+    spoken = bool(earlier) and earlier[0]["role"] == "system"
+    turns = [{"role": "system", "content": system}] if system and not spoken else []
+    try:
+        turns += [*earlier, {"role": "user", "content": message}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ConfigError(
+            f"the chat template of {tokenizer.name_or_path!r} refuses the prompt: {error}; see prompt.system"
+        ) from None
+    if message.strip() not in text:
+        raise UnusablePrompt(
+            f"the chat template of {tokenizer.name_or_path!r} changes the question: write a prompt.kind of your own"
+        )
+    return text
+
+
+def prompts_of(
+    problems: Iterable[Problem],
+    tokenizer,
+    config: PromptConfig,
+    *,
+    strict: bool = False,
+    report: Callable[[str], None] = print,
+) -> list[tuple[Problem, list[int]]]:
+    """Every problem with its prompt ids. Questions that cannot be asked are reported and left out; `strict` raises."""
+    config.chat_format(tokenizer)
+    kept, left_out = [], 0
+    for problem in problems:
+        try:
+            kept.append((problem, config.ids(tokenizer, problem.question)))
+        except UnusablePrompt as error:
+            if strict:
+                raise UnusablePrompt(f"{error} (problem id {problem.id})") from None
+            left_out += 1
+            if left_out <= 20:
+                report(f"{error} (problem id {problem.id}); problem left out")
+    if left_out:
+        report(f"{left_out:,} of {left_out + len(kept):,} problems left out: their prompts cannot be used")
+    if not kept:
+        raise UnusablePrompt(
+            f"no problem is left: all {left_out:,} prompts are unusable; raise prompt.max_prompt_tokens"
+        )
+    return kept

@@ -1,0 +1,80 @@
+"""What every command shares: exit codes instead of stack traces, quiet dependencies, argument types, terminal
+tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dccot.core.config import ConfigError
+from dccot.core.files import BadData
+from dccot.core.signals import CONTINUE, Stopped, listening
+
+EXPECTED = (
+    ConfigError,
+    BadData,
+    FileNotFoundError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
+
+
+def run_cleanly(work: Callable[[], object]) -> int:
+    """Exit code of a command: invalid input gives one line, not a stack trace; an interruption says how to continue."""
+    try:
+        with listening():
+            work()
+    except EXPECTED as error:
+        print(f"dccot: {error}", file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, Stopped) as stopped:
+        if os.environ.get("RANK", "0") == "0":
+            print("\nstopped; the same command continues where it can", file=sys.stderr)
+        return CONTINUE if isinstance(stopped, Stopped) else 130
+    return 0
+
+
+def quiet() -> None:
+    """Send warnings from dependencies to runs/dccot.log. DCCOT_DEBUG=1 keeps everything on the terminal."""
+    if os.environ.get("DCCOT_DEBUG"):
+        return
+    for name, value in {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}.items():
+        os.environ.setdefault(name, value)
+    # vLLM reads its variable only when an engine starts, not while it is imported
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    logging.captureWarnings(True)
+    noise = logging.getLogger("py.warnings")
+    noise.propagate = False
+    try:
+        Path("runs").mkdir(exist_ok=True)
+        noise.addHandler(logging.FileHandler("runs/dccot.log", delay=True))
+    except OSError:  # an unwritable folder should not stop `dccot inspect`
+        noise.addHandler(logging.NullHandler())
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    """The first column holds names, the others numbers."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    (console if console.is_terminal else Console(width=160)).print(table)

@@ -1,0 +1,273 @@
+"""Reads and writes JSON lines: reading survives any file, writing survives any crash.
+
+    for line, row in read_jsonl(path): ...            # bad lines are reported as path:line and skipped; strict=True raises instead
+    with JsonlWriter(path) as out: out.write(row)     # one row = one write; a partial last line of an earlier run is removed first
+    write_jsonl_atomic(path, rows)                    # the whole file or nothing
+
+Bad means: not UTF-8, not JSON, not an object, or longer than `MAX_LINE_BYTES`. An over-long line is never held in
+memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, BinaryIO
+
+log = logging.getLogger(__name__)
+
+MAX_LINE_BYTES = 8 << 20  # a rollout of 100,000 tokens with log-probs takes about 3 MB
+LEASE_SECONDS = 120.0  # after which a file server releases the locks of a dead machine; NFSv4 does after 90
+REPORTED_LINES = 20  # a file that is bad throughout does not flood the terminal
+
+
+class BadData(ValueError):
+    """An unusable file; the message names file, line and remedy."""
+
+
+class JsonlReader:
+    """Iterates over (line number, row). `skipped` counts the bad lines met so far."""
+
+    def __init__(self, path: str | Path, *, strict: bool = False, report: Callable[[str], None] = print):
+        self.path, self.strict, self.report, self.skipped = Path(path), strict, report, 0
+
+    def __iter__(self) -> Iterator[tuple[int, dict]]:
+        with self.path.open("rb") as file:
+            if not self.path.stat().st_size:
+                self._bad(f"{self.path}: the file is empty")
+            for number, raw in enumerate(_bounded_lines(file), start=1):
+                row, fault = _decode(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw)
+                if fault:
+                    self.skipped += 1
+                    self._bad(f"{self.path}:{number}: {fault}")
+                elif row is not None:
+                    yield number, row
+        if self.skipped > REPORTED_LINES:
+            self.report(f"{self.path}: {self.skipped:,} bad lines skipped in all")
+
+    def _bad(self, message: str) -> None:
+        if self.strict:
+            raise BadData(message)
+        if self.skipped <= REPORTED_LINES:
+            self.report(message)
+
+
+def read_jsonl(path: str | Path, *, strict: bool = False, report: Callable[[str], None] = print) -> JsonlReader:
+    """(line number, row) of every good line; blank lines are ignored, bad ones are reported and skipped, or raise if
+    `strict`.
+    """
+    return JsonlReader(path, strict=strict, report=report)
+
+
+def _bounded_lines(file) -> Iterator[bytes]:
+    """Lines of a binary file; of an over-long one only the first MAX_LINE_BYTES + 1 bytes."""
+    while raw := file.readline(MAX_LINE_BYTES + 1):
+        rest = raw
+        while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_LINE_BYTES + 1)
+        yield raw
+
+
+def _decode(raw: bytes) -> tuple[dict | None, str | None]:
+    """The row, or its error; neither for a blank line."""
+    if len(raw) > MAX_LINE_BYTES:
+        return None, f"line is longer than {MAX_LINE_BYTES:,} bytes"
+    if not raw.strip():
+        return None, None
+    try:
+        row = json.loads(raw.decode())
+        if b"\\ud" in raw.lower():  # half a surrogate pair is legal JSON and cannot be written, tokenised or shown
+            json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        return None, f"not UTF-8 at byte {error.start}"
+    except UnicodeEncodeError:
+        return None, "holds half a surrogate pair, which is not valid text"
+    except RecursionError:
+        return None, "nested too deeply"
+    except ValueError as error:  # JSONDecodeError, and integers beyond Python's digit limit
+        return None, f"not JSON ({error})"
+    return (
+        (row, None) if isinstance(row, dict) else (None, f"a row must be an object {{...}}, found {type(row).__name__}")
+    )
+
+
+def take_lock(file: int | IO, lock: Callable[[int | IO, int], None] = fcntl.flock) -> bool:
+    """Whether we now hold the lock; False if another process does. On a file system without locks it always
+    succeeds.
+    """
+    try:
+        lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:  # ENOLCK, ENOSYS, EOPNOTSUPP, EINVAL: some network file systems
+        pass
+    return True
+
+
+def wait_for_lock(file: int, path: Path, patience: float) -> None:
+    """Lock a file. A holder on this machine is final; another machine may be dead, so its lock is retried for a
+    while.
+    """
+    deadline, told = time.monotonic() + patience, False
+    while not take_lock(file):
+        if held_here(file) or time.monotonic() > deadline:
+            raise BadData(f"{path} is being written by another process; wait for it or choose another file")
+        if not told:
+            told, age = True, time.time() - os.fstat(file).st_mtime
+            log.warning(
+                "%s is locked by another machine, last written %.0f s ago; waiting %.0f s in case it is dead",
+                path,
+                age,
+                patience,
+            )
+        time.sleep(min(1.0, patience / 10))
+
+
+def held_here(file: int) -> bool:
+    """Whether a process on this machine holds a lock on the file; also where the operating system does not say."""
+    try:
+        held = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    except OSError:
+        return True
+    return any(words[-3].endswith(f":{os.fstat(file).st_ino}") for words in held if "->" not in words)
+
+
+class JsonlWriter:
+    """Appends rows, each as one complete line in a single write. One writer per file: a second one is rejected.
+
+    Opening removes an unfinished last line left by a crash. A prefix of an object is never an object itself, so a last
+    line that parses is complete and only lacks its newline: it is kept. Safe to call from several threads.
+    """
+
+    def __init__(self, path: str | Path, *, fsync: bool = False):
+        self.path, self._fsync, self._lock = Path(path), fsync, threading.Lock()
+        make_folder(self.path.parent)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            wait_for_lock(self._fd, self.path, LEASE_SECONDS)
+            self.cut_bytes = _cut_partial_line(self._fd)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def write(self, row: dict) -> None:
+        """Append one row; a failed write (disk full) leaves the file as it was."""
+        line = json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+        with self._lock:
+            end = os.fstat(self._fd).st_size
+            try:
+                while line:  # once, unless the disk is full: then the second write says so
+                    line = line[os.write(self._fd, line) :]
+                if self._fsync:
+                    os.fsync(self._fd)
+            except OSError:
+                os.ftruncate(self._fd, end)
+                raise
+
+    def rows(self) -> Iterator[dict]:
+        """Rows already in the file, so that a rerun can continue from there."""
+        if self.path.stat().st_size:
+            for _, row in read_jsonl(self.path):
+                yield row
+
+    def flush(self) -> None:
+        """Every row so far survives a power cut."""
+        os.fsync(self._fd)
+        flush_to_disk(self.path.parent)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> JsonlWriter:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def _cut_partial_line(fd: int) -> int:
+    """Make the file end with a newline; returns how many bytes of an unfinished line were removed."""
+    size = os.fstat(fd).st_size
+    start, tail = size, b""
+    while start > 0 and b"\n" not in tail:
+        step = min(start, 1 << 16)
+        start -= step
+        tail = os.pread(fd, step, start) + tail
+    tail = tail.rpartition(b"\n")[2]
+    if not tail:
+        return 0
+    if _decode(tail)[0] is not None:
+        os.write(fd, b"\n")
+        return 0
+    os.ftruncate(fd, size - len(tail))
+    return len(tail)
+
+
+def flush_to_disk(path: Path) -> None:
+    """fsync a file, or a folder (its directory entries). Some network file systems do not support it for folders."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """mkdir with parents, flushed to disk like the files to be written into it."""
+    new = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in new:
+        flush_to_disk(folder.parent)
+
+
+def checksum(path: str | Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
+    """A temporary file that replaces `path` when the block ends: `path` is always the old file or the complete new
+    one.
+    """
+    path = Path(path)
+    make_folder(path.parent)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with beside.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+        flush_to_disk(path.parent)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_atomic(path: str | Path, text: str) -> None:
+    with atomic_file(path) as file:
+        file.write(text.encode("utf-8"))
+
+
+def write_jsonl_atomic(path: str | Path, rows: Iterable[dict]) -> int:
+    """The whole file or nothing; returns the number of rows."""
+    count = 0
+    with atomic_file(path) as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+            count += 1
+    return count

@@ -1,0 +1,248 @@
+"""Where this process runs: its rank, its device, and the few collectives that the loops need.
+
+Under `torchrun` there are as many ranks as it starts; without it there is one, which still has a process group, so that
+one code path serves both. Objects are sent over gloo, tensors over nccl on GPUs. No other file starts a process group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import socket
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from dccot.core.config import ConfigError
+
+T = TypeVar("T")
+
+# seconds that ranks wait for the slowest one when each works independently; torchrun notices dead ranks
+PATIENCE = 7 * 24 * 3600.0
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+MMAP_FROM, TRIM_FROM = 2**30, 2**31 - 1  # bytes
+KEEP_FREED_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(MMAP_FROM),
+    "MALLOC_TRIM_THRESHOLD_": str(TRIM_FROM),
+}  # for processes yet to start
+
+
+@dataclass(frozen=True)
+class Runtime:
+    rank: int
+    ranks: int
+    device: torch.device
+    owned: bool = True  # this Runtime made the process group, and ends it
+
+    @classmethod
+    def start(cls, timeout_seconds: float = 1800) -> Runtime:
+        """Join torchrun's process group, or create one of size 1. An existing group uses the timeout from now on."""
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(device)
+        else:
+            keep_freed_memory()
+        owned = not dist.is_initialized()
+        if owned:
+            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+            timeout, bound = (
+                timedelta(seconds=timeout_seconds),
+                device if cuda else None,
+            )  # vLLM and HSDP can only split a bound group
+            rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG: no rank may outlive torchrun
+                store = _fresh_store(rank, ranks, timeout)
+                dist.init_process_group(
+                    backend, timeout=timeout, store=store, rank=rank, world_size=ranks, device_id=bound
+                )
+            elif "RANK" in os.environ:
+                dist.init_process_group(backend, timeout=timeout, device_id=bound)
+            else:
+                dist.init_process_group(
+                    backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1, device_id=bound
+                )
+        else:
+            set_timeout(timeout_seconds)
+        return cls(dist.get_rank(), dist.get_world_size(), device, owned)
+
+    @classmethod
+    def of_workers(cls) -> Runtime:
+        """For ranks that work independently and meet at the end, however late. A single process gets no group, so none
+        is left behind.
+        """
+        return cls.start(PATIENCE) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else cls.alone()
+
+    @classmethod
+    def alone(cls) -> Runtime:
+        return cls(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), owned=False)
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks, in place."""
+        dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, mine: list[Any]) -> list[list[Any]]:
+        """Every rank's list, in rank order, on every rank."""
+        if self.ranks == 1:
+            return [mine]
+        everybody: list[list[Any]] = [[] for _ in range(self.ranks)]
+        dist.all_gather_object(everybody, mine)
+        return everybody
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        if self.ranks == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Over gloo: an nccl barrier would keep every GPU busy until the slowest rank is done."""
+        self.sum(torch.zeros(1))
+
+    def stop(self) -> None:
+        if self.owned and dist.is_initialized():  # an engine that shuts down destroys the group
+            dist.destroy_process_group()
+
+
+def keep_freed_memory() -> None:
+    """Keep large tensors on the heap, which keeps freed memory: otherwise the kernel zeroes every page of every
+    activation again.
+
+    A tenth of a CPU training step was spent on page faults, and nearly half the time of sampling. Without glibc,
+    nothing changes.
+    """
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, MMAP_FROM)
+        libc.mallopt(M_TRIM_THRESHOLD, TRIM_FROM)
+
+
+def set_timeout(seconds: float) -> None:
+    """Timeout of the default group's collectives from now on."""
+    _set_pg_timeout(timedelta(seconds=seconds))
+
+
+def inherit_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Give groups the default group's timeout; torch gives new ones its own, 10 minutes for nccl."""
+    assert dist.group.WORLD is not None
+    options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+    if options is not None:  # not in a rehearsal
+        for group in groups:
+            _set_pg_timeout(options._timeout, group)
+
+
+def free_memory() -> None:
+    """Collect reference cycles and release their GPU memory: what comes next may need all of it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def on_rank_zero(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """The result or exception of `work` on rank 0, on every rank: what is read from a shared disk must not differ
+    between ranks.
+
+    It may take longer than a collective: the others poll the store until it is done. All ranks of `group` must call
+    this.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return work()
+    group = group or dist.group.WORLD
+    assert group is not None
+    store = dist.distributed_c10d._get_default_store()
+    key = f"dccot/{group.group_name}/{next(_turns[group.group_name])}"
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = work()
+        except Exception as error:
+            box[1] = error
+        store.set(key, "done")
+    else:
+        while not store.check([key]):
+            time.sleep(0.1)
+    dist.broadcast_object_list(box, src=0, group=group)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]
+
+
+_turns: dict[str, Iterator[int]] = defaultdict(count)  # per group: number of calls so far
+
+
+def require_shared(folder: Path, runtime: Runtime, patience: float = 10.0) -> None:
+    """Reject a folder that is not shared by all ranks. A network file system may take a few seconds to show a new
+    file.
+    """
+    if runtime.ranks == 1:
+        return
+    name = runtime.broadcast(f".seen-by-all-{uuid.uuid4().hex}")
+    if runtime.is_main:
+        (folder / name).touch()
+    deadline = time.monotonic() + patience
+    runtime.barrier()
+    while not (seen := (folder / name).exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    everybody = [
+        blind for [blind] in runtime.gather([None if seen else f"rank {runtime.rank} on {socket.gethostname()}"])
+    ]
+    if runtime.is_main:
+        (folder / name).unlink(missing_ok=True)
+    if blind := [who for who in everybody if who]:
+        raise ConfigError(
+            f"{folder} of rank 0 on {runtime.broadcast(socket.gethostname())} is another folder than that of {', '.join(blind)}; "
+            "choose one on a disk that all machines share"
+        )
+
+
+def _fresh_store(rank: int, ranks: int, timeout: timedelta) -> dist.Store:
+    """torchrun's store; each restart uses its own key prefix.
+
+    torchrun keeps its store across a restart (torch 2.13), and with it the addresses of dead ranks: a rank that joins
+    through them waits forever. Restarts cannot be counted, because nodes count them differently. So rank 0 chooses the
+    prefix, and each of the others continues only when rank 0 has answered its unique greeting.
+    """
+    agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    if rank == 0:
+        prefix = uuid.uuid4().hex
+        agent.set("prefix", prefix)
+        for other in range(1, ranks):
+            greeting = agent.get(f"{prefix}/{other}").decode()
+            agent.set(f"{prefix}/{greeting}", "welcome")
+        return dist.PrefixStore(prefix, agent)
+    greeting, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        prefix = agent.get("prefix").decode()
+        agent.set(f"{prefix}/{rank}", greeting)
+        time.sleep(0.05)
+        if agent.check([f"{prefix}/{greeting}"]):
+            return dist.PrefixStore(prefix, agent)
+    raise TimeoutError(
+        f"rank {rank}: rank 0 did not answer within {timeout.total_seconds():.0f} s; see what it printed"
+    )

@@ -1,0 +1,333 @@
+"""Evaluation: n responses to every problem of a benchmark, graded, as one table with standard errors.
+
+    dccot eval runs/hlp --bench aime24,math500                             n, temperature and top_p are the paper's unless given
+    dccot eval runs/base --problems mine.jsonl --n 16 --method sequential --budget 32768 engine.max_sequences=64
+    torchrun --nproc_per_node 8 -m dccot.eval.evaluate runs/hlp --bench aime24 --samples 50           (torchrun has its own --n)
+    dccot eval latency …                                                   wall-clock instead of accuracy: latency.py
+
+generate what is missing → grade what is ungraded → summarise. Every response is appended to its rank's file as it
+finishes, so after an interruption the same command continues with the missing ones, on any number of ranks that share
+the folder. A response's seed is a hash of (seed, benchmark, problem, sample): it does not depend on what else runs. On
+a CPU in float32 a resumed table is therefore the uninterrupted one; on a GPU the rounding of a kernel may depend on the
+batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dccot.core.command import positive, run_cleanly
+from dccot.core.config import ConfigError, load_config, require, to_plain
+from dccot.core.files import BadData, JsonlWriter, checksum, read_jsonl, write_atomic, write_jsonl_atomic
+from dccot.core.provenance import record
+from dccot.core.runtime import Runtime, require_shared
+from dccot.data.judge import GradingConfig, Judge, open_judge
+from dccot.data.prompts import PromptConfig, prompts_of
+from dccot.data.rollouts import Asked, Pair, missing_pairs, roll_out
+from dccot.eval.benchmarks import BENCHMARKS, Benchmark, named_benchmark, own_benchmark
+from dccot.eval.results import Evaluation, Sample, by_problem, summarise
+from dccot.eval.terminal import LengthProgress, show
+from dccot.model.config import read_config
+from dccot.model.folder import explain_best, model_checksums, resolve_model, step_of
+from dccot.model.tokenizer import open_tokenizer
+from dccot.rollout.director import RolloutConfig
+from dccot.rollout.engine import Engine, open_engine
+from dccot.rollout.response import Rollout
+from dccot.rollout.settings import EngineConfig
+
+log = logging.getLogger(__name__)
+METHODS = ("parallel", "sequential")
+RESULTS = Path("runs/eval")
+
+
+@dataclass
+class EvalConfig:
+    """The paper's sampling; `key=value` on the command line changes any of it."""
+
+    seed: int = 0
+    prompt: PromptConfig = field(default_factory=lambda: PromptConfig(max_prompt_tokens=4096))
+    rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(budget=12_000, top_p=0.95))
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    grading: GradingConfig = field(default_factory=GradingConfig)
+
+    @property
+    def method(self) -> str:
+        return METHODS[0] if self.prompt.parallel else METHODS[1]
+
+
+def eval_config(method: str = "parallel", budget: int | None = None, overrides: Sequence[str] = ()) -> EvalConfig:
+    chosen = [f"prompt.kind={method}"] + ([f"rollout.budget={budget}"] if budget else [])
+    return load_config(EvalConfig, None, [*chosen, *overrides])
+
+
+def evaluate(
+    model: str | Path,
+    benchmarks: Sequence[Benchmark],
+    config: EvalConfig,
+    out: str | Path | None,
+    *,
+    engine: Engine | None = None,
+    strict: bool = False,
+) -> Evaluation:
+    """Bring `out` to `benchmark.samples` graded responses per problem, write its summary.json and return it. All ranks
+    call this.
+
+    Without an `engine` one is built, and only if a response is missing. Without `out` it is a folder below RESULTS,
+    named after the model as rank 0 found it: `latest` may move while the ranks start.
+    """
+    with Runtime.of_workers() as runtime, ExitStack() as stack:
+        path = resolve_model(model)
+        out = Path(out or RESULTS / default_name(path, config))
+        weights = model_checksums(path, runtime)
+        open_folder(out, _settings(path, weights, config), runtime)
+        require_shared(out, runtime)  # otherwise the table would silently be that of rank 0's responses
+        tokenizer = engine.tokenizer if engine else open_tokenizer(path)
+        care: dict[str, Any] = {"strict": strict, "report": log.warning if runtime.is_main else lambda message: None}
+        asked = {b.name: prompts_of(b.problems(**care), tokenizer, config.prompt, **care) for b in benchmarks}
+        _check_context(path, config, asked)
+        files = {benchmark.name: {benchmark.file.name: checksum(benchmark.file)} for benchmark in benchmarks}
+        wanted = {benchmark.name: benchmark.samples for benchmark in benchmarks}
+        record(out, to_plain(config) | {"samples": wanted}, {"model": weights, **files}, runtime)
+        missing = {
+            b.name: missing_pairs(asked[b.name], range(b.samples), _pairs_in(out, b, asked[b.name])) for b in benchmarks
+        }
+        if any(missing.values()):
+            engine = stack.enter_context(open_engine(path, config.engine, engine, logs=out))
+            for benchmark in benchmarks:
+                _generate(engine, benchmark, asked[benchmark.name], missing[benchmark.name], config, out, runtime)
+        runtime.gather([])  # everything is on disk
+        judge = stack.enter_context(open_judge(config.grading))
+        for file in sorted((out / "rollouts").glob("*.jsonl"))[runtime.rank :: runtime.ranks]:
+            grade_file(file, judge)
+        runtime.gather([])  # and graded
+        evaluation = Evaluation(out.name, str(path), config.method, config.rollout.budget)
+        for benchmark in benchmarks:
+            samples = list(read_samples(out, benchmark, asked[benchmark.name]))
+            evaluation.results[benchmark.name] = summarise(benchmark, samples, _classes(samples, judge, runtime))
+        if runtime.is_main:
+            evaluation.save(out)
+    return evaluation
+
+
+def _check_context(path: Path, config: EvalConfig, asked: dict[str, list[Asked]]) -> None:
+    context = config.engine.context or read_config(path).max_position
+    longest = max(len(ids) for problems in asked.values() for _, ids in problems)
+    require(
+        longest + config.rollout.budget <= context,
+        f"the longest prompt has {longest:,} tokens and --budget is {config.rollout.budget:,}; "
+        f"the model's context is {context:,}: lower the budget",
+    )
+
+
+# ---- the folder ----
+
+
+def _settings(path: Path, weights: Mapping[str, str], config: EvalConfig) -> dict:
+    """The settings that determine a response and its verdict, not its speed."""
+    return {
+        "model": str(path.resolve()),
+        "model.sha256": hashlib.sha256(json.dumps(sorted(weights.items())).encode()).hexdigest(),
+        "seed": config.seed,
+        "engine.dtype": config.engine.dtype,
+        "grading.kind": config.grading.kind,
+        "grading.answer_block_only": config.grading.answer_block_only,
+        **{f"prompt.{name}": value for name, value in asdict(config.prompt).items()},
+        **{f"rollout.{name}": value for name, value in asdict(config.rollout).items()},
+    }
+
+
+def open_folder(out: Path, settings: dict, runtime: Runtime) -> None:
+    """Create the folder or continue in it; one made with other settings is rejected, because its table would mix the
+    two.
+    """
+    fault = runtime.gather([_open_folder(out, settings) if runtime.is_main else None])[0][0]
+    if fault:
+        raise ConfigError(fault)
+
+
+def _open_folder(out: Path, settings: dict) -> str | None:
+    file = out / "settings.json"
+    older = {
+        "grading.kind": "math_verify",
+        "model.sha256": settings["model.sha256"],
+    }  # folders of versions that did not write them
+    before = older | json.loads(file.read_text()) if file.exists() else settings
+    changed = [name for name in settings if before.get(name) != settings[name]]
+    if changed:
+        was, now = before.get(changed[0]), settings[changed[0]]
+        return f"{out} was begun with {changed[0]}={was}, now it is {now}; give another folder with --out"
+    (out / "rollouts").mkdir(parents=True, exist_ok=True)
+    if not file.exists():
+        write_atomic(file, json.dumps(settings, indent=1, ensure_ascii=False))
+    try:
+        for unfinished in (out / "rollouts").glob("*.jsonl"):
+            JsonlWriter(
+                unfinished
+            ).close()  # truncates an unfinished line left by a crash, and rejects a file that is being written
+    except BadData as error:
+        return str(error)
+    return None
+
+
+def _rows(out: Path, benchmark: Benchmark, asked: Sequence[Asked]) -> Iterator[dict]:
+    """The saved responses that the table needs, each once."""
+    problems = {problem.id: problem for problem, _ in asked}
+    seen: set[Pair] = set()
+    for file in sorted((out / "rollouts").glob(f"{benchmark.name}.rank*.jsonl")):
+        for _, row in read_jsonl(file) if file.stat().st_size else ():
+            pair = row["problem"], row["sample"]
+            if row["problem"] not in problems or row["sample"] >= benchmark.samples or pair in seen:
+                continue
+            problem = problems[row["problem"]]
+            if (row["question"], row["gold"]) != (problem.question, problem.gold):
+                raise BadData(
+                    f"{file} answers another problem {problem.id} than {benchmark.file} asks; give another folder with --out"
+                )
+            seen.add(pair)
+            yield row
+
+
+def _pairs_in(out: Path, benchmark: Benchmark, asked: Sequence[Asked]) -> set[Pair]:
+    return {(row["problem"], row["sample"]) for row in _rows(out, benchmark, asked)}
+
+
+def read_samples(out: Path, benchmark: Benchmark, asked: Sequence[Asked]) -> Iterator[Sample]:
+    return map(Sample.from_row, _rows(out, benchmark, asked))
+
+
+# ---- generate, grade, classes ----
+
+
+def _generate(
+    engine: Engine,
+    benchmark: Benchmark,
+    asked: Sequence[Asked],
+    missing: Sequence[Pair],
+    config: EvalConfig,
+    out: Path,
+    runtime: Runtime,
+) -> None:
+    """This replica's share of the missing responses, each written to disk as soon as it is finished."""
+    share = missing[engine.replica :: engine.replicas]
+    engine.forget_prefixes()  # the cache must not depend on earlier work
+    with ExitStack() as stack:
+        progress = stack.enter_context(LengthProgress(benchmark.title, len(share), runtime.is_main))
+        writes = runtime.rank % config.engine.tensor_parallel == 0  # the ranks of one replica hold the same responses
+        file = (
+            stack.enter_context(JsonlWriter(out / "rollouts" / f"{benchmark.name}.rank{runtime.rank}.jsonl"))
+            if writes
+            else None
+        )
+        seed = (config.seed, "eval", benchmark.name)
+        for rollout in roll_out(engine, asked, share, config.prompt, config.rollout, seed=seed):
+            if file:
+                file.write(saved(rollout))
+            progress.advance(rollout.response.longest_path)
+
+
+def saved(rollout: Rollout) -> dict:
+    """The line of a response. Log-probs are only for inspection here; with four decimals they are a third of the
+    file.
+    """
+    for segment in rollout.response.segments():
+        segment.logprobs = [round(logprob, 4) for logprob in segment.logprobs]
+    return rollout.to_json()
+
+
+def grade_file(file: Path, judge: Judge) -> None:
+    """Give every line of a rollout JSONL its verdict. Two passes: the texts fit in memory, the tokens may not."""
+    ungraded = [
+        (row["text"], row["gold"])
+        for _, row in (read_jsonl(file) if file.stat().st_size else ())
+        if row["verdict"] is None
+    ]
+    if not ungraded:
+        return
+    verdicts = iter(judge.grade(ungraded))
+    rows = (row for _, row in read_jsonl(file))
+    write_jsonl_atomic(
+        file, (row if row["verdict"] is not None else {**row, "verdict": next(verdicts).value} for row in rows)
+    )
+
+
+def _classes(samples: Sequence[Sample], judge: Judge, runtime: Runtime) -> dict[str, list[int]]:
+    """Per problem, which of its answers are equal; each rank takes its share of the problems."""
+    groups = list(by_problem(samples).items())
+    mine = [
+        (problem, judge.equivalence_classes([s.text for s in group]))
+        for problem, group in groups[runtime.rank :: runtime.ranks]
+    ]
+    return dict(entry for part in runtime.gather(mine) for entry in part)
+
+
+def default_name(model: Path, config: EvalConfig) -> str:
+    """Of a model's folder: its run and step, or the folder's name; and how it was prompted."""
+    model = model.resolve()
+    step = step_of(model.parent) if model.name == "hf" else None
+    name = model.name if step is None else f"{model.parents[2].name}-{step}"
+    return f"{name}-{config.method}-{config.rollout.budget}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["latency"]:
+        from dccot.eval import latency
+
+        return latency.main(argv[1:])
+    parser = argparse.ArgumentParser(
+        description="Accuracy, longest path and parallelism of a model on benchmarks. `dccot eval latency` measures wall-clock.",
+        epilog="example: dccot eval runs/hlp --bench aime24,math500 --n 16; the same command again continues where it was stopped",
+    )
+    parser.add_argument("model", help="a Hugging Face folder, or a run (its newest checkpoint)")
+    parser.add_argument(
+        "settings", nargs="*", metavar="key=value", help="e.g. rollout.temperature=1 engine.dtype=float32 seed=1"
+    )
+    parser.add_argument("--bench", default="", help=f"some of {','.join(BENCHMARKS)}")
+    parser.add_argument(
+        "--problems", action="append", default=[], metavar="FILE", help="JSONL with id, question, gold; may be repeated"
+    )
+    parser.add_argument(
+        "--n", "--samples", type=positive, help="responses per problem; default: the paper's (200 or 16), 16 for a file"
+    )
+    parser.add_argument("--method", choices=METHODS, default="parallel", help="how the model is prompted")
+    parser.add_argument("--budget", type=positive, default=12_000, help="tokens on the longest path (default: 12000)")
+    parser.add_argument("--out", type=Path, help="default: runs/eval/MODEL-METHOD-BUDGET")
+    parser.add_argument("--data", default="runs/data", help="folder of the benchmarks' files (default: runs/data)")
+    parser.add_argument("--strict", action="store_true", help="stop at a malformed problem instead of leaving it out")
+    arguments = parser.parse_intermixed_args(argv)
+
+    def work() -> None:
+        benchmarks = [
+            named_benchmark(name, arguments.data, arguments.n) for name in filter(None, arguments.bench.split(","))
+        ]
+        benchmarks += [own_benchmark(file, arguments.n) for file in arguments.problems]
+        names = [benchmark.name for benchmark in benchmarks]
+        require(bool(names), "nothing to evaluate on; name benchmarks with --bench or a file with --problems")
+        require(
+            len(set(names)) == len(names),
+            f"two benchmarks are called {max(names, key=names.count)!r}; rename one of the files",
+        )
+        config = eval_config(arguments.method, arguments.budget, arguments.settings)
+        if os.environ.get("RANK", "0") == "0" and (best := explain_best(arguments.model)):
+            print(best)
+        evaluation = evaluate(arguments.model, benchmarks, config, arguments.out, strict=arguments.strict)
+        if os.environ.get("RANK", "0") == "0":
+            show(evaluation)
+            out = arguments.out or RESULTS / evaluation.name
+            print(f"{out}/summary.json; `dccot report {out}` makes a page of it")
+
+    return run_cleanly(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""The timeline of one response: who wrote when, and what every engine step had in its batch.
+
+    timeline = Timeline()                                   a Watch: pass it to generate(…, watch=timeline)
+    timeline.write("solve.json")                            opens in https://ui.perfetto.dev and in chrome://tracing
+
+    response   director  ███████           ██████           one slice per call, arrows where workers are spawned and read
+               worker 1         ████████
+               worker 2         █████
+    engine     steps     ▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏             one slice per step, with its batch; the batch as a counter too
+
+The steps also give the cost of decoding alone: those with a single call in the batch, excluding prefills.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dccot.rollout.director import Call, Completion
+from dccot.rollout.engine import Engine
+from dccot.rollout.generate import Request, Watch
+
+RESPONSE, ENGINE = 1, 2  # the trace's "processes"
+DIRECTOR, STEPS = (
+    10,
+    1000,
+)  # thread ids, unique over both: Perfetto identifies threads by id only; worker i is DIRECTOR + i
+
+
+@dataclass
+class Lane:
+    """One call to the engine. Times are seconds of the timeline's clock."""
+
+    call: Call
+    start: float
+    ids: list[int] = field(default_factory=list)  # sampled so far
+    end: float = 0.0
+    completion: Completion | None = None  # None: still running
+
+    @property
+    def worker(self) -> int:
+        """0 is the director."""
+        return self.call.path[1]
+
+
+@dataclass
+class Step:
+    """One forward pass of the engine."""
+
+    start: float
+    end: float
+    batch: int  # calls in it
+    prefills: int  # calls that produced their first token
+    tokens: int  # sampled in it
+
+
+class Timeline(Watch):
+    """Records one response. `show` is called on every change; its time is not counted as engine time."""
+
+    def __init__(self, show: Callable[[Timeline], None] | None = None, clock: Callable[[], float] = time.perf_counter):
+        self.lanes: list[Lane] = []
+        self.steps: list[Step] = []
+        self._show, self._clock, self._resumed = show or (lambda timeline: None), clock, 0.0
+
+    def started(self, request: Request, call: Call) -> None:
+        self.lanes.append(Lane(call, self._clock()))
+        self._changed()
+
+    def stepped(self, engine: Engine) -> None:
+        now, sampled = self._clock(), engine.written()
+        running = self.running
+        step = Step(self._resumed, now, len(running), sum(not lane.ids for lane in running), 0)
+        for key, call in engine.pending.items():
+            lane = self._lane(call)
+            step.tokens += len(sampled[key]) - len(lane.ids)
+            lane.ids = sampled[key]
+        self.steps.append(step)
+        self._changed()
+
+    def finished(self, request: Request, call: Call, completion: Completion) -> None:
+        lane, step = self._lane(call), self.steps[-1]
+        step.tokens += len(completion.ids) - len(lane.ids)
+        lane.ids, lane.end, lane.completion = completion.ids, step.end, completion
+        self._changed()
+
+    @property
+    def running(self) -> list[Lane]:
+        return [lane for lane in self.lanes if lane.completion is None]
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock from the first call to the last token."""
+        return self.steps[-1].end - self.lanes[0].start if self.steps else 0.0
+
+    @property
+    def alone(self) -> list[Step]:
+        """Steps that decoded a single sequence."""
+        return [step for step in self.steps if step.batch == 1 and not step.prefills]
+
+    @property
+    def seconds_per_token_alone(self) -> float | None:
+        """Seconds per token when nothing else is decoded; None if that never happened."""
+        tokens = sum(step.tokens for step in self.alone)
+        return sum(step.end - step.start for step in self.alone) / tokens if tokens else None
+
+    def trace(self, about: Mapping[str, Any] | None = None) -> dict:
+        """The timeline in Chrome's trace event format."""
+        return {"traceEvents": list(self._events()), "displayTimeUnit": "ms", "otherData": dict(about or {})}
+
+    def write(self, path: str | Path, about: Mapping[str, Any] | None = None) -> None:
+        Path(path).write_text(json.dumps(self.trace(about), ensure_ascii=False), encoding="utf-8")
+
+    def _lane(self, call: Call) -> Lane:
+        return next(lane for lane in self.running if lane.call is call)
+
+    def _changed(self) -> None:
+        self._show(self)
+        self._resumed = self._clock()
+
+    def _events(self) -> Iterator[dict]:
+        origin = self.lanes[0].start if self.lanes else 0.0
+
+        def at(seconds: float) -> float:
+            return round(1e6 * (seconds - origin), 3)
+
+        def piece(name: str, process: int, thread: int, start: float, end: float, arguments: dict) -> dict:
+            return {
+                "ph": "X",
+                "name": name,
+                "pid": process,
+                "tid": thread,
+                "ts": at(start),
+                "dur": at(end) - at(start),
+                "args": arguments,
+            }
+
+        workers = max((lane.worker for lane in self.lanes), default=0)
+        names = {DIRECTOR: "director"} | {DIRECTOR + i: f"worker {i}" for i in range(1, workers + 1)} | {STEPS: "steps"}
+        for process, name in ((RESPONSE, "response"), (ENGINE, "engine")):
+            yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+            yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
+        for thread, name in names.items():
+            process = ENGINE if thread == STEPS else RESPONSE
+            yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
+            yield {
+                "ph": "M",
+                "name": "thread_sort_index",
+                "pid": process,
+                "tid": thread,
+                "args": {"sort_index": thread},
+            }
+        for lane in self.lanes:
+            if not (completion := lane.completion):
+                continue
+            name = f"{names[DIRECTOR + lane.worker]}, {'round' if lane.worker else 'part'} {lane.call.path[0] + 1}"
+            yield piece(name, RESPONSE, DIRECTOR + lane.worker, lane.start, lane.end, {
+                "sampled": len(lane.ids), "inserted": len(lane.call.inserted), "prompt": len(lane.call.prompt),
+                "cached": completion.cached, "stop": completion.stop.value,
+            })  # fmt: skip
+        for number, (source, target) in enumerate(_arrows([lane for lane in self.lanes if lane.completion])):
+            arrow = {"name": "spawn" if target.worker else "read", "cat": "tree", "id": number, "pid": RESPONSE}
+            last_moment = at(source.end) - 0.001  # an arrow leaves from inside its slice
+            yield {"ph": "s", "tid": DIRECTOR + source.worker, "ts": last_moment, **arrow}
+            yield {"ph": "f", "bp": "e", "tid": DIRECTOR + target.worker, "ts": at(target.start), **arrow}
+        for step in self.steps:
+            counts = {name: value for name, value in asdict(step).items() if name not in ("start", "end")}
+            yield piece(f"batch {step.batch}", ENGINE, STEPS, step.start, step.end, counts)
+            yield {"ph": "C", "name": "batch", "pid": ENGINE, "ts": at(step.start), "args": {"calls": step.batch}}
+        if self.steps:
+            yield {"ph": "C", "name": "batch", "pid": ENGINE, "ts": at(self.steps[-1].end), "args": {"calls": 0}}
+
+
+def _arrows(lanes: list[Lane]) -> Iterator[tuple[Lane, Lane]]:
+    """(from, to): the director to each worker it spawned, each worker to the director that read it."""
+    by_path = {lane.call.path: lane for lane in lanes}
+    for (number, worker), lane in by_path.items():
+        if worker:
+            yield by_path[number, 0], lane
+            if (number + 1, 0) in by_path:
+                yield lane, by_path[number + 1, 0]

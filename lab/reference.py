@@ -1,0 +1,85 @@
+"""Writes docs/configuration.md from the configuration dataclasses and the comments next to their fields.
+
+python -m dccot.lab.reference > docs/configuration.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import typing
+
+from dccot.data.rewrite import RewriteConfig
+from dccot.recipe import Recipe, Stage
+from dccot.stages import KINDS
+
+COMMANDS = {
+    "sft": "dccot sft",
+    "rl": "dccot rl",
+    "sequential": "dccot data sequential",
+}  # of the stages that are commands, too
+ROOTS = {
+    "dccot pipeline": Recipe,
+    "a stage of a recipe": Stage,
+    **{COMMANDS.get(name, f"stage `{name}`"): kind.config for name, kind in KINDS.items() if name != "rewrite"},
+    "dccot data rewrite": RewriteConfig,
+}
+INTRODUCTION = """# Configuration
+
+Every key with its type, default and meaning, generated from the dataclasses by `python -m dccot.lab.reference`. A YAML file may
+name `base: other.yaml` or a list of such files; `key=value` on the command line overrides the file; `--print-config` shows the resolved
+configuration. Unknown keys are rejected, with the nearest valid one suggested.
+"""
+
+
+def comments(kind: type) -> dict[str, str]:
+    """Field name → the comment above it or after it."""
+    found = re.findall(r"^((?:    # .*\n)*)    (\w+):[^#\n]*(?:#\s*(.*))?$", inspect.getsource(kind), re.MULTILINE)
+    return {name: after or " ".join(line.strip(" #") for line in above.splitlines()) for above, name, after in found}
+
+
+def rows(kind: type, prefix: str = "", instance: object | None = None) -> typing.Iterator[tuple[str, str, str, str]]:
+    """(key, type, default, meaning) of a dataclass and everything inside it."""
+    hints, said = typing.get_type_hints(kind), comments(kind)
+    for field in dataclasses.fields(kind):
+        value = _default(field) if instance is None else getattr(instance, field.name)
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from rows(hints[field.name], f"{prefix}{field.name}.", value)
+        else:
+            yield f"{prefix}{field.name}", _type_name(hints[field.name]), _shown(value), said.get(field.name, "")
+
+
+def _default(field: dataclasses.Field) -> object:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else dataclasses.MISSING
+
+
+def _shown(value: object) -> str:
+    if value is dataclasses.MISSING:
+        return "required"
+    return "" if value == "" else f"`{'null' if value is None else value}`"
+
+
+def _type_name(hint: object) -> str:
+    return (
+        (hint.__name__ if isinstance(hint, type) else str(hint))
+        .replace("NoneType", "null")
+        .replace("None", "null")
+        .split(".")[-1]
+    )
+
+
+def reference() -> str:
+    parts = [INTRODUCTION]
+    for title, kind in ROOTS.items():
+        parts.append(f"\n## {title}\n\n| key | type | default | meaning |\n|---|---|---|---|\n")
+        for cells in rows(kind):
+            key, type_, default, meaning = (cell.replace("|", "\\|") for cell in cells)
+            parts.append(f"| `{key}` | {type_} | {default} | {meaning} |\n")
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

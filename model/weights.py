@@ -1,0 +1,351 @@
+"""Loads and saves weights, safetensors only, in the format of transformers and vLLM.
+
+    load_weights(model, folder)                  each rank reads its own rows of each tensor, straight into its shard
+    full_parameters(model)                       every full parameter, one at a time: for the engine and for saving
+    save_checkpoint(model, folder, source=...)   config, weights, tokenizer, generation config; loads anywhere unchanged
+    create_checkpoint(config, folder, ...)       a new model with random weights
+
+A checkpoint is written under a temporary name and renamed when complete, so its final name always refers to a whole
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from dccot.core.files import BadData, flush_to_disk
+from dccot.model.config import parse_config
+from dccot.model.transformer import Transformer
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+LFS_POINTER = b"version https://git-lfs"
+FLOATING = ("F64", "F32", "F16", "BF16")
+COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+)
+
+
+def load_weights(model: Transformer, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Fills `model`, sharded or not, from `folder`; values are cast to `dtype`, or to the parameters' own dtype.
+
+    A missing, unexpected or mis-shaped tensor is one BadData that lists them all, raised before anything is
+    overwritten.
+    """
+    if dtype is not None:
+        model.to(dtype)
+    reshard(model)
+    parameters = dict(model.named_parameters())
+    with open_tensors(folder) as tensors:
+        _compare(parameters, tensors, tied=model.config.tied_embeddings, where=folder)
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                local, rows = _local_rows(parameter)
+                if local.numel():
+                    stored = tensors[name][rows]
+                    if not bool(stored.isfinite().all()):
+                        raise BadData(f"{folder}: {name} holds values that are not finite; use another checkpoint")
+                    local.copy_(stored)
+
+
+@contextlib.contextmanager
+def open_tensors(folder: str | Path) -> Iterator[dict]:
+    """Name → safetensors slice (shape and dtype known, data read when indexed) of a checkpoint in one or more files."""
+    folder = Path(folder)
+    files = _listed(folder / INDEX_FILE) if (folder / INDEX_FILE).is_file() else [SINGLE_FILE]
+    outside = [name for name in files if name != Path(name).name]
+    if outside:
+        raise BadData(
+            f"{folder / INDEX_FILE} names {outside[0]!r}; the weights of a checkpoint are files of its own folder"
+        )
+    absent = [name for name in files if not (folder / name).is_file()]
+    if absent:
+        raise FileNotFoundError(f"{folder} holds no {', '.join(absent)}: weights are read from safetensors only")
+    for name in files:
+        with open(folder / name, "rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise BadData(
+                    f"{folder / name} is a git-LFS pointer, not the weights: run `git lfs pull` in the folder"
+                )
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(_opened(folder / name)) for name in files]
+        yield {name: file.get_slice(name) for file in opened for name in file.offset_keys()}
+
+
+def _listed(index: Path) -> list[str]:
+    """The files that hold a checkpoint's tensors."""
+    try:
+        return sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise BadData(
+            f"{index} does not say which file holds which tensor ({type(error).__name__}: {error}); fetch it again"
+        ) from None
+
+
+def _opened(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise BadData(f"{file} is damaged or cut short ({error}); fetch it again") from None
+
+
+def stored_parameters(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a checkpoint on disk, read one at a time."""
+    with open_tensors(folder) as tensors:
+        for name, stored in tensors.items():
+            yield name, stored[:]
+
+
+def _compare(parameters: Mapping[str, Tensor], tensors: Mapping, *, tied: bool, where: str | Path) -> None:
+    def redundant(name: str) -> bool:  # redundant tensors that some checkpoints contain
+        if name.endswith("rotary_emb.inv_freq"):
+            return True
+        embedding = tensors.get("model.embed_tokens.weight")
+        return (
+            tied and name == "lm_head.weight" and embedding is not None and torch.equal(tensors[name][:], embedding[:])
+        )
+
+    missing = sorted(parameters.keys() - tensors.keys())
+    unexpected = [name for name in sorted(tensors.keys() - parameters.keys()) if not redundant(name)]
+    wrong = []
+    for name in sorted(parameters.keys() & tensors.keys()):
+        has, needs = tuple(tensors[name].get_shape()), tuple(parameters[name].shape)
+        if has != needs:
+            wrong.append(f"{name} has shape {has}, the model needs {needs}")
+        elif tensors[name].get_dtype() not in FLOATING:
+            wrong.append(f"{name} is {tensors[name].get_dtype()}, the model needs one of {', '.join(FLOATING)}")
+    problems = [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in unexpected] + wrong
+    if problems:
+        raise BadData(f"the weights in {where} do not fit the model of its config.json:\n  " + "\n  ".join(problems))
+
+
+def _local_rows(parameter: Tensor) -> tuple[Tensor, slice]:
+    """This rank's part of a parameter, and which rows of the full tensor it covers (FSDP shards the first
+    dimension).
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter, slice(0, parameter.shape[0])
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return parameter.to_local(), slice(offset[0], offset[0] + shape[0])
+
+
+def reshard(model: nn.Module) -> None:
+    """FSDP may leave gathered compute-precision copies in place of the parameters after a forward; this puts the shards
+    back.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@torch.no_grad()
+def full_parameters(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of every parameter, gathered one at a time. Collective: every rank must iterate to the
+    end.
+    """
+    reshard(model)
+    for name, parameter in model.named_parameters():
+        yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def save_checkpoint(
+    model: Transformer,
+    folder: str | Path,
+    *,
+    source: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes `model` to `folder`, with tokenizer and generation config copied from `source`. Collective; rank 0 writes.
+
+    No more than `max_shard_bytes` of weights are held in memory at a time, and files are no larger. When it returns,
+    the checkpoint is complete; if it cannot be written (a full disk), every rank raises an error, and the ranks can
+    continue together.
+    """
+    gathered, problem = full_parameters(model), None
+    if _rank() == 0:
+        try:
+            write_folder(model, gathered, folder, source=source, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        except Exception as error:
+            problem = error
+    for _ in gathered:  # gathering is collective: every rank iterates to the end, even if rank 0 could not write
+        pass
+    _raise_everywhere(problem, f"rank 0 could not write {folder}")
+
+
+def write_folder(
+    model: Transformer,
+    parameters: Iterator[tuple[str, Tensor]],
+    folder: str | Path,
+    *,
+    source: str | Path | Mapping[str, bytes] | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """One process writes `parameters` (name, whole tensor) as a checkpoint; of `model` only names, shapes, dtype and
+    config matter.
+    """
+    with written_whole(folder) as partial:
+        _write(model, parameters, partial, dtype, max_shard_bytes)
+        for name, content in (source if isinstance(source, Mapping) else read_companions(source)).items():
+            (partial / name).write_bytes(content)
+
+
+def _raise_everywhere(problem: Exception | None, what: str) -> None:
+    """Waits for rank 0, and raises its error on every rank."""
+    if dist.is_initialized():
+        verdict = [f"{type(problem).__name__}: {problem}" if problem else None]
+        dist.broadcast_object_list(verdict, src=0)
+        if verdict[0] and not problem:
+            raise OSError(f"{what}: {verdict[0]}")
+    if problem:
+        raise problem
+
+
+def create_checkpoint(
+    config: Mapping,
+    folder: str | Path,
+    *,
+    tokenizer,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    prepare: Callable[[Transformer], None] = lambda model: None,
+) -> None:
+    """A new checkpoint with random weights from the contents of a config.json; `tokenizer` is transformers' (it has
+    save_pretrained).
+
+    `prepare` may change the random weights before they are written.
+    """
+    model = Transformer(parse_config(config)).to(dtype)
+    model.init_weights(seed)
+    prepare(model)
+    with written_whole(folder) as partial:
+        _write(model, full_parameters(model), partial, dtype, max_shard_bytes=5 * 10**9)
+        _write_tokenizer(tokenizer, partial)
+        token_ids = {
+            key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None
+        }
+        _write_json(partial / "generation_config.json", token_ids)
+
+
+@contextlib.contextmanager
+def written_whole(folder: str | Path) -> Iterator[Path]:
+    """A temporary folder next to `folder` that replaces it when the block ends. After an exception or a kill the old
+    one is still there.
+
+    A folder cannot be replaced in one step: for a moment the old one is called `.<name>.old`, deleted when the new one
+    is in place.
+    """
+    folder = Path(folder)
+    partial, old = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a writer that was killed
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    for path in partial.iterdir():
+        flush_to_disk(path)
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    partial.rename(folder)
+    flush_to_disk(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(
+    model: Transformer,
+    parameters: Iterator[tuple[str, Tensor]],
+    folder: Path,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+) -> None:
+    sizes = {name: p.numel() * (dtype or p.dtype).itemsize for name, p in model.named_parameters()}
+    file_of = _plan_files(sizes, max_shard_bytes)
+    last_of = {file: name for name, file in file_of.items()}
+    held: dict[str, Tensor] = {}
+    for name, tensor in parameters:
+        held[name] = tensor.to(device="cpu", dtype=dtype).contiguous()
+        if name == last_of[file_of[name]]:
+            save_file(held, folder / file_of[name], metadata={"format": "pt"})
+            held = {}
+    if len(last_of) > 1:
+        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of})
+    saved = dtype or next(model.parameters()).dtype
+    raw = {key: value for key, value in model.config.raw.items() if key != "torch_dtype"}  # the older name of `dtype`
+    _write_json(folder / "config.json", raw | {"dtype": str(saved).removeprefix("torch.")})
+
+
+def _plan_files(sizes: Mapping[str, int], max_shard_bytes: int) -> dict[str, str]:
+    """Tensor name → file name: consecutive tensors share a file as long as it stays below the limit."""
+    shard, room = 0, max_shard_bytes
+    shard_of: dict[str, int] = {}
+    for name, size in sizes.items():
+        if size > room and shard_of:
+            shard, room = shard + 1, max_shard_bytes
+        shard_of[name] = shard
+        room -= size
+    if shard == 0:
+        return dict.fromkeys(sizes, SINGLE_FILE)
+    return {name: f"model-{index + 1:05d}-of-{shard + 1:05d}.safetensors" for name, index in shard_of.items()}
+
+
+def _write_tokenizer(tokenizer, folder: Path) -> None:
+    from transformers import AutoTokenizer  # takes a second to import, and nothing else here needs it
+
+    tokenizer.save_pretrained(folder)
+    reopened = AutoTokenizer.from_pretrained(folder)
+    if reopened.backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
+        raise ValueError(
+            f"transformers opens the tokenizer of this model_type as a {type(reopened).__name__}, which splits text differently from the "
+            "one given: give a tokenizer of that class, or use model_type qwen3 or llama"
+        )
+
+
+def read_companions(source: str | Path | None) -> dict[str, bytes]:
+    """Tokenizer and generation config of a model folder, by name."""
+    if source is None:
+        return {}
+    files = [path for pattern in COMPANIONS for path in Path(source).glob(pattern) if path.is_file()]
+    require_inside(Path(source), files)
+    return {path.name: path.read_bytes() for path in files}
+
+
+def require_inside(folder: Path, files: Iterable[Path]) -> None:
+    """Reject links out of a model folder before files are copied from it: they could copy anything."""
+    home = folder.resolve()
+    # a hub's cache links to its own blobs/
+    homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+    for path in files:
+        if not any(path.resolve().is_relative_to(each) for each in homes):
+            raise BadData(
+                f"{path} is a link to {path.resolve()}, outside its model's folder; replace it by a copy if you trust it"
+            )
+
+
+def _write_json(path: Path, content: Mapping) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,421 @@
+"""A fleet of plain `vllm serve` processes as the `Engine` of interface.py: `engine.url=[http://a:8000,http://b:8000]`.
+
+    add(key, call, …) ─► waiting, by priority ─► POST /v1/completions, token ids in, token ids and log-probs out ─► step()
+
+All calls of one response go to one server, whose prefix cache holds what they share; a new response goes to the least
+loaded server. If a server stops responding, its calls are rerun elsewhere with the same prompts and seeds; when it
+comes back it is used again. A call finishes exactly once in any case. Requests run on their own thread; `step` returns
+what has arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from dccot.core.config import ConfigError, warn_of_plain_http
+from dccot.model.tokenizer import PROBE, open_tokenizer
+from dccot.rollout.director import Call, Completion, Stop
+from dccot.rollout.engine import EngineStalled
+from dccot.rollout.settings import EngineConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from dccot.rollout.engine import Parameters
+
+PULSE, RETRY, PATIENCE = (
+    10.0,
+    1.0,
+    30.0,
+)  # seconds: between checks of a healthy server, of a lost one; timeout of a check
+ATTEMPTS = 8
+SAME_WEIGHTS = 0.1  # mean difference of log-probs, at most; two implementations differ by 0.02 in bf16
+ONLY_SAMPLES = (
+    "engine.url is for evaluation and data; training needs an engine in its own process: leave engine.url out"
+)
+
+
+@dataclass(order=True)
+class _Job:
+    priority: int
+    order: int
+    key: str = field(compare=False)
+    call: Call = field(compare=False)
+    body: dict = field(compare=False)
+    attempts: int = field(compare=False, default=0)
+    dropped: bool = field(compare=False, default=False)  # aborted: nobody waits for it
+
+    @property
+    def response(self) -> str:
+        return self.key.rpartition("/")[0] or self.key
+
+
+class _Server:
+    def __init__(self, url: str):
+        self.url = url.rstrip("/").removesuffix("/v1")
+        key = os.environ.get("VLLM_API_KEY")
+        limits, timeout = (
+            httpx.Limits(max_connections=None, keepalive_expiry=2.0),
+            httpx.Timeout(None, connect=PATIENCE),
+        )
+        self.client = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            limits=limits,
+            timeout=timeout,
+            trust_env=False,
+        )
+        self.model, self.context, self.up = "", 0, False
+        self.tasks: dict[int, asyncio.Task] = {}  # by the order of their jobs
+        self.waiting: list[_Job] = []  # of responses that have begun here
+        self.doubted = asyncio.Event()
+
+    async def meet(self) -> None:
+        """Learn the name of its model; raises httpx.HTTPError where there is no such server."""
+        answer = await self.client.get("/v1/models", timeout=PATIENCE)
+        answer.raise_for_status()
+        card = answer.json()["data"][0]
+        self.model, self.context = card["id"], int(card["max_model_len"])
+
+    async def healthy(self) -> bool:
+        try:
+            return (await self.client.get("/health", timeout=PATIENCE)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+
+class Fleet:
+    def __init__(self, model: str | Path, config: EngineConfig):
+        self.config = config
+        self.tokenizer: PreTrainedTokenizerBase = open_tokenizer(model)
+        self.replica, self.replicas = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.sampled_tokens = 0
+        self._jobs: dict[str, _Job] = {}
+        self._pending: dict[str, Call] = {}
+        self._results: queue.SimpleQueue[tuple[_Job, Completion | Exception]] = queue.SimpleQueue()
+        self._waiting: list[_Job] = []  # of responses that have no server yet
+        self._home: dict[str, _Server] = {}  # response → where it runs
+        self._order, self._last_finished = itertools.count(), time.monotonic()
+        self._weights: list[float] = []  # what the first server thinks of the probe's tokens
+        self.context = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fleet", daemon=True)
+        self._thread.start()
+        try:
+            self._wait(self._open(config.url))
+        except BaseException:
+            self.shutdown()
+            raise
+        self.context = min(config.context or sys.maxsize, *(server.context for server in self._servers))
+
+    # ---- the caller's side ----
+
+    def add(
+        self, key: str, call: Call, *, seed: int, temperature: float, top_p: float = 1.0, priority: int = 0
+    ) -> None:
+        if key in self._jobs:
+            raise ValueError(f"call {key!r} is already running; keys must be unique among pending calls")
+        if not self._jobs:
+            self._last_finished = time.monotonic()
+        body = {"temperature": temperature, "top_p": top_p, "seed": seed, "priority": priority} | self._body(call)
+        job = _Job(priority, next(self._order), key, call, body)
+        self._jobs[key], self._pending[key] = job, call
+        self._loop.call_soon_threadsafe(self._enqueue, job)
+
+    def _body(self, call: Call) -> dict:
+        ids = self.tokenizer.encode(call.stop, add_special_tokens=False) if call.stop else []
+        stop: dict = {"stop_token_ids": ids} if len(ids) == 1 else {"stop": [call.stop]} if call.stop else {}
+        neutral = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}  # ignore the model folder's defaults
+        as_sampled = {
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+        return {"prompt": call.prompt, "max_tokens": call.max_tokens} | stop | neutral | as_sampled
+
+    def step(self) -> list[tuple[str, Completion]]:
+        """Wait a little for calls to finish; returns those that did."""
+        arrived = []
+        with contextlib.suppress(queue.Empty):
+            arrived.append(self._results.get(timeout=0.1))
+            while True:
+                arrived.append(self._results.get_nowait())
+        finished = []
+        for job, result in arrived:
+            if self._jobs.get(job.key) is not job:  # aborted meanwhile
+                continue
+            if isinstance(result, Exception):
+                raise result
+            del self._jobs[job.key], self._pending[job.key]
+            finished.append((job.key, result))
+            self.sampled_tokens += len(result.ids)
+        now = time.monotonic()
+        if finished:
+            self._last_finished = now
+        elif self._jobs and now - self._last_finished > self.config.stall_seconds:
+            raise EngineStalled(self._stall_report(now - self._last_finished))
+        return finished
+
+    @property
+    def running(self) -> int:
+        return sum(len(server.tasks) for server in self._servers)
+
+    @property
+    def pending(self) -> Mapping[str, Call]:
+        return self._pending
+
+    def written(self) -> dict[str, list[int]]:
+        """Nothing, for every pending call: a server returns text only when a call has finished."""
+        return {key: [] for key in self._pending}
+
+    def abort(self, keys: Iterable[str]) -> None:
+        jobs = [self._jobs[key] for key in list(keys) if key in self._jobs]
+        for job in jobs:
+            del self._jobs[job.key], self._pending[job.key]
+        if not self._loop.is_closed():  # a generator may be collected after its engine was shut down
+            self._loop.call_soon_threadsafe(self._drop, jobs)
+
+    def load(self, parameters: Parameters) -> None:
+        raise ConfigError(ONLY_SAMPLES)
+
+    def verify(self, parameters: Parameters) -> None:
+        raise ConfigError(ONLY_SAMPLES)
+
+    def sleep(self) -> None:
+        raise ConfigError(ONLY_SAMPLES)
+
+    def wake(self) -> None:
+        raise ConfigError(ONLY_SAMPLES)
+
+    def forget_prefixes(self) -> None:
+        """The servers keep theirs, which others may be using: its contents affect timing, and tokens at most by
+        rounding.
+        """
+
+    def shutdown(self) -> None:
+        self.abort(list(self._jobs))
+        with contextlib.suppress(Exception):
+            self._wait(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(PATIENCE)
+        if not self._loop.is_running():
+            self._loop.close()
+
+    def _wait(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _stall_report(self, seconds: float) -> str:
+        servers = [f"{s.url} ({'up' if s.up else 'does not answer'}, {len(s.tasks)} calls)" for s in self._servers]
+        limit = f"engine.stall_seconds is {self.config.stall_seconds:g}"
+        return f"no call finished for {seconds:.0f} s ({limit}); {len(self._jobs)} pending: {', '.join(servers)}"
+
+    # ---- the fleet's side: everything below runs on its thread ----
+
+    async def _open(self, urls: list[str]) -> None:
+        self._servers, self._guards = [_Server(url) for url in urls], []
+        for server in self._servers:
+            warn_of_plain_http(server.url, "engine.url")
+            await self._meet(server)
+            server.up = True
+        self._guards = [asyncio.create_task(self._guard(server)) for server in self._servers]
+
+    async def _meet(self, server: _Server) -> None:
+        """Learn what a server serves; ConfigError if it cannot take part."""
+        try:
+            await server.meet()
+            await self._refuse_another_model(server)
+        except ConfigError:
+            raise
+        except httpx.HTTPStatusError as error:
+            remedy = (
+                "; it wants a key: set VLLM_API_KEY"
+                if error.response.status_code == 401
+                else f": {error.response.text[:200]}"
+            )
+            raise ConfigError(f"engine.url: {server.url} answers {error.response.status_code}{remedy}") from None
+        except httpx.HTTPError as error:
+            raise ConfigError(
+                f"engine.url: {server.url} does not answer ({type(error).__name__}); start it: vllm serve MODEL"
+            ) from None
+        except (LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"engine.url: {server.url} does not answer as vLLM does ({error!r}); start it: vllm serve MODEL"
+            ) from None
+
+    async def _refuse_another_model(self, server: _Server) -> None:
+        """The tokens must mean the same here and there, the weights be the same, and log-probs those at the sampling
+        temperature.
+        """
+        if server.context < self.context:
+            raise ConfigError(
+                f"engine.url: {server.url} holds {server.context:,} tokens; it held {self.context:,}: --max-model-len"
+            )
+        answer = await server.client.post(
+            "/tokenize", json={"prompt": PROBE, "add_special_tokens": False}, timeout=PATIENCE
+        )
+        ours = self.tokenizer.encode(PROBE, add_special_tokens=False)
+        if answer.status_code != 200 or answer.json()["tokens"] != ours:
+            raise ConfigError(
+                f"engine.url: {server.url} serves {server.model}, which has another tokenizer than the given model"
+            )
+        # the likeliest tokens at two temperatures; not just the first, which a trained model may be certain of
+        tops = []
+        for temperature in (0.5, 2.0):
+            body = {
+                "model": server.model,
+                "prompt": ours,
+                "max_tokens": 1,
+                "temperature": temperature,
+                "seed": 0,
+                "logprobs": 5,
+            }
+            body |= {"prompt_logprobs": 0}
+            # the first one warms it up
+            answer = await server.client.post("/v1/completions", json=body, timeout=10 * PATIENCE)
+            answer.raise_for_status()
+            choice = answer.json()["choices"][0]
+            tops.append(sorted(choice["logprobs"]["top_logprobs"][0].values(), reverse=True)[:3])
+        if all(abs(cold - hot) < 1e-6 for cold, hot in zip(*tops, strict=True)):
+            raise ConfigError(
+                f"engine.url: {server.url} reports raw log-probs; start it with --logprobs-mode processed_logprobs"
+            )
+        weights = [token["logprob"] for tokens in choice["prompt_logprobs"][1:] for token in tokens.values()]
+        self._weights = self._weights or weights
+        differ = fmean(abs(one - other) for one, other in zip(self._weights, weights, strict=True))
+        if differ > SAME_WEIGHTS:
+            first = f"log-probs differ by {differ:.2g} on average from those that {self._servers[0].url} gave"
+            raise ConfigError(
+                f"engine.url: {server.url} serves {server.model} with other weights: {first}; serve one model"
+            )
+
+    async def _close(self) -> None:
+        tasks = [*self._guards, *(task for server in self._servers for task in server.tasks.values())]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for server in self._servers:
+            await server.client.aclose()
+
+    def _enqueue(self, job: _Job) -> None:
+        home = self._home.get(job.response)
+        heappush(home.waiting if home is not None else self._waiting, job)
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Start waiting calls where there is room, the least busy server first."""
+        while True:
+            free = [server for server in self._servers if server.up and len(server.tasks) < self.config.max_sequences]
+            for server in sorted(free, key=lambda server: len(server.tasks)):
+                heaps = [heap for heap in (server.waiting, self._waiting) if heap]
+                if heaps:
+                    self._start(server, heappop(min(heaps, key=lambda heap: heap[0])))
+                    break
+            else:
+                return
+
+    def _start(self, server: _Server, job: _Job) -> None:
+        if job.dropped:
+            return
+        self._home[job.response] = server
+        task = asyncio.create_task(self._run(server, job))
+        server.tasks[job.order] = task
+        task.add_done_callback(lambda done: self._ended(server, job, done))
+
+    def _ended(self, server: _Server, job: _Job, task: asyncio.Task) -> None:
+        if server.tasks.get(job.order) is task:  # unless it has restarted meanwhile
+            del server.tasks[job.order]
+        self._dispatch()
+
+    async def _run(self, server: _Server, job: _Job) -> None:
+        try:
+            answer = await server.client.post("/v1/completions", json=job.body | {"model": server.model})
+            if answer.status_code in (429, 503):  # overloaded, but healthy
+                await asyncio.sleep(float(answer.headers.get("retry-after", RETRY)))
+                self._enqueue(job)
+                return
+            if answer.status_code in (200, 400):  # the others say something about the server, not about the call
+                self._results.put((job, self._completion(server, job, answer)))
+                return
+            fault = f"answered {answer.status_code}: {answer.text[:200]}"
+        except asyncio.CancelledError:  # dropped, or its server was lost
+            fault = "does not answer"
+        except Exception as error:  # whatever it answered: the caller hears of it after the last attempt
+            fault = f"{type(error).__name__}: {error}"
+        if job.dropped:
+            return
+        job.attempts += 1
+        if job.attempts == ATTEMPTS:
+            self._results.put(
+                (job, RuntimeError(f"call {job.key!r} failed {ATTEMPTS} times; the last time {server.url} {fault}"))
+            )
+            return
+        server.up = False  # until the next check
+        server.doubted.set()
+        self._home.pop(job.response, None)
+        self._enqueue(job)
+
+    def _completion(self, server: _Server, job: _Job, answer: httpx.Response) -> Completion | Exception:
+        if answer.status_code != 200:
+            return RuntimeError(f"{server.url} refused call {job.key!r}: {answer.text[:300]}")
+        choice = answer.json()["choices"][0]
+        stop_reason, tag = choice["stop_reason"], job.body.get("stop", []) + job.body.get("stop_token_ids", [])
+        stop = Stop.LENGTH if choice["finish_reason"] == "length" else Stop.TAG if stop_reason in tag else Stop.EOS
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise ValueError(f"call ended with {choice['finish_reason']!r}")
+        return Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], stop)
+
+    async def _guard(self, server: _Server) -> None:
+        """Monitor one server: lost when it does not answer, used again when it does and has not changed."""
+        lost, said = False, ""
+        while True:
+            server.doubted.clear()
+            fault = "" if await server.healthy() else "does not answer: its calls run elsewhere"
+            if not fault and not server.up:
+                try:
+                    await self._meet(server)
+                except ConfigError as error:
+                    fault = f"is not used: {error}"
+            server.up = not fault and not server.doubted.is_set()
+            news, lost = fault or ("answers again" if lost else ""), bool(fault)
+            if news and news != said:
+                print(f"[fleet] {server.url} {news}", file=sys.stderr)
+                said = news
+            if lost:
+                self._leave(server)
+            self._dispatch()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(server.doubted.wait(), RETRY if lost else PULSE)
+
+    def _leave(self, server: _Server) -> None:
+        """Reassign a lost server's calls to the others."""
+        for task in server.tasks.values():
+            task.cancel()
+        self._home = {response: home for response, home in self._home.items() if home is not server}
+        waiting, server.waiting = server.waiting, []
+        for job in waiting:
+            heappush(self._waiting, job)
+
+    def _drop(self, jobs: list[_Job]) -> None:
+        for job in jobs:
+            job.dropped = True
+            for server in self._servers:
+                if job.order in server.tasks:
+                    server.tasks[job.order].cancel()
+        if not self._jobs:
+            self._home.clear()

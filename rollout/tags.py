@@ -1,0 +1,241 @@
+"""The protocol between director and workers: the tags, what well-formed means, and how a text splits into segments.
+
+    <think> director text <spawn_workers><worker_1> … </worker_1> … <worker_K> … </worker_K></spawn_workers>
+            director text … </think> <answer> … </answer>
+
+A response is well-formed when `<think>…</think><answer>…</answer>` is the whole text except for white space, at least
+one `<spawn_workers>` block is inside think, every block holds exactly workers 1..K in order with only white space
+between them, non-empty director text comes before every block, and there is no other tag. `flaw_of` says which rule is
+broken.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
+SPAWN_OPEN, SPAWN_CLOSE = "<spawn_workers>", "</spawn_workers>"
+OVERSHOOTS = ("newline", "space", "tag", "text")
+_ENDING, _INSERTED = r"<spawn_workers>|</worker_\d+>", r"<worker_\d+>|</spawn_workers>"
+_OVERSHOT = re.compile(rf"(?:{_ENDING})((?:(?!{_ENDING}|{_INSERTED}).){{1,40}})(?={_INSERTED})", re.S)
+TAG_PATTERN = re.compile(r"</?(?:think|answer|spawn_workers|worker_\d+)>")
+
+
+def worker_open(index: int) -> str:
+    """Opening tag of worker `index`, counted from 1."""
+    return f"<worker_{index}>"
+
+
+def worker_close(index: int) -> str:
+    return f"</worker_{index}>"
+
+
+def all_tags(workers: int) -> list[str]:
+    """Every tag of the protocol with `workers` workers."""
+    numbered = [tag(i) for i in range(1, workers + 1) for tag in (worker_open, worker_close)]
+    return [THINK_OPEN, THINK_CLOSE, ANSWER_OPEN, ANSWER_CLOSE, SPAWN_OPEN, SPAWN_CLOSE, *numbered]
+
+
+class Flaw(StrEnum):
+    """Why a text is not well-formed: the first rule that it breaks, reading from the left."""
+
+    NO_THINK = "no_think"  # does not begin with <think>
+    NO_SPAWN = "no_spawn"  # thinks without a single block of workers
+    EMPTY_DIRECTOR = "empty_director"  # nothing written before a block
+    WORKER_ORDER = "worker_order"  # a block without exactly workers 1..K in order
+    TEXT_BETWEEN_WORKERS = "text_between_workers"
+    TAG_IN_WORKER = "tag_in_worker"
+    OPEN_WORKER = "open_worker"  # text ends inside a worker
+    OPEN_SPAWN = "open_spawn"  # text ends inside a block
+    STRAY_TAG = "stray_tag"  # a tag in the director's text that means nothing there
+    OPEN_THINK = "open_think"  # text ends before </think>
+    NO_ANSWER = "no_answer"  # </think> is not followed by <answer>
+    TAG_IN_ANSWER = "tag_in_answer"
+    OPEN_ANSWER = "open_answer"
+    TEXT_AFTER_ANSWER = "text_after_answer"
+
+
+class IllFormed(ValueError):
+    """Raised by `parse`; `flaw` is the broken rule."""
+
+    def __init__(self, flaw: Flaw, where: str):
+        super().__init__(f"{flaw.value} at …{where[-60:]!r}")
+        self.flaw = flaw
+
+
+@dataclass(frozen=True)
+class ParsedRound:
+    director: str  # ends with <spawn_workers>
+    workers: list[str]  # worker i's text after its opening tag, ending with </worker_i>
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A well-formed text split as inference would have produced it; white space between tags of a block is dropped."""
+
+    rounds: list[ParsedRound]
+    final: str  # what follows the last </spawn_workers>
+    answer: str  # inside <answer>, stripped
+
+
+def parse(text: str, workers: int = 3) -> Parsed:
+    """Split a well-formed text into director and worker segments; raise `IllFormed` with the broken rule otherwise."""
+    cursor = _Cursor(text)
+    if cursor.text_until_tag().strip() or cursor.tag() != THINK_OPEN:
+        raise cursor.error(Flaw.NO_THINK)
+    rounds: list[ParsedRound] = []
+    segment_start = 0
+    while True:
+        thought = cursor.text_until_tag()
+        tag = cursor.tag()
+        if tag == SPAWN_OPEN:
+            if not thought.strip():
+                raise cursor.error(Flaw.EMPTY_DIRECTOR)
+            director = text[segment_start : cursor.at]
+            rounds.append(ParsedRound(director, _parse_workers(cursor, workers)))
+            segment_start = cursor.at
+        elif tag == THINK_CLOSE:
+            break
+        else:
+            raise cursor.error(Flaw.OPEN_THINK if tag is None else Flaw.STRAY_TAG)
+    if not rounds:
+        raise cursor.error(Flaw.NO_SPAWN)
+    if cursor.text_until_tag().strip() or cursor.tag() != ANSWER_OPEN:
+        raise cursor.error(Flaw.NO_ANSWER)
+    answer = cursor.text_until_tag()
+    tag = cursor.tag()
+    if tag != ANSWER_CLOSE:
+        raise cursor.error(Flaw.OPEN_ANSWER if tag is None else Flaw.TAG_IN_ANSWER)
+    if cursor.text_until_tag().strip() or cursor.tag() is not None:
+        raise cursor.error(Flaw.TEXT_AFTER_ANSWER)
+    return Parsed(rounds, text[segment_start:].rstrip(), answer.strip())
+
+
+def flaw_of(text: str, workers: int = 3) -> Flaw | None:
+    """The first rule that `text` breaks, or None if it is well-formed."""
+    try:
+        parse(text, workers)
+    except IllFormed as ill:
+        return ill.flaw
+    return None
+
+
+def overshoots(text: str) -> Counter[str]:
+    """How often the token that ended a segment ran on after the tag, by what it wrote there: newline, space, tag
+    (`><`), text (`>The`).
+
+    After a tag that ends a segment comes one that is inserted; whatever is between them was sampled in one token with
+    the `>`.
+    """
+    after = (found[1] for found in _OVERSHOT.finditer(text))
+    return Counter(
+        "tag" if over[0] == "<" else "text" if over.strip() else "newline" if "\n" in over else "space"
+        for over in after
+    )
+
+
+def sequential_flaw_of(text: str) -> Flaw | None:
+    """The rule for sequential responses: `<think>…</think>` once, and something after it."""
+    before, _, rest = text.partition(THINK_OPEN)
+    thought, closed, answer = rest.partition(THINK_CLOSE)
+    if before.strip() or THINK_OPEN not in text:
+        return Flaw.NO_THINK
+    if not closed:
+        return Flaw.OPEN_THINK
+    if THINK_OPEN in thought or THINK_OPEN in answer or THINK_CLOSE in answer:
+        return Flaw.STRAY_TAG
+    return None if answer.strip() else Flaw.NO_ANSWER
+
+
+def after_think(text: str) -> str:
+    """What follows the thinking: where a sequential response must give its answer. Empty if the thinking never ends."""
+    return text.partition(THINK_CLOSE)[2]
+
+
+def answer_block(text: str) -> str | None:
+    """What is inside the last `<answer>` block, closed or not; None if there is none."""
+    _, found, rest = text.rpartition(ANSWER_OPEN)
+    return rest.split(ANSWER_CLOSE)[0] if found else None
+
+
+def _parse_workers(cursor: _Cursor, workers: int) -> list[str]:
+    """The texts of one block; the cursor is after <spawn_workers> and is left after </spawn_workers>."""
+    texts = []
+    for index in range(1, workers + 1):
+        between, tag = cursor.text_until_tag(), cursor.tag()
+        if between.strip():
+            raise cursor.error(Flaw.TEXT_BETWEEN_WORKERS)
+        if tag != worker_open(index):
+            raise cursor.error(Flaw.OPEN_SPAWN if tag is None else Flaw.WORKER_ORDER)
+        thought, tag = cursor.text_until_tag(), cursor.tag()
+        if tag != worker_close(index):
+            raise cursor.error(Flaw.OPEN_WORKER if tag is None else Flaw.TAG_IN_WORKER)
+        texts.append(thought + worker_close(index))
+    between, tag = cursor.text_until_tag(), cursor.tag()
+    if between.strip():
+        raise cursor.error(Flaw.TEXT_BETWEEN_WORKERS)
+    if tag != SPAWN_CLOSE:
+        raise cursor.error(Flaw.OPEN_SPAWN if tag is None else Flaw.WORKER_ORDER)
+    return texts
+
+
+class _Cursor:
+    """Reads a text as an alternation of plain text and tags."""
+
+    def __init__(self, text: str):
+        self.text, self.at = text, 0
+        self._tags = TAG_PATTERN.finditer(text)
+        self._next = next(self._tags, None)
+
+    def text_until_tag(self) -> str:
+        start, self.at = self.at, self._next.start() if self._next else len(self.text)
+        return self.text[start : self.at]
+
+    def tag(self) -> str | None:
+        """The tag at the cursor, which moves past it; None at the end of the text."""
+        if self._next is None:
+            return None
+        found, self.at, self._next = self._next.group(), self._next.end(), next(self._tags, None)
+        return found
+
+    def error(self, flaw: Flaw) -> IllFormed:
+        return IllFormed(flaw, self.text[: self.at])
+
+
+@dataclass(frozen=True)
+class TagIds:
+    """Token ids of the tags that the director loop inserts. A tag is encoded on its own, with nothing around it."""
+
+    workers: int
+    spawn_close: tuple[int, ...]
+    worker_open: tuple[tuple[int, ...], ...]  # worker i at index i - 1
+    eos: int
+
+    @classmethod
+    def of(cls, tokenizer, workers: int = 3) -> TagIds:
+        if tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"tokenizer {tokenizer.name_or_path!r} has no eos token; set eos_token in its tokenizer_config.json"
+            )
+
+        def encode(tag: str) -> tuple[int, ...]:
+            ids = tuple(tokenizer.encode(tag, add_special_tokens=False))
+            if tokenizer.decode(list(ids), skip_special_tokens=False) != tag:
+                raise ValueError(
+                    f"tokenizer {tokenizer.name_or_path!r} does not give {tag!r} back after encoding it ({list(ids)}); "
+                    "use a tokenizer that can spell the tags, or add them to it"
+                )
+            return ids
+
+        for tag in all_tags(workers):
+            encode(tag)
+        return cls(
+            workers,
+            encode(SPAWN_CLOSE),
+            tuple(encode(worker_open(i)) for i in range(1, workers + 1)),
+            tokenizer.eos_token_id,
+        )

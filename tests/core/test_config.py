@@ -1,0 +1,333 @@
+"""Configurations are typed, printable and refuse what they do not know, in one line that says what to change."""
+
+import copy
+import string
+from dataclasses import dataclass, field
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dccot.core.config import ConfigError, load_config, named, one_of, require, to_yaml
+from dccot.recipe import Recipe
+from dccot.train.rl_config import RLConfig
+from dccot.train.run import launch
+from dccot.train.sft import SFTConfig
+
+
+@dataclass
+class Inner:
+    width: int = 3
+    rate: float = 0.5
+    label: str | None = None
+
+    def check(self) -> None:
+        require(self.width > 0, f"inner.width is {self.width}; it must be at least 1")
+
+
+@dataclass
+class Outer:
+    name: str = "x"
+    sizes: list[int] = field(default_factory=lambda: [1, 2])
+    flag: bool = False
+    inner: Inner = field(default_factory=Inner)
+    items: list[Inner] = field(default_factory=list)
+
+    def check(self) -> None:
+        one_of(self.name, ("x", "parallel"), "name")
+
+
+@pytest.fixture
+def write(tmp_path):
+    def make(text: str, name: str = "c.yaml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return make
+
+
+def refused(overrides=(), path=None, kind=Outer) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(kind, path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_file_then_overrides_then_defaults(write):
+    path = write("inner: {width: 7}\nsizes: [5]\n")
+    expected = Outer(sizes=[5], flag=True, inner=Inner(width=7, rate=1e-6))
+    assert load_config(Outer, path, ["inner.rate=1e-6", "flag=true"]) == expected
+    assert load_config(Outer, path, ["inner={rate: 1e-6}", "flag=true"]) == expected  # a group is merged, as in a file
+
+
+def test_own_keys_win_over_bases_and_later_bases_over_earlier(write):
+    write("inner: {width: 1, rate: 0.1, label: one}\nname: parallel\n", "one.yaml")
+    write("base: one.yaml\ninner: {rate: 0.2}\n", "two.yaml")
+    write("inner: {label: three}\nsizes: [9]\n", "three.yaml")
+    path = write("base: [two.yaml, three.yaml]\ninner: {width: 4}\n")
+    assert load_config(Outer, path) == Outer("parallel", [9], False, Inner(4, 0.2, "three"))
+
+
+def test_the_printed_configuration_reads_back_the_same(write):
+    config = load_config(Outer, write("inner: {label: 'größe'}"), ["sizes=[3, 4]"])
+    assert load_config(Outer, write(to_yaml(config), "again.yaml")) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("inner.widht=3", "unknown key inner.widht; did you mean 'width'?"),
+        ("iner.width=3", "unknown key iner; did you mean 'inner'?"),
+        ("zzz=3", "unknown key zzz; known: name, sizes, flag, inner, items"),
+        ("items=[{width: 1}, {wdth: 2}]", "unknown key items[1].wdth; did you mean 'width'?"),
+        ("inner.width=many", "inner.width: Value 'many' of type 'str' could not be converted to Integer"),
+        ("inner.width=2.5", "inner.width: Value '2.5'"),
+        ("inner.width=null", "inner.width: "),
+        ("flag=perhaps", "flag: "),
+        ("sizes=7", "sizes is 7; it must be a list"),
+        ("sizes={a: 1}", "sizes is {'a': 1}; it must be a list"),
+        ("inner=7", "inner is 7; it is a group of settings: width, rate, label"),
+        ("inner.width=-4", "inner.width is -4; it must be at least 1"),
+        ("name=paralel", "name is 'paralel'; it must be one of x, parallel; did you mean 'parallel'?"),
+        ("name", "'name' is not of the form key=value"),
+        ("na\nme=1", "unknown key na me"),
+        ("name={", "name: not valid YAML"),
+        ("name=2024-99-99", "name: not valid YAML"),
+        ("name=" + "[" * 5000, "name: nested too deeply"),
+        ("name='${oc.env:HOME}'", "name is '${oc.env:HOME}'; ${…} is not filled in"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_line_that_names_it(override, said):
+    assert refused([override]).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [1\nb: 2", "not valid YAML"),
+        ("- 1\n- 2", "holds a list; a configuration is a mapping"),
+        ("base: missing.yaml", "base 'missing.yaml' was not found beside it"),
+        ("base: {a: 1}", "base is {'a': 1}; it must be a file name or a list of them"),
+        ("base: c.yaml", "base files name each other in a circle"),
+        ("name: x\nname: parallel", "key 'name' is given twice"),
+        ("sizes: &a [1, *a]", "alias *a: write the value out"),
+        ("name: !!python/object/apply:os.system ['true']", "not valid YAML"),
+        ("name: \x00", "not valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused_by_name(write, text, said):
+    path = write(text)
+    message = refused(path=path)
+    assert message.startswith(str(path.parent))
+    assert said in message
+
+
+def test_a_file_that_is_not_utf8_or_not_there_is_refused(tmp_path):
+    (tmp_path / "latin.yaml").write_bytes("name: größe".encode("latin-1"))
+    assert "cannot be read" in refused(path=tmp_path / "latin.yaml")
+    assert "no configuration file" in refused(path=tmp_path / "nowhere.yaml")
+
+
+RUNNABLE = ["model.path=m", "data.train=d"]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("reward.cutoff=7500", "reward.cutoff is 7500, which is not below rollout.budget 7500"),
+        ("batch.optimizer_steps=5", "batch.prompts is 96, which batch.optimizer_steps 5 does not divide"),
+        ("batch.optimizer_steps=0", "batch.prompts is 96, which batch.optimizer_steps 0 does not divide"),
+        ("batch.prompts=0", "batch.prompts is 0"),
+        ("batch.prompts=-2", "batch.prompts is -2"),
+        ("batch.prompts=5762", "batch.prompts is 5762; 20 batches of 288 can never give as many"),
+        ("batch.group_size=1", "batch.group_size is 1; an advantage within a group needs at least 2"),
+        ("batch.token_budget=0", "batch.token_budget is 0"),
+        ("rollout.parallel=false", "rollout.parallel is now called prompt.kind (parallel or sequential)"),
+        ("rollout.workers=0", "rollout.workers is 0"),
+        ("rollout.temperature=0", "rollout.temperature is 0"),
+        ("advantage.normalise=var", "advantage.normalise is 'var'"),
+        (
+            "rollout.top_p=0.95",
+            "rollout.top_p is 0.95; training takes log-probs of the whole distribution: it must be 1",
+        ),
+        ("filter=hard", "filter is 'hard'; it must be one of include_easy, remove_easy, none"),
+        ("objective.kind=ppo", "objective.kind is 'ppo'; it must be one of grpo, dapo, cispo"),
+        ("objective.clip_low=1.0", "objective.clip_low is 1.0"),
+        ("objective.dual_clip=0.5", "objective.dual_clip is 0.5"),
+        ("objective.kl_coefficient=-1", "objective.kl_coefficient is -1"),
+        ("optimizer.learning_rate=0", "optimizer.learning_rate is 0"),
+        ("optimizer.learning_rate=.inf", "optimizer.learning_rate is inf"),
+        ("optimizer.betas=[0.9]", "optimizer.betas is [0.9]"),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas is [0.9, 1.0]"),
+        ("optimizer.weight_decay=-1", "optimizer.weight_decay is -1"),
+        ("optimizer.warmup_steps=-1", "optimizer.warmup_steps is -1"),
+        ("optimizer.weight_decay=.inf", "optimizer.weight_decay is inf"),
+        ("optimizer.max_grad_norm=0", "optimizer.max_grad_norm is 0"),
+        ("optimizer.decay_from=5", "optimizer.decay_from is 5 and optimizer.decay_to None; set both, or neither"),
+        ("optimizer.decay_to=5", "optimizer.decay_from is None and optimizer.decay_to 5; set both, or neither"),
+        ("optimizer={decay_from: 5, decay_to: 5}", "optimizer.decay_to is 5; it must be above optimizer.decay_from, 5"),
+        ("optimizer={decay_from: 5, decay_to: 4}", "optimizer.decay_to is 4; it must be above optimizer.decay_from, 5"),
+        ("optimizer={decay_from: -1, decay_to: 4}", "optimizer.decay_from is -1"),
+        ("objective.kl_coefficient=.inf", "objective.kl_coefficient is inf"),
+        ("objective.ratio_cap=0", "objective.ratio_cap is 0"),
+        ("objective.dual_clip=.inf", "objective.dual_clip is inf"),
+        ("objective={kind: grpo, dual_clip: 3}", "objective.dual_clip does not go with objective.kind=grpo"),
+        ("objective.rollout_ratio_cap=0", "objective.rollout_ratio_cap is 0"),
+        ("objective.kind=no_such_module:loss", "objective.kind is 'no_such_module:loss', which cannot be imported"),
+        ("reward.kind=correct", "reward.kind is 'correct'; it must be one of correctness_format, high_length_penalty"),
+        ("reward.correct_only=2", "reward.correct_only is 2"),
+        ("reward.length_penalty=.nan", "reward.length_penalty is nan"),
+        ("reward.cutoff=-1", "reward.cutoff is -1"),
+        ("rollout.temperature=.inf", "rollout.temperature is inf"),
+        ("sharding.compute_dtype=float31", "sharding.compute_dtype is 'float31'"),
+        ("sharding.replicate=0", "sharding.replicate is 0"),
+        ("sharding={whole: true, replicate: 2}", "sharding.replicate is 2 and sharding.whole is set"),
+        ("validation.samples=0", "validation.samples is 0"),
+        ("validation.top_p=0", "validation.top_p is 0"),
+        ("validation.every=-1", "validation.every is -1"),
+        ("validation.problems=0", "validation.problems is 0"),
+        ("validation.problems=-1", "validation.problems is -1"),
+        ("profile.steps=[3, -1]", "profile.steps is [3, -1]; steps are counted from 0"),
+        ("checkpoint.every=0", "checkpoint.every is 0"),
+        ("checkpoint.keep=0", "checkpoint.keep is 0"),
+        ("checkpoint.keep_hf_every=0", "checkpoint.keep_hf_every is 0"),
+        ("checkpoint.resume=maybe", "checkpoint.resume is 'maybe'"),
+        ("engine.dtype=int3", "engine.dtype is 'int3'"),
+        ("grading.workers=0", "grading.workers is 0"),
+        ("keep_rollouts=0", "keep_rollouts is 0"),
+        ("max_bad_steps=-1", "max_bad_steps is -1"),
+        ("timeout_seconds=0", "timeout_seconds is 0"),
+        ("timeout_seconds=.inf", "timeout_seconds is inf"),
+        ("replay=''", "replay is ''"),
+        ("data.preset=deepscalr", "data.preset is 'deepscalr'; it must be one of"),
+        ("steps=0", "steps is 0"),
+        ("seed=-1", "seed is -1"),
+        ("name=''", "name is ''"),
+        ("model.path=''", "model.path is not set"),
+        ("data.train=''", "data.train is not set"),
+    ],
+)
+def test_an_rl_configuration_that_cannot_run_is_refused(override, said):
+    assert refused([*RUNNABLE, override], kind=RLConfig).startswith(said)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["batch=0", "token_budget=0", "steps=-1", "data.max_tokens=0", "validate_every=0", "workers=0", "threads=0"],
+)
+def test_an_sft_configuration_that_cannot_run_is_refused(override):
+    key, _, value = override.partition("=")
+    assert refused([*RUNNABLE, override], kind=SFTConfig).startswith(f"{key} is {value}")
+
+
+def test_replay_needs_no_problems():
+    assert load_config(RLConfig, None, ["model.path=m", "replay=runs/x/rollouts/step_000010.jsonl"]).data.train == ""
+
+
+@pytest.mark.parametrize(("kind", "config"), [(SFTConfig, "configs/sft.yaml"), (RLConfig, "configs/rl/stage4.yaml")])
+def test_print_config_shows_the_resolved_whole(capsys, write, kind, config):
+    assert launch(kind, lambda config: None, [config, *RUNNABLE, "--print-config"], "", "") == 0
+    printed = capsys.readouterr().out
+    assert load_config(kind, write(printed)) == load_config(kind, config, RUNNABLE)
+
+
+def test_a_refused_configuration_costs_one_line_and_exit_code_two(capsys):
+    assert launch(RLConfig, lambda config: None, ["configs/rl/stage1.yaml", *RUNNABLE, "rollout.budgt=3"], "", "") == 2
+    assert capsys.readouterr().err == "dccot: unknown key rollout.budgt; did you mean 'budget'?\n"
+
+
+# ---- nothing but ConfigError, whatever the input ----
+
+VALID = {
+    RLConfig: "name: a\nsteps: 3\nrollout: {budget: 90}\noptimizer: {betas: [0.9, 0.95]}\nreplay: null\n",
+    SFTConfig: "name: b\nbatch: 2\ndata: {train: x, max_tokens: 5}\noptimizer: {learning_rate: 1.0e-6}\n",
+    Recipe: "name: c\nstages:\n  - {name: sft, run: sft, config: sft.yaml, set: {steps: 3}}\n  - {name: rl, run: rl}\n",
+}
+WHOLE = {kind: yaml.safe_load(to_yaml(kind())) for kind in VALID}
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.dates() | st.binary(max_size=3)
+)
+names = st.text(max_size=4) | st.integers()
+trees = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3))
+odd_overrides = st.text(max_size=12) | st.builds("rollout.{}={}".format, st.text(max_size=4), st.text(max_size=4))
+
+
+def only_config_error(kind, path, overrides=()) -> None:
+    try:
+        load_config(kind, path, overrides)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+
+
+@given(kind=st.sampled_from(list(VALID)), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_mutated_text_raises_nothing_but_config_error(tmp_path_factory, kind, data):
+    text = list(VALID[kind])
+    for _ in range(data.draw(st.integers(1, 6))):
+        at = data.draw(st.integers(0, len(text)))
+        text[at : at + data.draw(st.integers(0, 4))] = data.draw(
+            st.text(string.printable + "\x00é&*!{}[]:", max_size=3)
+        )
+    path = tmp_path_factory.getbasetemp() / "mutated.yaml"
+    path.write_text("".join(text))
+    only_config_error(kind, path)
+
+
+@given(kind=st.sampled_from(list(VALID)), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_value_at_any_key_raises_nothing_but_config_error(tmp_path_factory, kind, data):
+    place = tree = copy.deepcopy(WHOLE[kind])
+    key = data.draw(st.sampled_from(sorted(place)))
+    while isinstance(place[key], dict) and place[key] and data.draw(st.booleans()):
+        place = place[key]
+        key = data.draw(st.sampled_from(sorted(place)))
+    place[key] = data.draw(trees)
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(yaml.safe_dump(tree, allow_unicode=True), encoding="utf-8")
+    only_config_error(kind, path, [] if kind is Recipe else RUNNABLE)
+
+
+@given(kind=st.sampled_from(list(VALID)), overrides=st.lists(odd_overrides))
+@settings(max_examples=100, deadline=None)
+def test_any_override_raises_nothing_but_config_error(kind, overrides):
+    only_config_error(kind, None, overrides)
+
+
+REGISTRY = {"half": lambda x: x / 2, "double": lambda x: 2 * x}
+
+
+def test_a_registered_name_gives_its_entry():
+    assert named(REGISTRY, "double", "reward.kind")(4) == 8
+
+
+def test_a_function_of_the_users_own_is_found_beside_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "mine_on_disk.py").write_text("def triple(x):\n    return 3 * x\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["/nowhere"])
+    assert named(REGISTRY, "mine_on_disk:triple", "reward.kind")(4) == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "duoble",
+            "is 'duoble'; it must be one of half, double or your own, my_package.my_module:my_function; did you mean 'double'?",
+        ),
+        (
+            "no_such_module:f",
+            "reward.kind is 'no_such_module:f', which cannot be imported (No module named 'no_such_module')",
+        ),
+        ("math:no_such_function", "has no attribute 'no_such_function'"),
+        ("math:", "cannot be imported"),
+        (":f", "cannot be imported"),
+        ("math:pi", "reward.kind is 'math:pi', a float; it must be a function or a class"),
+    ],
+)
+def test_a_name_that_stands_for_nothing_is_refused_and_never_falls_through(name, said):
+    with pytest.raises(ConfigError) as caught:
+        named(REGISTRY, name, "reward.kind")
+    assert said in str(caught.value)

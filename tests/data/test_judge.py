@@ -1,0 +1,344 @@
+"""The grader says what math-verify says, and what happened when math-verify could not say anything."""
+
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dccot.core.config import ConfigError
+from dccot.data.judge import Grader, GradingConfig, Judge, Verdict, open_judge
+
+C, W, U = Verdict.CORRECT, Verdict.WRONG, Verdict.UNPARSABLE
+
+# (response, gold, verdict worked out by hand)
+BY_HAND = [
+    (r"\boxed{42}", "42", C),
+    (r"\boxed{42}", r"\boxed{42}", C),
+    (r"\boxed{42}", "$42$", C),
+    (r"\boxed{42}", "43", W),
+    (r"\boxed{-42}", "42", W),
+    (r"\boxed{007}", "7", C),
+    (r"The total is 1,234 apples.", "1234", C),
+    (r"\boxed{1{,}234}", "1234", C),
+    (r"\boxed{0.5}", r"\frac{1}{2}", C),
+    (r"\boxed{\frac12}", "0.5", C),
+    (r"\boxed{\dfrac{2}{4}}", r"\frac{1}{2}", C),
+    (r"\boxed{1/2}", r"\frac{1}{2}", C),
+    (r"\boxed{\frac{1}{2}}", r"\frac{1}{3}", W),
+    (r"\boxed{0.333333}", r"\frac{1}{3}", C),
+    (r"\boxed{0.33}", r"\frac{1}{3}", W),
+    (r"\boxed{2\sqrt{2}}", r"\sqrt{8}", C),
+    (r"\boxed{\sqrt{2}}", r"\sqrt{3}", W),
+    (r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}", C),
+    (r"\boxed{50\%}", r"50\%", C),
+    (r"\boxed{x^2+2x+1}", "(x+1)^2", C),
+    (r"\boxed{x^2+2x+2}", "(x+1)^2", W),
+    (r"\boxed{2x}", "2y", W),
+    (r"\boxed{x=5}", "5", C),
+    (r"\boxed{5}", "x=5", C),
+    (r"\boxed{(1,2)}", "(1,2)", C),
+    (r"\boxed{(2,1)}", "(1,2)", W),
+    (r"\boxed{\{2,1\}}", r"\{1,2\}", C),
+    (r"\boxed{1,2}", "2,1", C),
+    (r"\boxed{\{1,2,3\}}", r"\{1,2\}", W),
+    (r"\boxed{[0,1)}", "[0,1)", C),
+    (r"\boxed{[0,1]}", "[0,1)", W),
+    (r"\boxed{(-\infty,3)}", r"(-\infty, 3)", C),
+    (r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}}", r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", C),
+    (r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 5 \end{pmatrix}}", r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", W),
+    (r"\boxed{\text{Tuesday}}", r"\text{Tuesday}", C),
+    (r"\boxed{\text{Monday}}", r"\text{Tuesday}", W),
+    (r"\boxed{\pi/4}", r"\frac{\pi}{4}", C),
+    (r"\boxed{3+4i}", "3+4i", C),
+    (r"\boxed{3-4i}", "3+4i", W),
+    (r"\boxed{2^{10}}", "1024", C),
+    (r"\boxed{\frac{7}{2}}", ["3", r"\frac{7}{2}"], C),
+    (r"\boxed{4}", ["3", r"\frac{7}{2}"], W),
+    (r"\boxed{3}", ["no", "3"], C),
+    ("first \\boxed{1}" + " then something else" * 5 + "\nand \\boxed{2}", "2", C),
+    ("first \\boxed{1}" + " then something else" * 5 + "\nand \\boxed{2}", "1", W),
+    (r"\boxed{1} and \boxed{2}", "1,2", C),  # boxes side by side are one set to math-verify
+    (r"\boxed{1} and \boxed{2}", "2", W),
+    (r"so the final answer is $7$", "7", C),
+    ("<think>1+1</think><answer>It is \\boxed{2}.</answer>", "2", C),
+    ("I do not know.", "2", U),
+    ("", "2", U),
+    (r"\boxed{}", "2", U),
+    ("\\boxed{\n5\n}", "5", C),
+    (r"\boxed{90^\circ}", "90", C),
+    (r"\boxed{\$18.90}", "18.90", C),
+    (r"\boxed{10\text{ cm}}", "10", C),
+]
+
+
+def latex(value: Fraction) -> str:
+    sign = "-" if value < 0 else ""
+    return str(value) if value.denominator == 1 else rf"{sign}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
+
+
+def constructed(rng: random.Random) -> tuple[str, str, Verdict]:
+    """A pair that is right or wrong by construction: exact arithmetic decides, not a parser."""
+    right = rng.random() < 0.5
+    kind = rng.choice(
+        ["integer", "fraction", "decimal", "sum", "quadratic", "root", "set", "tuple", "wordy", "parallel", "power"]
+    )
+    a, b, c = rng.randint(-99, 99), rng.randint(1, 40), rng.randint(2, 12)
+    off = 0 if right else rng.choice([-3, -1, 1, 2])
+    if kind == "integer":
+        answer, gold = str(a + off), str(a)
+    elif kind == "fraction":
+        answer, gold = latex(Fraction(a, b) + off), rf"\frac{{{a * c}}}{{{b * c}}}"
+    elif kind == "decimal":
+        answer, gold = f"{a + off}.{b:02d}", latex(Fraction(f"{a}.{b:02d}"))
+    elif kind == "sum":
+        answer, gold = f"{a + off}+{b}", str(a + b)
+    elif kind == "quadratic":
+        answer, gold = f"x^2+({b + c})x+({b * c + off})", f"(x+{b})(x+{c})"
+    elif kind == "root":
+        answer, gold = rf"{c}\sqrt{{{b + off * b}}}", rf"\sqrt{{{c * c * b}}}"
+    elif kind == "set":
+        answer, gold = rf"\{{{b + c + abs(off)}, {-b}\}}", rf"\{{{-b}, {b + c}\}}"
+    elif kind == "tuple":
+        answer, gold = f"({a + off}, {b})", f"({a}, {b})"
+    elif kind == "wordy":
+        filler = "Let me check $x^2 = 4$ and then 17 again. " * rng.randint(1, 40)
+        return f"{filler}\nSo the answer is \\(\\boxed{{{a + off}}}\\).", str(a), C if right else W
+    elif kind == "parallel":
+        workers = f"<worker_1>{a}</worker_1><worker_2>{b}</worker_2><worker_3>0</worker_3>"
+        thought = f"<think>split<spawn_workers>{workers}</spawn_workers>sum</think>"
+        return f"{thought}<answer>\\boxed{{{a + b + off}}}</answer>", str(a + b), C if right else W
+    else:
+        answer, gold = f"{c}^{{{4 + abs(off)}}}", str(c**4)
+    return rf"\boxed{{{answer}}}", gold, C if right else W
+
+
+def five_hundred() -> list[tuple]:
+    rng = random.Random(7)
+    pairs = {json.dumps(case[:2]): case for case in BY_HAND}
+    while len(pairs) < 500:
+        case = constructed(rng)
+        pairs.setdefault(json.dumps(case[:2]), case)
+    return list(pairs.values())
+
+
+CLEAN = r"""
+import json, sys
+from math_verify import parse, verify
+for text, golds in json.load(sys.stdin):
+    answer = parse(text)
+    print(any(verify(parse("\\boxed{%s}" % g if "boxed" not in g else g), answer) for g in golds))
+"""
+
+
+@pytest.fixture(scope="module")
+def grader():
+    with Grader(GradingConfig(workers=2, seconds=5)) as shared:
+        yield shared
+
+
+def test_five_hundred_verdicts_are_those_worked_out_by_hand_and_by_a_clean_math_verify(grader):
+    cases = five_hundred()
+    verdicts = grader.grade([(text, gold) for text, gold, _ in cases])
+    assert [case for case, verdict in zip(cases, verdicts) if case[2] != verdict] == []
+    plain = [(text, [gold.strip("$")] if isinstance(gold, str) else gold) for text, gold, _ in cases]
+    clean = subprocess.run(
+        [sys.executable, "-c", CLEAN], input=json.dumps(plain), capture_output=True, text=True, check=True
+    )
+    assert [line == "True" for line in clean.stdout.split()] == [verdict == C for verdict in verdicts]
+
+
+def test_order_is_kept_and_identical_pairs_are_graded_once(grader, monkeypatch):
+    asked = []
+    original = type(grader)._ask_all
+    monkeypatch.setattr(type(grader), "_ask_all", lambda self, tasks: asked.extend(tasks) or original(self, tasks))
+    pairs = [(rf"\boxed{{{n % 5}}}", str(n % 3)) for n in range(150)]
+    assert grader.grade(pairs) == [C if n % 5 == n % 3 else W for n in range(150)]
+    assert len(asked) == 15
+
+
+def test_answer_block_alone_is_read_when_asked_for():
+    text = r"<think>\boxed{1}</think><answer>\boxed{2}</answer> or rather \boxed{3}"
+    with Grader(GradingConfig(workers=1, answer_block_only=True)) as strict:
+        assert strict.grade([(text, "2"), (text, "3"), (r"<think>\boxed{2}", "2")]) == [C, W, U]
+
+
+def test_grading_works_on_a_thread_other_than_the_main_one(grader):
+    verdicts = []
+    thread = threading.Thread(
+        target=lambda: verdicts.extend(grader.grade([(r"\boxed{\frac{1}{2}}", "0.5"), (r"\boxed{1}", "2")]))
+    )
+    thread.start()
+    thread.join()
+    assert verdicts == [C, W]
+
+
+def test_batch_without_a_parsable_answer_is_reported_loudly(grader, caplog):
+    with caplog.at_level(logging.WARNING, "dccot.grading"):
+        grader.grade([("hm", "2"), ("no", "3")])
+    assert "not one of 2 answers could be judged (2 unparsable)" in grader.last.alarm
+    assert caplog.records[-1].levelno == logging.ERROR and caplog.records[-1].message == grader.last.alarm
+
+
+def test_batch_without_a_correct_answer_raises_a_milder_alarm_and_a_good_batch_none(grader):
+    grader.grade([(r"\boxed{1}", "2")])
+    assert grader.last.alarm == "not one of 1 answers is correct (1 wrong)"
+    grader.grade([(r"\boxed{2}", "2")])
+    assert grader.last.alarm is None and grader.last.counts == {C: 1}
+
+
+def test_gold_that_cannot_be_parsed_is_named(grader, caplog):
+    with caplog.at_level(logging.ERROR, "dccot.grading"):
+        assert grader.grade([(r"\boxed{2}", " "), (r"\boxed{2}", "2")]) == [U, C]
+    assert "no answer to that problem can be right" in caplog.text and grader.bad_golds == {r"\boxed{}"}
+
+
+def test_empty_batch_is_empty(grader):
+    assert grader.grade([]) == [] and grader.equivalence_classes([]) == []
+
+
+ENDLESS = r"\boxed{\sum_{i=1}^{1000000000} i^{i}}"
+
+
+def test_killed_worker_costs_its_own_answer_only():
+    with Grader(GradingConfig(workers=1, seconds=60)) as fragile:
+        assert fragile.grade([(r"\boxed{1}", "1")]) == [C]
+        keeper, worker = fragile.pids()
+        killer = threading.Timer(0.5, os.kill, (worker, signal.SIGKILL))
+        killer.start()
+        assert fragile.grade([(ENDLESS, "1"), (r"\boxed{2}", "2")]) == [Verdict.CRASHED, C]
+        assert fragile.pids()[0] == keeper
+
+
+def test_killed_grading_process_costs_nothing():
+    with Grader(GradingConfig(workers=1)) as fragile:
+        assert fragile.grade([(r"\boxed{1}", "1")]) == [C]
+        os.kill(fragile.pids()[0], signal.SIGKILL)
+        assert fragile.grade([(r"\boxed{2}", "2"), (r"\boxed{3}", "2")]) == [C, W]
+
+
+def test_worker_dies_with_its_keeper_and_its_answer_is_tried_again():
+    with Grader(GradingConfig(workers=1, seconds=1)) as fragile:
+        fragile.grade([(r"\boxed{1}", "1")])
+        keeper, worker = fragile.pids()
+        threading.Timer(0.3, os.kill, (keeper, signal.SIGKILL)).start()
+        assert fragile.grade([(ENDLESS, "1")]) == [Verdict.TIMED_OUT]
+        assert not alive(worker)
+
+
+ORPHAN = r"""
+import os, sys, time
+from dccot.data.judge import Grader, GradingConfig
+grader = Grader(GradingConfig(workers=1, seconds=600))
+grader.grade([(r"\boxed{1}", "1")])
+stranger = os.fork()  # inherits the pipes to the grading process, so that these do not close when the grader dies
+if stranger == 0:
+    time.sleep(120)
+    os._exit(0)
+print(*grader.pids(), stranger, flush=True)
+grader.grade([(sys.argv[1], "1")])
+"""
+
+
+def test_no_process_survives_a_killed_grader():
+    child = subprocess.Popen([sys.executable, "-c", ORPHAN, ENDLESS], stdout=subprocess.PIPE, text=True)
+    keeper, worker, stranger = map(int, child.stdout.readline().split())
+    time.sleep(0.3)
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    deadline = time.monotonic() + 60
+    while any(map(alive, (keeper, worker))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(stranger, signal.SIGKILL)
+    assert not alive(keeper) and not alive(worker)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_grader_that_cannot_start_or_cannot_tell_right_from_wrong_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "math_verify.py").write_text("raise ImportError('antlr does not fit')\n")
+    with Grader(GradingConfig(workers=1)) as useless, pytest.raises(RuntimeError, match="antlr does not fit"):
+        useless.grade([(r"\boxed{1}", "1")])
+    (tmp_path / "math_verify.py").write_text(
+        "def parse(text, **_): return [text]\ndef verify(a, b, **_): return False\n"
+    )
+    with (
+        Grader(GradingConfig(workers=1)) as useless,
+        pytest.raises(RuntimeError, match="two known answers were judged"),
+    ):
+        useless.grade([(r"\boxed{1}", "1")])
+
+
+def test_grading_processes_are_light_and_know_no_secrets(grader, monkeypatch):
+    monkeypatch.setenv("PLANTED_API_KEY", "sk-planted")
+    with Grader(GradingConfig(workers=1)) as fresh:
+        fresh.grade([(r"\boxed{1}", "1")])
+        for pid in fresh.pids():
+            assert "sk-planted" not in Path(f"/proc/{pid}/environ").read_text()
+            assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
+
+
+@pytest.mark.parametrize("field", ["workers", "seconds", "memory_mb"])
+def test_impossible_limits_are_refused(field):
+    with pytest.raises(ValueError, match=rf"grading\.{field} is 0"):
+        GradingConfig(**{field: 0}).check()
+
+
+def test_equivalence_classes_follow_math_verify_and_unparsable_answers_stand_alone(grader):
+    answers = [r"\frac{1}{2}", None, "0.5", "3", None, "1/2", "x=3", "1+x", "x+1"]
+    texts = ["no answer" if answer is None else rf"so \boxed{{{answer}}}" for answer in answers]
+    assert grader.equivalence_classes(texts) == [0, 1, 0, 2, 3, 0, 2, 4, 4]
+
+
+def test_equivalence_classes_of_many_integers_are_their_values(grader):
+    rng = random.Random(1)
+    values = [rng.randint(0, 12) for _ in range(120)]
+    texts = [rf"word {rng.random()} \boxed{{{value}}}" for value in values]
+    first_seen = list(dict.fromkeys(values))
+    assert grader.equivalence_classes(texts) == [first_seen.index(value) for value in values]
+
+
+class SaysYes(Judge):
+    """A judge of somebody else's: right is what spells the gold."""
+
+    def __init__(self, config: GradingConfig):
+        self.config = config
+
+    def grade(self, pairs):
+        return [Verdict.CORRECT if gold in text else Verdict.WRONG for text, gold in pairs]
+
+
+def test_a_judge_of_the_users_own_is_built_from_its_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "my_judges", SimpleNamespace(SaysYes=SaysYes))
+    config = GradingConfig("my_judges:SaysYes", seconds=7.0)
+    config.check()
+    with open_judge(config) as judge:
+        assert isinstance(judge, SaysYes) and judge.config is config
+        assert judge.grade([("it is 7", "7"), ("it is 8", "7")]) == [Verdict.CORRECT, Verdict.WRONG]
+        assert judge.judge("it is 7", "7") is Verdict.CORRECT
+        assert judge.equivalence_classes(["a<answer>1</answer>", "b<answer>2</answer>", "c<answer> 1 </answer>"]) == [
+            0,
+            1,
+            0,
+        ]
+
+
+def test_a_judge_that_nobody_knows_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"grading\.kind is 'math_verfy'; it must be one of math_verify or your own"):
+        GradingConfig("math_verfy").check()

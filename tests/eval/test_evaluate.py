@@ -1,0 +1,323 @@
+"""`dccot eval`: the table is that of the saved responses, and stopping anywhere does not change it."""
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+import psutil
+import pytest
+
+import dccot.eval.evaluate as run_module
+from dccot.cli import main as dccot
+from dccot.core.config import ConfigError
+from dccot.core.files import BadData, read_jsonl
+from dccot.eval.benchmarks import Benchmark, own_benchmark
+from dccot.eval.evaluate import EvalConfig, eval_config, evaluate, main
+from dccot.eval.results import Evaluation, Sample, summarise
+from dccot.rollout.response import Rollout
+
+SAMPLES, BUDGET = 8, 120
+SETTINGS = [
+    "engine.dtype=float32",
+    "engine.context=1024",
+    "engine.max_sequences=16",
+    "engine.kv_cache_gb=0.1",
+    "grading.workers=1",
+]
+
+
+@pytest.fixture(scope="session")
+def config() -> EvalConfig:
+    return eval_config("parallel", BUDGET, SETTINGS)
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(speaker, sums, config, speaker_engine, tmp_path_factory):
+    """The folder of an evaluation that ran through."""
+    out = tmp_path_factory.mktemp("uninterrupted") / "sums"
+    evaluate(speaker, [own_benchmark(sums, SAMPLES)], config, out, engine=speaker_engine)
+    return out
+
+
+def summary(out) -> str:
+    return (out / "summary.json").read_text()
+
+
+def rollouts(out) -> list[Rollout]:
+    return [
+        Rollout.from_json(row)
+        for file in sorted((out / "rollouts").glob("*.jsonl"))
+        for _, row in read_jsonl(file, strict=True)
+    ]
+
+
+def test_the_folder_is_named_after_the_checkpoint_that_rank_zero_found(speaker, sums, tmp_path, monkeypatch, capsys):
+    """What a rank sees whose `latest` has moved since: rank 0's answer, and a newer name on its disk. The budget ends
+    it here.
+    """
+    for step in (5, 9):
+        shutil.copytree(speaker, tmp_path / f"run/checkpoints/step_{step:06d}/hf")
+    (tmp_path / "run/latest").write_text("step_000009\n")
+    monkeypatch.setattr(run_module, "resolve_model", lambda model: tmp_path / "run/checkpoints/step_000005/hf")
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--problems", str(sums), "--budget", "5000"]) == 2
+    assert "lower the budget" in capsys.readouterr().err
+    assert [folder.name for folder in (tmp_path / "runs/eval").iterdir()] == ["run-5-parallel-5000"]
+
+
+def test_every_response_is_saved_once_and_graded(uninterrupted):
+    pairs = [(r.problem, r.sample) for r in rollouts(uninterrupted)]
+    assert sorted(pairs) == [(f"p{i}", sample) for i in range(6) for sample in range(SAMPLES)]
+    verdicts = {r.verdict for r in rollouts(uninterrupted)}
+    assert "correct" in verdicts and "wrong" in verdicts  # else the tables below would be equal for want of content
+
+
+def test_the_table_is_that_of_the_saved_responses(uninterrupted):
+    result = Evaluation.load(uninterrupted).results["sums"]
+    groups = {f"p{i}": [r for r in rollouts(uninterrupted) if r.problem == f"p{i}"] for i in range(6)}
+    for measure, of in {
+        "accuracy": lambda r: r.verdict == "correct",
+        "longest_path": lambda r: r.response.longest_path,
+        "total_tokens": lambda r: r.response.total_tokens,
+        "parallelism": lambda r: r.response.total_tokens / r.response.longest_path,
+        "spawned": lambda r: len(r.response.rounds) > 0,
+        "truncated": lambda r: r.response.finish != "answered",
+    }.items():
+        means = [statistics.fmean(of(r) for r in group) for group in groups.values()]
+        assert result.estimate(measure).value == pytest.approx(statistics.fmean(means)), measure
+        assert result.estimate(measure).stderr == pytest.approx(statistics.stdev(means) / 6**0.5), measure
+    assert 0 < result.estimate("spawned").value < 1
+    assert result.estimate("longest_path").value < result.estimate("maj3_longest_path").value < BUDGET
+
+
+def test_a_run_cut_in_the_middle_of_a_line_resumes_to_the_same_table(
+    uninterrupted, speaker, sums, config, speaker_engine, tmp_path
+):
+    lines = (uninterrupted / "rollouts" / "sums.rank0.jsonl").read_text().splitlines(keepends=True)
+    ungraded = [json.dumps({**json.loads(line), "verdict": None}) + "\n" for line in lines[:20]]
+    out = tmp_path / "sums"
+    (out / "rollouts").mkdir(parents=True)
+    (out / "rollouts" / "sums.rank0.jsonl").write_text("".join(ungraded) + lines[20][:300])
+    evaluate(speaker, [own_benchmark(sums, SAMPLES)], config, out, engine=speaker_engine)
+    assert summary(out) == summary(uninterrupted)
+    assert [r.text for r in rollouts(out)][:20] == [r.text for r in rollouts(uninterrupted)][:20]
+
+
+def test_more_samples_extend_the_same_folder(uninterrupted, speaker, sums, config, speaker_engine, tmp_path):
+    evaluate(speaker, [own_benchmark(sums, 3)], config, tmp_path / "sums", engine=speaker_engine)
+    evaluate(speaker, [own_benchmark(sums, SAMPLES)], config, tmp_path / "sums", engine=speaker_engine)
+    assert summary(tmp_path / "sums") == summary(uninterrupted)
+
+
+def test_two_ranks_killed_and_resumed_on_one_give_the_same_table(
+    uninterrupted, speaker, sums, config, speaker_engine, tmp_path
+):
+    out = tmp_path / "sums"
+    process = torchrun(speaker, sums, out)
+    try:
+        deadline = time.monotonic() + 300
+        while sum(file.read_bytes().count(b"\n") for file in (out / "rollouts").glob("*.jsonl")) < 4:
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+            time.sleep(0.02)
+    finally:
+        kill_all(process)
+    files = sorted(file.name for file in (out / "rollouts").glob("*.jsonl"))
+    assert not (out / "summary.json").exists() and files == ["sums.rank0.jsonl", "sums.rank1.jsonl"]
+    evaluate(speaker, [own_benchmark(sums, SAMPLES)], config, out, engine=speaker_engine)
+    assert summary(out) == summary(uninterrupted)
+
+
+def test_ranks_that_do_not_share_the_folder_are_refused(speaker, sums, tmp_path):
+    """Each has a home of its own, as on two machines without a shared disk: rank 0's table would be that of half of the
+    responses.
+    """
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\nfrom dccot.eval.evaluate import main\nos.mkdir(os.environ['RANK'])\nos.chdir(os.environ['RANK'])\n"
+        "sys.exit(main([*sys.argv[1:], '--out', 'out']))"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        program,
+        speaker,
+        "--problems",
+        sums,
+    ]
+    command += ["--budget", "100", "engine.context=1024"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and done.stderr.count("dccot: out of rank 0 on ") == 2, done.stderr
+    assert "is another folder than that of rank 1 on " in done.stderr
+
+
+def test_two_ranks_share_the_grading_and_agree(uninterrupted, speaker, sums, tmp_path):
+    out = tmp_path / "sums"
+    shutil.copytree(uninterrupted, out)
+    (out / "summary.json").unlink()
+    rows = [json.loads(line) for line in (out / "rollouts" / "sums.rank0.jsonl").read_text().splitlines()]
+    for rank in range(2):
+        ungraded = [json.dumps({**row, "verdict": None}) + "\n" for row in rows[rank::2]]
+        (out / "rollouts" / f"sums.rank{rank}.jsonl").write_text("".join(ungraded))
+    process = torchrun(speaker, sums, out)
+    printed = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, printed
+    assert summary(out) == summary(uninterrupted)
+    assert printed.count("pass@1") == 1  # one table, not one per rank
+
+
+def kill_all(process: subprocess.Popen) -> None:
+    """The ranks have sessions of their own, so no signal reaches them through their launcher."""
+    launcher = psutil.Process(process.pid)
+    everybody = [launcher, *launcher.children(recursive=True)]
+    for one in everybody:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    psutil.wait_procs(everybody)
+    process.wait()
+
+
+def torchrun(speaker, sums, out) -> subprocess.Popen:
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "-m",
+        "dccot.eval.evaluate",
+    ]
+    options = {"--problems": sums, "--samples": SAMPLES, "--budget": BUDGET, "--out": out}
+    command = [*launch, str(speaker), *SETTINGS, *(str(part) for option in options.items() for part in option)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_a_folder_made_with_another_method_is_refused(uninterrupted, speaker, sums):
+    with pytest.raises(
+        ConfigError, match=r"begun with prompt\.kind=parallel, now it is sequential; give another folder"
+    ):
+        evaluate(speaker, [own_benchmark(sums, SAMPLES)], eval_config("sequential", BUDGET, SETTINGS), uninterrupted)
+
+
+def test_a_folder_made_with_other_settings_is_refused(uninterrupted, speaker, sums, config):
+    warmer = replace(config, rollout=replace(config.rollout, temperature=1.0))
+    with pytest.raises(ConfigError, match=r"begun with rollout\.temperature=0\.6, now it is 1\.0; give another folder"):
+        evaluate(speaker, [own_benchmark(sums, SAMPLES)], warmer, uninterrupted)
+
+
+def test_a_folder_made_with_other_weights_at_the_same_path_is_refused(uninterrupted, speaker, sums, config, tmp_path):
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(speaker, model)
+    shutil.copytree(uninterrupted, out)
+    settings = json.loads((out / "settings.json").read_text()) | {"model": str(model.resolve())}
+    (out / "settings.json").write_text(json.dumps(settings))
+    evaluate(model, [own_benchmark(sums, SAMPLES)], config, out)  # moved, not changed: complete
+    (model / "generation_config.json").write_text('{"top_k": 3}')
+    with pytest.raises(
+        ConfigError, match=r"was begun with model\.sha256=\w{64}, now it is \w{64}; give another folder with --out"
+    ):
+        evaluate(model, [own_benchmark(sums, SAMPLES)], config, out)
+
+
+def test_a_problem_that_changed_under_its_id_is_refused(uninterrupted, speaker, sums, config, tmp_path):
+    (tmp_path / "sums.jsonl").write_text(sums.read_text().replace("What is 3 + 3?", "What is 3 + 4?"))
+    with pytest.raises(BadData, match="another problem p3"):
+        evaluate(speaker, [own_benchmark(tmp_path / "sums.jsonl", SAMPLES)], config, uninterrupted)
+
+
+def test_a_complete_folder_needs_no_engine(uninterrupted, speaker, sums, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "dccot.rollout.vllm_engine", None)  # importing it now fails
+    before = summary(uninterrupted)
+    arguments = [
+        str(speaker),
+        *SETTINGS,
+        "--problems",
+        str(sums),
+        "--n",
+        "8",
+        "--budget",
+        "120",
+        "--out",
+        str(uninterrupted),
+    ]
+    assert dccot(["eval", *arguments]) == 0
+    assert summary(uninterrupted) == before
+    accuracy = 100 * Evaluation.load(uninterrupted).results["sums"].estimate("accuracy").value
+    assert f"{accuracy:.2f} ±" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["MODEL"], "name benchmarks with --bench"),
+        (["MODEL", "--bench", "aime25"], "did you mean 'aime24'"),
+        (["MODEL", "--bench", "aime24", "--data", "nowhere"], "dccot data fetch aime24"),
+        (["nowhere", "--problems", "FILE"], "neither a Hugging Face folder"),
+        (["MODEL", "--problems", "FILE", "--budget", "2000"], "the model's context is 1,024: lower the budget"),
+        (["MODEL", "--problems", "FILE", "rollout.temprature=1"], "did you mean 'temperature'"),
+        (["MODEL", "--problems", "FILE", "--problems", "FILE"], "two benchmarks are called 'sums'"),
+    ],
+)
+def test_what_cannot_run_costs_one_line(arguments, said, speaker, sums, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([str({"MODEL": speaker, "FILE": sums}.get(argument, argument)) for argument in arguments]) == 2
+    printed = capsys.readouterr().err
+    assert said in printed and printed.count("\n") == 1
+
+
+# ---- the summary by hand ----
+
+
+def sample(problem: str, number: int, verdict: str, longest_path: int, total: int, **other) -> Sample:
+    usual = {"text": "", "well_formed": True, "answered": True, "rounds": 1}
+    return Sample(
+        problem=problem,
+        sample=number,
+        verdict=verdict,
+        longest_path=longest_path,
+        total_tokens=total,
+        **{**usual, **other},
+    )
+
+
+def test_an_answer_that_could_not_be_judged_counts_as_wrong_and_is_shown_apart():
+    samples = [
+        sample("a", 0, "correct", 100, 150), sample("a", 1, "wrong", 200, 250), sample("a", 2, "crashed", 300, 350),
+        sample("b", 0, "correct", 400, 400), sample("b", 1, "correct", 400, 400), sample("b", 2, "correct", 700, 700, answered=False),
+    ]  # fmt: skip
+    result = summarise(Benchmark("x", "X", 3), samples, {"a": [0, 1, 2], "b": [0, 0, 0]})
+    assert result.estimate("accuracy").value == pytest.approx((1 / 3 + 1) / 2)
+    assert result.estimate("accuracy").stderr == pytest.approx(1 / 3)  # 1/3 and 1: standard deviation √2/3, over √2
+    assert result.estimate("longest_path").value == pytest.approx((200 + 500) / 2)
+    assert result.estimate("truncated").value == pytest.approx(1 / 6)
+    # three answers that differ: any of them
+    assert result.by_problem["maj3_accuracy"] == pytest.approx({"a": 1 / 3, "b": 1.0})
+    assert result.by_problem["maj3_longest_path"] == {"a": 300.0, "b": 700.0}
+    assert result.by_problem["maj3_total_tokens"] == {"a": 750.0, "b": 1500.0}
+    assert result.unjudged == 1
+
+
+def test_a_summary_survives_the_disk(tmp_path):
+    result = summarise(
+        Benchmark("x", "X", 1),
+        [sample("a", 0, "correct", 3, 4), sample("ä|b", 0, "wrong", 5, 6)],
+        {"a": [0], "ä|b": [0]},
+    )
+    evaluation = Evaluation("n", "m", "parallel", 10, {"x": result})
+    evaluation.save(tmp_path)
+    assert Evaluation.load(tmp_path) == evaluation
+    assert result.estimate("maj3_accuracy") is None
+
+
+def test_a_damaged_summary_is_named(tmp_path):
+    (tmp_path / "summary.json").write_text('{"name": "x"')
+    with pytest.raises(BadData, match=r"summary\.json is not what `dccot eval` writes"):
+        Evaluation.load(tmp_path)

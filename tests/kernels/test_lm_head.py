@@ -1,0 +1,164 @@
+"""Fused LM head against dense log-softmax: values, gradients through both outputs, blocks of any size."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dccot.kernels import lm_head as fused
+from dccot.kernels.lm_head import linear_logprob
+
+
+def problem(rows: int, vocab: int, dim: int = 8, dtype=torch.float64, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = (2 * torch.randn(vocab, dim, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(vocab, (rows,), generator=generator)
+
+
+def by_definition(hidden, weight, targets, temperature):
+    distribution = torch.distributions.Categorical(logits=hidden @ weight.T / temperature)
+    return distribution.log_prob(targets), distribution.entropy()
+
+
+def gradients(outputs, upstream, inputs):
+    return torch.autograd.grad(sum((out * g).sum() for out, g in zip(outputs, upstream, strict=True)), inputs)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.integers(1, 23), vocab=st.integers(1, 60), temperature=st.sampled_from([1.0, 0.6, 1.7]), chunk_rows=st.integers(1, 30),
+    block=st.integers(1, 400), strip=st.integers(1, 200), used=st.sampled_from([(1.0, 1.0), (1.0, 0.0), (0.0, 1.0)]),
+    seed=st.integers(0, 9),
+)  # fmt: skip
+def test_equal_to_the_definition_in_fp64_for_blocks_and_strips_of_any_size(
+    rows, vocab, temperature, chunk_rows, block, strip, used, seed
+):
+    hidden, weight, targets = problem(rows, vocab, seed=seed)
+    upstream = [scale * torch.linspace(-1, 2, rows, dtype=torch.float64) for scale in used]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "BLOCK_ELEMENTS", block)
+        patch.setattr(fused, "STRIP_ELEMENTS", strip)
+        ours = linear_logprob(hidden, weight, targets, temperature, chunk_rows=chunk_rows)
+        our_gradients = gradients(ours, upstream, (hidden, weight))
+    expected = by_definition(hidden, weight, targets, temperature)
+    for a, b in zip(
+        (*ours, *our_gradients), (*expected, *gradients(expected, upstream, (hidden, weight))), strict=True
+    ):
+        assert a.dtype == torch.float64
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_fp32_agrees_with_fp64_to_one_in_a_hundred_thousand():
+    hidden, weight, targets = problem(300, 2000, 64, torch.float32)
+    weight.data *= 0.1
+    ours = linear_logprob(hidden, weight, targets, 0.6)
+    double = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    exact = by_definition(*double, targets, 0.6)
+    upstream = [torch.ones(300), torch.full((300,), 0.3)]
+    ours += gradients(ours, upstream, (hidden, weight))
+    exact += gradients(exact, upstream, double)
+    for a, b in zip(ours, exact, strict=True):
+        assert (a - b).abs().max() <= 1e-5 * max(1, b.abs().max())
+
+
+def test_bf16_inputs_give_fp32_results_without_bf16_logits():
+    hidden, weight, targets = problem(50, 300, 64, torch.bfloat16)
+    ours = linear_logprob(hidden, weight, targets, 0.6)
+    exact = by_definition(hidden.double(), weight.double(), targets, 0.6)
+    assert ours[0].dtype == ours[1].dtype == torch.float32
+    # bf16 logits of size 100 would be wrong by 0.2
+    assert max((a - b).abs().max().item() for a, b in zip(ours, exact, strict=True)) < 1e-4
+    grad_hidden, grad_weight = gradients(ours, [torch.ones(50)] * 2, (hidden, weight))
+    exact_hidden, exact_weight = gradients(exact, [torch.ones(50)] * 2, (hidden, weight))
+    assert grad_hidden.dtype == grad_weight.dtype == torch.bfloat16
+    torch.testing.assert_close(grad_hidden, exact_hidden, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(grad_weight, exact_weight, rtol=1e-2, atol=1e-2)
+
+
+def test_very_peaked_distributions_have_finite_results():
+    hidden, weight, targets = torch.full((1, 1), 300.0), torch.tensor([[1.0], [-1.0], [0.0]]), torch.tensor([1])
+    hidden.requires_grad_()
+    logprob, entropy = linear_logprob(hidden, weight, targets)
+    assert (logprob.item(), entropy.item()) == (-600.0, 0.0)
+    assert torch.autograd.grad(logprob + entropy, hidden)[0].item() == -2.0
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab", "chunk_rows"), [(10_000, 151_936, 8192), (7, 151_936, 8192), (1_000_000, 100, 8192), (3, 5, 1)]
+)
+def test_no_block_is_larger_than_its_limit_and_blocks_cover_everything(rows, vocab, chunk_rows):
+    row_slices, vocab_slices = fused._blocks(rows, vocab, chunk_rows)
+    tallest, widest = (max(s.stop - s.start for s in slices) for slices in (row_slices, vocab_slices))
+    assert tallest <= chunk_rows and tallest * widest <= fused.BLOCK_ELEMENTS
+    for slices, length in ((row_slices, rows), (vocab_slices, vocab)):
+        assert [s.start for s in slices] == [0] + [s.stop for s in slices[:-1]] and slices[-1].stop == length
+
+
+def test_no_rows_give_no_results_and_a_zero_gradient():
+    hidden, weight, targets = problem(0, 5)
+    logprob, entropy = linear_logprob(hidden, weight, targets)
+    assert len(logprob) == len(entropy) == 0
+    assert torch.autograd.grad(logprob.sum(), weight)[0].abs().sum() == 0
+
+
+def test_the_operator_keeps_torchs_contract_for_custom_operators():
+    torch.library.opcheck(torch.ops.dccot.linear_logprob.default, (*problem(6, 11, dtype=torch.float32), 0.6, 4))
+    hidden, weight, targets = problem(6, 11, dtype=torch.float32)
+    kept = (hidden.requires_grad_(), weight.requires_grad_(), targets, 0.6, 2, 0.0, 2)
+    torch.library.opcheck(torch.ops.dccot.linear_logprob.default, kept)
+
+
+def test_blocks_that_were_kept_give_the_bits_of_blocks_computed_again(monkeypatch):
+    """Three blocks: none, the last two and all kept."""
+    hidden, weight, targets = problem(6, 11, dtype=torch.float32)
+    found = []
+    for kept in (0, 2, 3):
+        monkeypatch.setattr(fused, "KEPT_BLOCKS", kept)
+        found.append(
+            gradients(linear_logprob(hidden, weight, targets, 0.6, chunk_rows=2), (1.0, 0.1), (hidden, weight))
+        )
+    assert all(map(torch.equal, found[0] + found[0], found[1] + found[2]))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"hidden": torch.randn(4, 7)},
+            ValueError,
+            r"hidden \[M, d\], weight \[V, d\] and targets \[M\], got \(4, 7\), \(5, 8\), \(4,\)",
+        ),
+        ({"targets": torch.zeros(3, dtype=torch.int64)}, ValueError, r"got \(4, 8\), \(5, 8\), \(3,\)"),
+        (
+            {"hidden": torch.randn(4, 8).double()},
+            TypeError,
+            "share one floating-point dtype, got torch.float64 and torch.float32",
+        ),
+        ({"temperature": 0.0}, ValueError, "must be positive, got 0.0 and None"),
+        ({"targets": torch.tensor([0, 5, 1, 2])}, ValueError, r"targets must lie in \[0, 5\), got 0 to 5"),
+        ({"targets": torch.tensor([0, -100, 1, 2])}, ValueError, r"targets must lie in \[0, 5\), got -100 to 2"),
+    ],
+)
+def test_errors_name_the_value_and_the_limit(change, error, message):
+    arguments = {
+        "hidden": torch.randn(4, 8),
+        "weight": torch.randn(5, 8),
+        "targets": torch.tensor([0, 1, 2, 3]),
+    } | change
+    with pytest.raises(error, match=message):
+        linear_logprob(**arguments)
+
+
+def test_skipping_drops_exactly_the_columns_that_no_row_finds_probable():
+    hidden, weight, targets = problem(9, 200, 4)
+    bound, upstream = 0.02, torch.linspace(-1, 2, 9, dtype=torch.float64)
+    logprob = torch.log_softmax(hidden.detach() @ weight.detach().T / 0.6, 1)
+    kept = (logprob.exp() >= bound).any(0)
+    kept[targets] = True
+    of_logits = upstream[:, None] * (torch.nn.functional.one_hot(targets, 200) - logprob.exp()) / 0.6 * kept
+    assert 0 < kept.sum() < 100
+    ours = linear_logprob(hidden, weight, targets, 0.6, chunk_rows=9, skip_below=bound)[0]
+    grad_hidden, grad_weight = torch.autograd.grad((ours * upstream).sum(), (hidden, weight))
+    torch.testing.assert_close(grad_hidden, of_logits @ weight.detach(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(grad_weight, of_logits.T @ hidden.detach(), rtol=1e-9, atol=1e-9)

@@ -1,0 +1,108 @@
+"""`dccot gpu-check`: what of it runs on a CPU runs here; a check that fails, crashes or hangs hides no other."""
+
+import json
+import os
+import re
+import time
+from dataclasses import replace
+
+from dccot.lab.gpu_check import run as gpu_check
+from dccot.lab.gpu_check.run import CHECKS, Check, check_all, main, processes
+
+HERE = "tests.bench.test_gpu_check"
+
+
+def fails(context):
+    raise ValueError("one | two")
+
+
+def crashes(context):
+    print("about to crash", flush=True)
+    os.kill(os.getpid(), 11)
+
+
+def hangs(context):
+    print("about to hang", flush=True)
+    time.sleep(600)
+
+
+def fails_on_the_second_rank(context):
+    """Rank 0 passes, and says so after the other has failed."""
+    if os.environ["RANK"] == "1":
+        raise ValueError("rank 1 is off")
+    while not list(context.folder.glob("fails_on_the_second_rank*.json")):
+        time.sleep(0.001)
+    return "fine"
+
+
+def passes(context):
+    return f"fine on {context.device}\nin detail"
+
+
+def verdicts(results) -> dict[str, str]:
+    return {result.check.name: result.verdict for result in results}
+
+
+def test_one_check_never_hides_the_next(tmp_path, monkeypatch):
+    """All in one process, as on a CPU: it is started again after each that ends it."""
+    monkeypatch.setattr(gpu_check, "CPU_PATIENCE", 1)
+    checks = [Check(name, HERE, name, 4) for name in ("fails", "crashes", "passes")]
+    results = check_all([*checks, Check("gpu", HERE, "gpu", 4, cuda_only=True)], tmp_path, "cpu", "")
+    assert verdicts(results) == {"fails": "failed", "crashes": "failed", "passes": "passed", "gpu": "not run"}
+    report = (tmp_path / "report.md").read_text()
+    assert re.search(r"\| fails \(`fails`\) \| \*\*failed\*\* \| \d+ \| ValueError: one \\\| two \|", report)
+    assert "its process ended with code -11" in report and "about to crash" in report
+    assert "| gpu (`gpu`) | not run |  | not run: no GPU |" in report
+    assert "1 passed, 2 failed, 1 not run" in report
+    assert "fine on cpu\nin detail" in report
+
+
+def test_a_rank_that_fails_is_not_hidden_by_one_that_passes(tmp_path):
+    [result] = check_all([Check("fails_on_the_second_rank", HERE, "two", 4, ranks=2)], tmp_path, "cpu", "")
+    assert result.verdict == "failed" and result.found.startswith("ValueError: rank 1 is off")
+
+
+def test_a_check_that_hangs_is_ended_and_its_stack_is_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check, "CPU_PATIENCE", 1)
+    [hung] = check_all([Check("hangs", HERE, "hangs", 8)], tmp_path, "cpu", "")
+    assert hung.verdict == "failed" and hung.found.startswith("not finished after 8 s")
+    assert "about to hang" in hung.found and "in hangs" in hung.found
+
+
+def test_on_gpus_every_check_has_its_own_process_and_one_gpu_takes_15_minutes_at_most():
+    assert [len(group) for group in processes(CHECKS, "cuda")] == [1] * len(CHECKS)
+    assert sum(check.limit for check in CHECKS if check.ranks == 1) <= 15 * 60
+
+
+def test_checks_of_two_ranks_are_not_run_on_one_gpu():
+    [two] = [check for check in CHECKS if check.name == "tensor_parallel"]
+    assert (
+        two.obstacle(1, "cuda") == "needs 2 GPUs, found 1" and two.obstacle(2, "cuda") == two.obstacle(0, "cpu") == ""
+    )
+
+
+def test_a_machine_on_which_no_gpu_is_found_fails_and_is_told_why(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    results = check_all([replace(check, limit=300) for check in CHECKS[:2]], tmp_path, "cuda", "")
+    assert verdicts(results) == {"environment": "failed", "attention": "not run"}
+    report = (tmp_path / "report.md").read_text()
+    assert "finds no GPU; nvidia-smi says" in report and "not run: needs 1 GPUs, found 0" in report
+
+
+def test_an_unknown_check_is_an_error_with_the_choices(capsys):
+    assert main(["atention"]) == 2
+    assert "no check 'atention'; there are environment, attention" in capsys.readouterr().err
+
+
+def test_checks_of_one_process_pass_on_a_cpu(tmp_path, capsys):
+    """`make docs-check` runs all of them; kernels in the interpreter and two ranks have tests of their own."""
+    chosen = [check for check in CHECKS if check.ranks == 1 and not check.interpreted]
+    status = main([*(check.name for check in chosen), "--device", "cpu", "--output", str(tmp_path)])
+    assert status == 0, (tmp_path / "report.md").read_text()
+    found = {
+        check.name: json.loads((tmp_path / f"{check.name}.json").read_text()) for check in chosen if not check.cuda_only
+    }
+    assert len(found) == 7 and all("found" in each for each in found.values())
+    report = (tmp_path / "report.md").read_text()
+    assert f"{len(found)} passed, 0 failed, {len(chosen) - len(found)} not run" in report
+    assert report.count("not run: no GPU") == len(chosen) - len(found) == 2

@@ -1,0 +1,142 @@
+"""`dccot rehearse` on a model of the 1.5B shape with two layers: what it says, and that it catches planted faults.
+
+A rehearsal needs a process in which torch was not imported before the fake device was there. One such process is
+started and forks for every case and every planted fault, which is a few lines of Python that run before the rehearsal.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dccot.lab.rehearsal.rehearse import Rehearsal, main, prepare
+from dccot.train.plan import SHAPES, read_shape
+
+SMALL = ["rollout.budget=1000", "reward.cutoff=500", "batch.token_budget=2048", "prompt.max_prompt_tokens=256"]
+CASES = {  # configuration, ranks, overrides
+    "8 ranks": ("configs/rl/stage1.yaml", 8, SMALL),
+    "1,024 ranks": ("configs/rl/stage4.yaml", 1024, ["sharding.replicate=128", *SMALL, "sharding.reduce_once=false"]),
+    "sft": ("configs/sft.yaml", 8, ["token_budget=2048", "data.max_tokens=2048"]),
+}
+FAULTS = {
+    "a tensor left on the CPU": """
+import dccot.model.transformer as t
+plain = t.cos_sin
+t.cos_sin = lambda position, *rest: tuple(x.cpu() for x in plain(position, *rest))
+""",
+    "a wrong dtype": """
+import dccot.model.transformer as t
+plain = t.rotate
+t.rotate = lambda x, cos, sin: plain(x, cos, sin).float() if x.shape[1] == 12 else plain(x, cos, sin)
+""",
+    "a forgotten gather": """
+r.full_parameters = lambda model: ((name, p.to_local()) for name, p in model.named_parameters())
+""",
+    "a shape that only the GPU knows": """
+import dccot.train.forest as f
+f.Forest.targets = property(lambda forest: forest.sampled.nonzero().squeeze(1))
+f.Forest.to = lambda forest, device: f.Forest(*(getattr(forest, x).to(device) for x in forest.__dataclass_fields__))
+""",
+}
+PROGRAM = """
+import json, os, sys
+import dccot.lab.rehearsal.step as r
+for spec, fault in json.load(sys.stdin):
+    if child := os.fork():
+        os.waitpid(child, 0)
+        continue
+    exec(fault)
+    try:
+        found = r.rehearse(spec)
+    except Exception as caught:
+        found = f"{type(caught).__name__}: {caught}"
+    print(json.dumps(found), flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("two_layers")
+    (folder / "config.json").write_text(json.dumps(SHAPES["1.5B"] | {"num_hidden_layers": 2}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(two_layers) -> dict:
+    """Case → what the rehearsal found; fault → what the first case ends in with it."""
+    tried = {case: (case, "") for case in CASES} | {fault: ("8 ranks", lines) for fault, lines in FAULTS.items()}
+    shape = json.loads((two_layers / "config.json").read_text())
+    specs = {
+        case: {"config": path, "overrides": overrides, "shape": shape, "ranks": ranks, "gpu": "H100"}
+        for case, (path, ranks, overrides) in CASES.items()
+    }
+    given = json.dumps([(specs[case], lines) for case, lines in tried.values()])
+    done = subprocess.run([sys.executable, "-c", PROGRAM], input=given, capture_output=True, text=True, timeout=600)
+    assert len(done.stdout.splitlines()) == len(tried), done.stderr[-3000:]
+    return dict(zip(tried, map(json.loads, done.stdout.splitlines())))
+
+
+@pytest.fixture(params=CASES)
+def rehearsal(request, found, two_layers) -> Rehearsal:
+    path, ranks, overrides = CASES[request.param]
+    [prepared] = prepare([path], overrides, read_shape(str(two_layers)), ranks)
+    assert isinstance(found[request.param], dict), found[request.param]
+    prepared.found |= found[request.param]
+    return prepared
+
+
+def test_what_is_always_there_is_as_planned_to_the_byte(rehearsal):
+    steady, planned = rehearsal.found["steady"], rehearsal.planned.persistent
+    assert {kind: steady.get(kind, 0) for kind in planned} == planned
+    assert sum(steady.values()) - sum(planned.values()) < 1024  # the rotation's frequencies
+
+
+def test_the_plan_meets_the_peak_within_10_percent(rehearsal):
+    assert rehearsal.planned_peak == pytest.approx(rehearsal.peak, rel=0.1)
+
+
+def test_the_host_waits_for_the_gpu_less_than_three_times_per_micro_batch(rehearsal):
+    assert rehearsal.waits_per_micro_batch < 3, rehearsal.found["syncs"]["update"]
+
+
+def test_master_weights_are_four_bytes_per_parameter_over_the_ranks_of_a_copy(found):
+    vocabulary, d, inner, kv = 151936, 1536, 8960, 256
+    block = 2 * d * d + d + 2 * (d * kv + kv) + 3 * d * inner + 2 * d
+    expected = 4 * (2 * vocabulary * d + d + 2 * block) / 8
+    assert found["8 ranks"]["steady"]["master weights"] == expected
+    assert found["1,024 ranks"]["steady"]["master weights"] == expected
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("a tensor left on the CPU", ["FakeTensorDeviceMismatchError", "cpu", "cuda"]),
+        ("a wrong dtype", ["q, k and v must share one floating-point dtype"]),
+        ("a forgotten gather", ["embed_tokens.weight reaches the engine as", "gather it"]),
+        ("a shape that only the GPU knows", ["numbers that are on the GPU"]),
+    ],
+)
+def test_a_planted_fault_is_caught(fault, said, found):
+    assert all(words in found[fault] for words in said), found[fault]
+
+
+def test_a_batch_that_cannot_fit_is_refused_with_what_it_needs(tmp_path, capsys):
+    """4.8 billion parameters on one GPU: 16 bytes each are 77 GB before the first activation."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["32B"] | {"num_hidden_layers": 7}))
+    settings = ["token_budget=2048", "data.max_tokens=2048"]
+    assert main(["configs/sft.yaml", "--model", str(tmp_path), "--gpus", "1", *settings]) == 1
+    said = capsys.readouterr().out
+    assert "update: backward needs" in said and "a GPU has 80" in said and "does not fit" in said
+
+
+def test_configurations_that_ask_the_same_are_rehearsed_once(two_layers):
+    groups = prepare(
+        [f"configs/rl/{name}.yaml" for name in ("stage1", "stage2a", "stage2b", "stage3")],
+        [],
+        read_shape(str(two_layers)),
+        8,
+    )
+    assert [group.configs for group in groups] == [["stage1"], ["stage2a", "stage2b", "stage3"]]

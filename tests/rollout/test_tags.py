@@ -1,0 +1,211 @@
+"""The protocol's rules, each with a text that breaks only it; parsing against texts built from known parts."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from dccot.lab.worlds import bigram as tiny
+from dccot.rollout.tags import (
+    TAG_PATTERN,
+    Flaw,
+    IllFormed,
+    ParsedRound,
+    TagIds,
+    all_tags,
+    answer_block,
+    flaw_of,
+    overshoots,
+    parse,
+    sequential_flaw_of,
+)
+
+BLOCK = "<spawn_workers><worker_1>a</worker_1><worker_2>b</worker_2></spawn_workers>"
+GOOD = f"<think>plan{BLOCK}so</think><answer>4</answer>"
+
+plain_text = st.text(alphabet="ab<>/_1 \n", max_size=8).filter(
+    lambda text: not TAG_PATTERN.search(text) and "<" not in text[-9:]
+)
+white_space = st.sampled_from(["", " ", "\n\n", "\t "])
+
+
+@st.composite
+def responses(draw):
+    """(K, pieces of a well-formed text, its rounds, its end): the pieces joined are the text."""
+    count = draw(st.sampled_from([1, 2, 3, 5, 11]))
+    director = plain_text.filter(str.strip)
+    rounds, pieces = [], []
+    for number in range(draw(st.integers(1, 3))):
+        start = ["<think>"] if number == 0 else []
+        start += [draw(director), "<spawn_workers>"]
+        pieces += start
+        texts = []
+        for i in range(1, count + 1):
+            inside = [draw(plain_text), f"</worker_{i}>"]
+            pieces += [draw(white_space), f"<worker_{i}>", *inside]
+            texts.append("".join(inside))
+        pieces += [draw(white_space), "</spawn_workers>"]
+        rounds.append(ParsedRound("".join(start), texts))
+    final = [draw(plain_text), "</think>", draw(white_space), "<answer>", draw(plain_text), "</answer>"]
+    return count, pieces + final, rounds, "".join(final)
+
+
+@given(responses(), white_space)
+def test_a_well_formed_text_falls_into_the_parts_it_was_built_from(built, after):
+    workers, pieces, rounds, final = built
+    parsed = parse("".join(pieces) + after, workers)
+    assert (parsed.rounds, parsed.final) == (rounds, final)
+    assert parsed.answer == pieces[-2].strip()
+
+
+@given(responses(), st.data())
+def test_a_text_without_one_of_its_tags_is_ill_formed(built, data):
+    workers, pieces, _, _ = built
+    lost = data.draw(st.sampled_from([i for i, piece in enumerate(pieces) if TAG_PATTERN.fullmatch(piece)]))
+    assert flaw_of("".join(pieces[:lost] + pieces[lost + 1 :]), workers) is not None
+
+
+@given(responses(), st.data())
+def test_a_text_with_one_more_tag_is_ill_formed(built, data):
+    workers, pieces, _, _ = built
+    place = data.draw(st.integers(0, len(pieces)))
+    assert (
+        flaw_of("".join([*pieces[:place], data.draw(st.sampled_from(all_tags(workers + 1))), *pieces[place:]]), workers)
+        is not None
+    )
+
+
+@given(responses(), st.sampled_from([1, 2, 3, 5, 11]))
+def test_the_number_of_workers_is_part_of_the_rule(built, other):
+    workers, pieces, _, _ = built
+    assert (flaw_of("".join(pieces), other) is None) == (workers == other)
+
+
+FLAWS = {
+    Flaw.NO_THINK: ["", "plan", f"x{GOOD}", f"<answer>4</answer>{GOOD}", GOOD.removeprefix("<think>")],
+    Flaw.NO_SPAWN: ["<think>plan</think><answer>4</answer>"],
+    Flaw.EMPTY_DIRECTOR: [
+        f"<think> \n{BLOCK}so</think><answer>4</answer>",
+        f"<think>plan{BLOCK} {BLOCK}so</think><answer>4</answer>",
+    ],
+    Flaw.WORKER_ORDER: [
+        GOOD.replace("worker_1", "worker_9"),
+        GOOD.replace("worker_1", "x").replace("worker_2", "worker_1").replace("x", "worker_2"),
+        GOOD.replace("<worker_2>b</worker_2>", ""),
+        GOOD.replace("</spawn_workers>", "<worker_3>c</worker_3></spawn_workers>"),
+        GOOD.replace(BLOCK, "<spawn_workers></spawn_workers>"),
+    ],
+    Flaw.TEXT_BETWEEN_WORKERS: [
+        GOOD.replace("<worker_1>", "x<worker_1>"),
+        GOOD.replace("<worker_2>", "x<worker_2>"),
+        GOOD.replace("</spawn_workers>", "x</spawn_workers>"),
+    ],
+    Flaw.TAG_IN_WORKER: [
+        GOOD.replace("b</", "<think></"),
+        GOOD.replace("a</", f"{BLOCK}</"),
+        GOOD.replace("a</worker_1>", "a</worker_2>"),
+    ],
+    Flaw.OPEN_WORKER: [GOOD.partition("b</")[0]],
+    Flaw.OPEN_SPAWN: [GOOD.partition("<worker_1>")[0], GOOD.partition("</spawn_workers>")[0]],
+    Flaw.STRAY_TAG: [
+        GOOD.replace("so", "<worker_1>"),
+        GOOD.replace("so", "</spawn_workers>"),
+        GOOD.replace("plan", "plan<think>"),
+    ],
+    Flaw.OPEN_THINK: ["<think>plan", GOOD.partition("</think>")[0]],
+    Flaw.NO_ANSWER: [
+        GOOD.partition("<answer>")[0],
+        GOOD.replace("<answer>", "x<answer>"),
+        GOOD.replace("<answer>", "</answer>"),
+    ],
+    Flaw.TAG_IN_ANSWER: [GOOD.replace("4", "<answer>4"), GOOD.replace("4", "</think>")],
+    Flaw.OPEN_ANSWER: [GOOD.removesuffix("</answer>")],
+    Flaw.TEXT_AFTER_ANSWER: [f"{GOOD}x", f"{GOOD}<think>", f"{GOOD}<answer>4</answer>"],
+}
+
+
+def test_every_flaw_has_an_example():
+    assert set(FLAWS) == set(Flaw)
+
+
+@pytest.mark.parametrize(("flaw", "text"), [(flaw, text) for flaw, texts in FLAWS.items() for text in texts])
+def test_each_broken_rule_is_named(flaw, text):
+    assert flaw_of(text, workers=2) == flaw
+
+
+def test_the_error_shows_where_reading_stopped():
+    with pytest.raises(IllFormed, match=r"stray_tag at …'<think>plan<worker_1>'"):
+        parse("<think>plan<worker_1>rest", workers=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "flaw"),
+    [
+        ("<think>a</think>4", None),
+        (" <think>\na\n</think>\n<answer>4</answer>", None),
+        ("a</think>4", Flaw.NO_THINK),
+        ("x<think>a</think>4", Flaw.NO_THINK),
+        ("<think>a", Flaw.OPEN_THINK),
+        ("<think>a</think> \n", Flaw.NO_ANSWER),
+        ("<think>a<think>b</think>4", Flaw.STRAY_TAG),
+        ("<think>a</think>4</think>", Flaw.STRAY_TAG),
+        ("<think>a</think>4<think>", Flaw.STRAY_TAG),
+    ],
+)
+def test_a_sequential_response_thinks_once_and_then_answers(text, flaw):
+    assert sequential_flaw_of(text) == flaw
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [("4", None), ("<answer> 4 </answer>", " 4 "), ("<answer>1</answer><answer>2</answer>x", "2"), ("<answer>3", "3")],
+)
+def test_the_answer_is_the_last_block(text, answer):
+    assert answer_block(text) == answer
+
+
+@pytest.mark.parametrize("kind", ["single", "spelled"])
+@pytest.mark.parametrize("workers", [1, 3, 12])
+def test_tag_ids_spell_the_tags(kind, workers):
+    words = tiny.tokenizer(kind, workers)
+    tags = TagIds.of(words, workers)
+    assert words.decode(list(tags.spawn_close)) == "</spawn_workers>"
+    assert [words.decode(list(ids)) for ids in tags.worker_open] == [f"<worker_{i}>" for i in range(1, workers + 1)]
+    lengths = {len(tags.spawn_close), *map(len, tags.worker_open)}
+    assert lengths == {1} if kind == "single" else min(lengths) > 1
+    assert tags.eos == words.convert_tokens_to_ids(tiny.EOS)
+
+
+def test_a_tokenizer_that_cannot_spell_a_tag_is_refused():
+    # no p, o or _
+    words = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate("</>thinkaswer")}, merges=[]))
+    words.decoder = decoders.Fuse()
+    with pytest.raises(ValueError, match="does not give '<spawn_workers>' back"):
+        TagIds.of(PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>"))
+
+
+def test_a_tokenizer_without_an_end_is_refused():
+    words = tiny.tokenizer("single")
+    words.eos_token = None
+    with pytest.raises(ValueError, match="has no eos token"):
+        TagIds.of(words)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("a<spawn_workers><worker_1>b</worker_1><worker_2>c</worker_2></spawn_workers>\n", {}),
+        (
+            "a<spawn_workers>\n<worker_1>b</worker_1>\n\n<worker_2>c</worker_2> </spawn_workers>",
+            {"newline": 2, "space": 1},
+        ),
+        (
+            "a<spawn_workers>The<worker_1>b</worker_1></<worker_2>c</worker_2>\n</spawn_workers>",
+            {"text": 1, "tag": 1, "newline": 1},
+        ),
+        ("a<spawn_workers><worker_1>no end of it<worker_2>c</worker_2></spawn_workers>\n\nso", {}),
+    ],
+)
+def test_what_a_token_wrote_after_a_tag_is_counted_by_kind(text, expected):
+    assert overshoots(text) == expected
