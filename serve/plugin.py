@@ -51,7 +51,7 @@ class Plugin:
             check_same_ids(open_tokenizer(args.model), engine_client.renderer.get_tokenizer(), args.model)
         state.dccot = Chat(engine_client, from_environment(), list(names))
         if getattr(args, "api_process_rank", 0) in (0, None):
-            config, scheme = state.dccot.core.config, "https" if args.ssl_certfile else "http"
+            config, scheme = state.dccot.config, "https" if args.ssl_certfile else "http"
             does = f"{config.rollout.workers} workers" if config.prompt.parallel else "no workers"
             does += f", budget {config.rollout.budget:,}"
             where = f"{scheme}://{args.host or '0.0.0.0'}:{args.port}"
