@@ -26,27 +26,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Protocol, Self
 
 from dccot.core.config import named, require
+from dccot.rollout.response import UNJUDGED, Verdict
 from dccot.rollout.tags import answer_block
 
 logger = logging.getLogger("dccot.grading")
 Gold = str | Sequence[str]
 SELF_TEST = [
-    (["grade", r"so it is \boxed{0.5}", [r"\boxed{\frac{1}{2}}"]], "correct"),
-    (["grade", r"\boxed{2}", [r"\boxed{3}"]], "wrong"),
+    (["grade", r"so it is \boxed{0.5}", [r"\boxed{\frac{1}{2}}"]], Verdict.CORRECT),
+    (["grade", r"\boxed{2}", [r"\boxed{3}"]], Verdict.WRONG),
 ]
-
-
-class Verdict(StrEnum):
-    CORRECT = "correct"
-    WRONG = "wrong"
-    UNPARSABLE = "unparsable"  # math-verify finds no expression in the answer
-    TIMED_OUT = "timed_out"
-    CRASHED = "crashed"  # the process died or exceeded its memory limit
 
 
 class Judge(Protocol):
@@ -142,11 +134,7 @@ class Grader(Judge):
         scoped = [self._scope(text) for text in texts]
         distinct = list(dict.fromkeys(scoped))
         form_of = dict(zip(distinct, self._ask_all([["form", text] for text in distinct])))
-        spelling = {
-            form: text
-            for text, form in reversed(form_of.items())
-            if form not in (None, Verdict.TIMED_OUT, Verdict.CRASHED)
-        }
+        spelling = {form: text for text, form in reversed(form_of.items()) if form is not None and form not in UNJUDGED}
         leader: dict[str, str] = {}
         waiting = [form for form in dict.fromkeys(form_of.values()) if form in spelling]
         while waiting:

@@ -26,12 +26,13 @@ import time
 from collections.abc import Callable
 from functools import lru_cache
 
+from dccot.rollout.response import Verdict
+
 POLL_SECONDS = 0.02
 WALL_FACTOR = 6  # wall-clock backstop, as a multiple of the CPU time limit
 TASKS_PER_WORKER = 2000
 PAGE_MB = resource.getpagesize() / 2**20
 TICKS = os.sysconf("SC_CLK_TCK")
-TIMED_OUT, CRASHED = "timed_out", "crashed"
 
 
 # --- what the worker does
@@ -64,8 +65,8 @@ def grade(text: str, golds: list[str]) -> str:
     if not found:
         return "bad_gold"
     if any(same(gold, answer) for gold in found):
-        return "correct"
-    return "wrong" if any(map(is_expression, answer)) else "unparsable"
+        return Verdict.CORRECT
+    return Verdict.WRONG if any(map(is_expression, answer)) else Verdict.UNPARSABLE
 
 
 def form(text: str) -> str | None:
@@ -173,7 +174,7 @@ class Keeper:
     def answer(self, task: bytes) -> bytes:
         """The worker's answer to one task, or why there is none."""
         worker, taken = self._hand_over(task)
-        fate = self._watch(worker) if taken else CRASHED
+        fate = self._watch(worker) if taken else Verdict.CRASHED
         worker.tasks += 1
         if isinstance(fate, str) or worker.tasks >= TASKS_PER_WORKER or self._grown(worker) > self.memory_mb / 4:
             self._dismiss()
@@ -211,12 +212,12 @@ class Keeper:
             if select.select([worker.answer_read], [], [], POLL_SECONDS)[0]:
                 piece = os.read(worker.answer_read, 1 << 16)
                 if not piece:
-                    return CRASHED
+                    return Verdict.CRASHED
                 line += piece
             elif self._grown(worker) > self.memory_mb or os.getppid() != self.grader:
-                return CRASHED
+                return Verdict.CRASHED
             elif worker.cpu_seconds() > cpu or time.monotonic() > wall:
-                return TIMED_OUT
+                return Verdict.TIMED_OUT
         return line
 
 

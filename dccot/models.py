@@ -18,8 +18,8 @@ from dccot.core.config import ConfigError
 from dccot.data.prompts import PromptConfig
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import resolve_model
-from dccot.model.tokenizer import PROBE, open_tokenizer
-from dccot.rollout.tags import TagIds, all_tags
+from dccot.model.tokenizer import open_tokenizer
+from dccot.rollout.tags import PROBE, TagIds, all_tags
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,13 +20,11 @@ from pathlib import Path
 
 from dccot.core.files import BadData, write_atomic
 from dccot.core.statistics import ByProblem, Estimate, mean, over_problems
-from dccot.data.judge import Verdict
 from dccot.eval.benchmarks import Benchmark
 from dccot.eval.majority import majority_of_three
-from dccot.rollout.response import Finish
+from dccot.rollout.response import UNJUDGED, Finish, Verdict
 
 SUMMARY = "summary.json"
-UNJUDGED = (Verdict.TIMED_OUT, Verdict.CRASHED)
 
 
 @dataclass(frozen=True)

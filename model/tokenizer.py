@@ -3,11 +3,10 @@
     tokenizer = open_tokenizer(folder)                       what transformers opens, if it splits text as tokenizer.json says;
                                                              tokenizer.json itself otherwise
     with tokenizer_folder(folder) as path: …                 the same for a program that loads its own (vLLM)
-    check_same_ids(tokenizer, other, folder)                 … and whether it produces the same ids
 
 Published folders declare classes that rebuild the pipeline of tokenizer.json in their own way: transformers 5 opens the
 tokenizers of R1-Distill-Llama-8B and R1-0528-Qwen3-8B as LlamaTokenizer, which silently drops every space. Both are
-checked whenever a tokenizer is opened: a text with spaces, newlines, digits and tags gives the ids that tokenizer.json
+checked whenever a tokenizer is opened: a text with spaces, newlines, digits and mark-up gives the ids that tokenizer.json
 gives, and comes back with its white space.
 """
 
@@ -25,10 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SPACED = "Find $x^2$ when x = 12.\n\nLet's think  about 3,141 and  a (b) case:\n    "
-TAGGED = (
-    "<spawn_workers>\n<worker_1>I'll try.</worker_1><worker_2>\n\nNo</worker_2></spawn_workers> Ünï cöde, 数学, ≤ 5\n"
-)
-PROBE = SPACED + TAGGED
+PROBE = SPACED + "<a_list>\n<item_1>I'll try.</item_1><item_2>\n\nNo</item_2></a_list> Ünï cöde, 数学, ≤ 5\n"
 
 
 def open_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
@@ -64,15 +60,6 @@ def tokenizer_folder(folder: str | Path) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="dccot-tokenizer-") as repaired:
         tokenizer.save_pretrained(repaired)
         yield repaired
-
-
-def check_same_ids(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, folder: str | Path) -> None:
-    """Reject an engine whose tokenizer splits text differently from the trainer's."""
-    if _ids(tokenizer) != _ids(other):
-        kind = f"the engine's tokenizer ({type(other).__name__})"
-        raise BadData(
-            f"{kind} splits text differently from the tokenizer of {folder}; `dccot serve` gives vLLM a repaired one"
-        )
 
 
 def lost_white_space(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:

@@ -28,10 +28,11 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from dccot.core.config import ConfigError, warn_of_plain_http
-from dccot.model.tokenizer import PROBE, open_tokenizer
+from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import Call, Completion, Stop
 from dccot.rollout.engine import EngineStalled
 from dccot.rollout.settings import EngineConfig
+from dccot.rollout.tags import PROBE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

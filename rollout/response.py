@@ -137,6 +137,19 @@ class Response:
         return cls(row["prompt"], rounds, final, Finish(row["finish"]))
 
 
+class Verdict(StrEnum):
+    """What a judge says of an answer."""
+
+    CORRECT = "correct"
+    WRONG = "wrong"
+    UNPARSABLE = "unparsable"  # no expression found in the answer
+    TIMED_OUT = "timed_out"
+    CRASHED = "crashed"  # the judge's process died or exceeded its memory limit
+
+
+UNJUDGED = (Verdict.TIMED_OUT, Verdict.CRASHED)  # neither right nor wrong
+
+
 @dataclass
 class Rollout:
     """One response to one problem with everything known about it: one line of any rollout JSONL."""
@@ -148,19 +161,18 @@ class Rollout:
     text: str  # includes <think> when the prompt opened it
     response: Response
     flaw: str | None = None  # None: well-formed
-    verdict: str | None = None  # data.grading.Verdict; None: not graded
+    verdict: str | None = None  # a Verdict; None: not graded
     reward: float | None = None
     advantage: float | None = None
     step: int | None = None
 
     @property
     def correct(self) -> bool:
-        return self.verdict == "correct"
+        return self.verdict == Verdict.CORRECT
 
     @property
     def judged(self) -> bool:
-        """The grader reached a verdict: an answer that timed out or crashed it is neither right nor wrong."""
-        return self.verdict not in (None, "timed_out", "crashed")
+        return self.verdict is not None and self.verdict not in UNJUDGED
 
     @property
     def well_formed(self) -> bool:

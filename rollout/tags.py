@@ -15,6 +15,10 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+
+from dccot.core.files import BadData
+from dccot.model.tokenizer import SPACED
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
@@ -204,6 +208,20 @@ class _Cursor:
 
     def error(self, flaw: Flaw) -> IllFormed:
         return IllFormed(flaw, self.text[: self.at])
+
+
+PROBE = SPACED + (
+    "<spawn_workers>\n<worker_1>I'll try.</worker_1><worker_2>\n\nNo</worker_2></spawn_workers> Ünï cöde, 数学, ≤ 5\n"
+)
+
+
+def check_same_ids(tokenizer, other, folder: str | Path) -> None:
+    """Reject an engine whose tokenizer splits text or tags differently from the trainer's."""
+    if tokenizer.encode(PROBE, add_special_tokens=False) != other.encode(PROBE, add_special_tokens=False):
+        kind = f"the engine's tokenizer ({type(other).__name__})"
+        raise BadData(
+            f"{kind} splits text differently from the tokenizer of {folder}; `dccot serve` gives vLLM a repaired one"
+        )
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,13 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from dccot.core.runtime import PATIENCE, Runtime, free_memory, keep_freed_memory
-from dccot.model.tokenizer import check_same_ids, open_tokenizer, tokenizer_folder
+from dccot.model.tokenizer import open_tokenizer, tokenizer_folder
 from dccot.model.weights import open_tensors
 from dccot.rollout.director import Call, Completion, Stop
 from dccot.rollout.engine import EngineStalled
 from dccot.rollout.settings import EngineConfig
 from dccot.rollout.sync import differing
+from dccot.rollout.tags import check_same_ids
 from dccot.rollout.vllm_start import end_log, logged, undisturbed
 
 ON_GPU = torch.cuda.is_available()

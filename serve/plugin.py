@@ -27,7 +27,8 @@ from starlette.types import Receive, Scope, Send
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.serve.utils.api_utils import listen_for_disconnect
 
-from dccot.model.tokenizer import check_same_ids, open_tokenizer
+from dccot.model.tokenizer import open_tokenizer
+from dccot.rollout.tags import check_same_ids
 from dccot.serve import metrics
 from dccot.serve.chat import Chat, Job
 from dccot.serve.request import MAX_BODY, Refused, read_ask

@@ -8,7 +8,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dccot.core.files import BadData
-from dccot.model.tokenizer import PROBE, check_same_ids, lost_white_space, open_tokenizer, tokenizer_folder
+from dccot.model.tokenizer import lost_white_space, open_tokenizer, tokenizer_folder
+from dccot.rollout.tags import PROBE, check_same_ids
 
 TEXT = "Find $x^2$ when x = 12.\n\nLet's go"
 CHAT_TEMPLATE = "{{ messages[0]['content'] }}"
