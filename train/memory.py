@@ -78,13 +78,13 @@ class TrainingMemory:
                 **gradients,
                 "gathered weights": gathered,
                 "activations": self.kept,
-                "a block at work": block_backward(*parts, self.sharding.activation_checkpointing) + flying,
+                "one block": block_backward(*parts, self.sharding.activation_checkpointing) + flying,
             },
             "the LM head's backward": {
                 **gradients,
                 "gathered weights": gathered,
                 "activations": self.kept,
-                "the LM head at work": head_backward(*parts, self.rows),
+                "the LM head": head_backward(*parts, self.rows),
             },
             "the last reduction": {
                 "gradients": self.shard_gradients + (4 if self.waits else self.width) * self.root,

@@ -99,7 +99,7 @@ def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan
     # vLLM takes its share whatever the trainer holds beside it
     room = config.engine.gpu_memory * gpu.memory * GB - weights - working
     kv_tokens = max(0, int(room / kv_per_token))
-    sampling = {"engine weights": weights, "engine at work": working, "KV cache": max(0.0, room)}
+    sampling = {"engine weights": weights, "engine workspace": working, "KV cache": max(0.0, room)}
     typical = config.prompt.max_prompt_tokens / 4 + config.rollout.budget / 2
     sequences = max(1, min(config.engine.max_sequences, int(kv_tokens / typical)))
     step = (weights + sequences * typical * kv_per_token) / (gpu.bandwidth * GB * ASSUMED_BANDWIDTH_SHARE)
