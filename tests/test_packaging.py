@@ -17,8 +17,6 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-MAX_LINES_PER_FILE = 400
-
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RANGES = [text for group in (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()) for text in group]
@@ -70,15 +68,6 @@ def test_the_wheel_holds_every_file_of_the_package_once_and_no_other(wheel):
     expected = [name for name in files if name.startswith("dccot/")]
     expected += [f"dccot/{name}" for name in files if name.split("/")[0] in rooms]
     assert sorted(wheel) == sorted(expected)
-
-
-@pytest.fixture(scope="module")
-def lines(wheel) -> dict[str, int]:
-    return {name: len(text.splitlines()) for name, text in wheel.items() if name.endswith(".py")}
-
-
-def test_no_installed_file_is_too_long_to_read(lines):
-    assert {name: count for name, count in lines.items() if count > MAX_LINES_PER_FILE} == {}
 
 
 def test_the_sdist_holds_the_package_and_no_tests(built):
