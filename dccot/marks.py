@@ -69,7 +69,8 @@ def changes(plan: StagePlan, config: Any, mark: dict[str, Any]) -> list[tuple[st
 
 
 def _completed(before: dict[str, Any], now: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """`before` with the defaults of settings added since, which describe the old behaviour."""
+    """`before` with the defaults of settings added since, which describe the old behaviour, without those that went."""
+    before = {name: value for name, value in before.items() if name in now or name in defaults or not defaults}
     groups = [name for name in before if isinstance(before[name], dict) and isinstance(now.get(name), dict)]
     inner = {name: _completed(before[name], now[name], defaults.get(name) or {}) for name in groups}
     return {**{name: defaults[name] for name in now if name in defaults and name not in before}, **before, **inner}

@@ -25,10 +25,11 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 MAX_LAYERS, MAX_SIZE = 1000, 2**31 - 1  # more means a damaged file, rejected before allocating memory
-ROPE_KEYS = {
-    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
-    "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate", "partial_rotary_factor",
-}  # fmt: skip
+ROPE_WORDS = {"rope_type", "type", "truncate"}
+ROPE_NUMBERS = set(
+    "rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast beta_slow "
+    "attention_factor mscale mscale_all_dim partial_rotary_factor".split()
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ FAMILIES = {  # by model_type
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The rotary embedding; `rotary.py` explains how each scaling uses these numbers."""
+    """The rotary embedding; rope.py explains how each scaling uses these numbers."""
 
     type: str = "default"
     theta: float = 10_000.0
@@ -89,9 +90,8 @@ def read_config(folder: str | Path) -> ModelConfig:
     """The configuration of the checkpoint in `folder`; BadData where the decoder cannot compute that model."""
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} does not exist: a checkpoint is a folder in Hugging Face format (fetch one: `hf download <name> --local-dir <folder>`)"
-        )
+        fetch = "fetch one: `hf download <name> --local-dir <folder>`"
+        raise FileNotFoundError(f"{path} does not exist: a checkpoint is a folder in Hugging Face format ({fetch})")
     try:
         raw = json.loads(path.read_text())
     except ValueError as error:
@@ -103,14 +103,24 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 def parse_config(raw: Mapping, where: str = "config") -> ModelConfig:
     """The same from the contents of a config.json."""
-    _reject_unsupported(raw, where)
+    try:
+        _reject_unsupported(raw)
+        return _parse(raw)
+    except BadData as problem:
+        raise BadData(f"{where}: {problem}") from None
+
+
+def _require(holds: object, problem: str) -> None:
+    if not holds:
+        raise BadData(problem)
+
+
+def _parse(raw: Mapping) -> ModelConfig:
     family, heads, hidden = FAMILIES[raw["model_type"]], raw["num_attention_heads"], raw["hidden_size"]
     head_dim = raw.get("head_dim") or family.head_dim or hidden // heads
     kv_heads = raw.get("num_key_value_heads") or heads
-    if heads % kv_heads or head_dim % 2 or not head_dim:
-        raise BadData(
-            f"{where}: {heads} heads cannot share {kv_heads} key-value heads evenly, or head_dim {head_dim} is odd or 0"
-        )
+    _require(heads % kv_heads == 0, f"{heads} heads cannot share {kv_heads} key-value heads evenly")
+    _require(head_dim and head_dim % 2 == 0, f"head_dim {head_dim} is odd or 0")
     attention_bias = bool(raw.get("attention_bias", False))
     max_position = raw.get("max_position_embeddings") or family.max_position
     return ModelConfig(
@@ -124,7 +134,7 @@ def parse_config(raw: Mapping, where: str = "config") -> ModelConfig:
         head_dim=head_dim,
         max_position=max_position,
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        rope=_parse_rope(raw, max_position, where),
+        rope=_parse_rope(raw, max_position),
         qkv_bias=family.qkv_bias or attention_bias,
         output_bias=not family.qkv_bias and attention_bias,
         qk_norm=family.qk_norm,
@@ -134,84 +144,63 @@ def parse_config(raw: Mapping, where: str = "config") -> ModelConfig:
     )
 
 
-def _reject_unsupported(raw: Mapping, where: str) -> None:
-    def require(holds: bool, problem: str) -> None:
-        if not holds:
-            raise BadData(f"{where}: {problem}")
-
+def _reject_unsupported(raw: Mapping) -> None:
     model_type = raw.get("model_type")
-    require(model_type in list(FAMILIES), f"model_type is {model_type!r}; the decoder computes {', '.join(FAMILIES)}")
+    _require(model_type in list(FAMILIES), f"model_type is {model_type!r}; the decoder computes {', '.join(FAMILIES)}")
     missing = [key for key in REQUIRED if raw.get(key) is None]
-    require(not missing, f"{', '.join(missing)} missing")
+    _require(not missing, f"{', '.join(missing)} missing")
     for key in (*REQUIRED, *(key for key in OPTIONAL_SIZES if raw.get(key) is not None)):
         value, limit = raw[key], MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
-        require(
-            type(value) is int and 1 <= value <= limit,
-            f"{key} is {value!r}; it must be a whole number from 1 to {limit:,}",
-        )
+        whole = type(value) is int and 1 <= value <= limit
+        _require(whole, f"{key} is {value!r}; it must be a whole number from 1 to {limit:,}")
     eps = raw.get("rms_norm_eps", 1e-6)
-    require(isinstance(eps, (int, float)) and 0 < eps < 1, f"rms_norm_eps is {eps!r}; it must be between 0 and 1")
+    _require(isinstance(eps, (int, float)) and 0 < eps < 1, f"rms_norm_eps is {eps!r}; it must be between 0 and 1")
     activation = raw.get("hidden_act", "silu")
-    require(activation == "silu", f"hidden_act is {activation!r}; the decoder computes silu")
-    require(not raw.get("mlp_bias"), "mlp_bias is true; the decoder's MLP has no bias")
-    require(not raw.get("quantization_config"), "the weights are quantised; training needs the unquantised checkpoint")
+    _require(activation == "silu", f"hidden_act is {activation!r}; the decoder computes silu")
+    _require(not raw.get("mlp_bias"), "mlp_bias is true; the decoder's MLP has no bias")
+    _require(not raw.get("quantization_config"), "the weights are quantised; training needs the unquantised checkpoint")
     kinds, full = raw.get("layer_types") or [], raw.get("max_window_layers", 28)
-    require(isinstance(kinds, list), f"layer_types is {kinds!r}; it must be a list")
+    _require(isinstance(kinds, list), f"layer_types is {kinds!r}; it must be a list")
     slides = any(kind != "full_attention" for kind in kinds)
     if raw.get("use_sliding_window") and raw.get("sliding_window", 4096) and not kinds:
         slides = not isinstance(full, int) or full < raw["num_hidden_layers"]
-    require(
-        not slides,
-        "some layers use a sliding window; the decoder computes full attention (use_sliding_window must be false)",
-    )
+    remedy = "the decoder computes full attention (use_sliding_window must be false)"
+    _require(not slides, f"some layers use a sliding window; {remedy}")
 
 
-def _parse_rope(raw: Mapping, max_position: int, where: str) -> RopeConfig:
+def _parse_rope(raw: Mapping, max_position: int) -> RopeConfig:
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(given, Mapping):
-        raise BadData(
-            f"{where}: the rotary embedding is {given!r}; it must be an object with rope_type and its settings"
-        )
+    kept = "it must be an object with rope_type and its settings"
+    _require(isinstance(given, Mapping), f"the rotary embedding is {given!r}; {kept}")
     rope: dict[str, Any] = {"rope_theta": raw.get("rope_theta"), **given}
-    unknown = sorted(set(rope) - ROPE_KEYS)
-    if unknown:
-        raise BadData(f"{where}: the rotary embedding has settings the decoder does not know: {', '.join(unknown)}")
-    for key in sorted(ROPE_KEYS - {"rope_type", "type", "truncate"}):
+    unknown = sorted(set(rope) - ROPE_WORDS - ROPE_NUMBERS)
+    _require(not unknown, f"the rotary embedding has settings the decoder does not know: {', '.join(unknown)}")
+    for key in sorted(ROPE_NUMBERS):
         value = rope.get(key)
-        if value is not None and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
-            raise BadData(f"{where}: {key} is {value!r}; it must be a finite number of at least 0")
+        finite = value is None or (isinstance(value, (int, float)) and 0 <= value < math.inf)
+        _require(finite, f"{key} is {value!r}; it must be a finite number of at least 0")
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ROPE_TYPES:
-        raise BadData(f"{where}: rope type is {kind!r}; the decoder computes {', '.join(ROPE_TYPES)}")
+    _require(kind in ROPE_TYPES, f"rope type is {kind!r}; the decoder computes {', '.join(ROPE_TYPES)}")
     partial = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise BadData(f"{where}: partial_rotary_factor is {partial}; the decoder rotates the whole head (1.0)")
+    _require(partial == 1.0, f"partial_rotary_factor is {partial}; the decoder rotates the whole head (1.0)")
     theta = float(rope.get("rope_theta") or 10_000.0)
     if kind == "default":
         return RopeConfig(theta=theta)
-
-    original = (
-        raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or max_position
-    )
-    factor: Any = rope.get("factor") or (max_position / original if kind == "yarn" else None)
-    needed: dict[str, Any] = {"factor": factor}
+    key = "original_max_position_embeddings"
+    original = raw.get(key) or rope.get(key) or max_position
+    needed: dict[str, Any] = {"factor": rope.get("factor") or (max_position / original if kind == "yarn" else None)}
     if kind == "llama3":
         needed |= {key: rope.get(key) for key in ("low_freq_factor", "high_freq_factor")}
     missing = [key for key, value in needed.items() if value is None]
-    if missing:
-        raise BadData(f"{where}: rope type {kind!r} needs {', '.join(missing)}")
-    if kind != "yarn":
-        return RopeConfig(type=kind, theta=theta, original_max_position=original, **needed)
-    return RopeConfig(
-        type=kind,
-        theta=theta,
-        factor=factor,
-        original_max_position=original,
-        beta_fast=rope.get("beta_fast") or 32.0,
-        beta_slow=rope.get("beta_slow") or 1.0,
-        truncate=rope.get("truncate", True),
-        attention_factor=_yarn_attention_factor(rope, factor),
-    )
+    _require(not missing, f"rope type {kind!r} needs {', '.join(missing)}")
+    if kind == "yarn":
+        needed |= {
+            "beta_fast": rope.get("beta_fast") or 32.0,
+            "beta_slow": rope.get("beta_slow") or 1.0,
+            "truncate": rope.get("truncate", True),
+            "attention_factor": _yarn_attention_factor(rope, needed["factor"]),
+        }
+    return RopeConfig(type=kind, theta=theta, original_max_position=original, **needed)
 
 
 def _yarn_attention_factor(rope: Mapping, factor: float) -> float:

@@ -1,6 +1,6 @@
 """A Hugging Face folder from a GGUF file, as llama.cpp writes them: qwen2, qwen3 and llama.
 
-    import_gguf("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2")       config, weights, tokenizer, chat template, generation config
+    import_gguf("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2")    config, weights, tokenizer and what belongs to it
 
 Transformers and gguf read the file; quantised weights are dequantised, and the folder holds plain ones. What
 transformers would silently get wrong is fixed or rejected here: a quantization_config for weights that are no longer
@@ -23,13 +23,14 @@ from dccot.core.files import BadData
 from dccot.model.config import FAMILIES, OPTIONAL_SIZES, REQUIRED, ModelConfig, parse_config
 from dccot.model.tokenizer import open_tokenizer
 from dccot.model.transformer import Transformer
-from dccot.model.weights import read_companions, write_folder
+from dccot.model.weights import TOKEN_IDS, read_companions, write_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 PACKAGES = ("gguf", "accelerate")
+REMEDY = "use the published safetensors"
 BYTE_LEVEL = (None, "default", "gpt-2", "gpt2")  # names of the pre-tokenization that transformers uses by default
 
 
@@ -52,8 +53,9 @@ def import_gguf(file: str | Path, folder: str | Path, dtype: torch.dtype = torch
         (Path(beside) / "config.json").write_text(json.dumps(raw))  # AutoTokenizer picks its class by it
         _tokenizer(file, metadata).save_pretrained(beside)
         tokenizer = open_tokenizer(beside)
-        ids = {key: raw.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        ids["eos_token_id"] = tokenizer.eos_token_id if ids["eos_token_id"] is None else ids["eos_token_id"]
+        ids = {key: raw.get(key) for key in TOKEN_IDS}
+        if ids["eos_token_id"] is None:
+            ids["eos_token_id"] = tokenizer.eos_token_id
         known = {key: value for key, value in ids.items() if value is not None}
         (Path(beside) / "generation_config.json").write_text(json.dumps(known, indent=2) + "\n")
         companions = read_companions(beside)
@@ -63,10 +65,9 @@ def import_gguf(file: str | Path, folder: str | Path, dtype: torch.dtype = torch
     for name, parameter in shape.named_parameters():  # transformers also loads tensors that do not fit
         if weights[name].shape != parameter.shape:
             has, needs = tuple(weights[name].shape), tuple(parameter.shape)
-            raise BadData(f"{file}: {name} has shape {has}, its header says {needs}; use the published safetensors")
-    write_folder(
-        shape, ((name, weights[name]) for name, _ in shape.named_parameters()), folder, source=companions, dtype=dtype
-    )
+            raise BadData(f"{file}: {name} has shape {has}, its header says {needs}; {REMEDY}")
+    parameters = ((name, weights[name]) for name, _ in shape.named_parameters())
+    write_folder(shape, parameters, folder, source=companions, dtype=dtype)
     return config
 
 
@@ -76,9 +77,8 @@ def _config_of(config: PreTrainedConfig, metadata: dict) -> dict:
     sizes["head_dim"] = metadata.get(f"{config.model_type}.attention.key_length", sizes["head_dim"])
     raw = config.to_diff_dict() | {key: size for key, size in sizes.items() if size is not None}
     dropped = ("quantization_config", "_model_name_or_path", "dtype")
-    return {key: value for key, value in raw.items() if key not in dropped} | {
-        "architectures": [ARCHITECTURES[config.model_type]]
-    }
+    kept = {key: value for key, value in raw.items() if key not in dropped}
+    return kept | {"architectures": [ARCHITECTURES[config.model_type]]}
 
 
 def _read_metadata(file: Path) -> tuple[dict, set[str]]:
@@ -87,7 +87,7 @@ def _read_metadata(file: Path) -> tuple[dict, set[str]]:
         raise FileNotFoundError(f"no file {str(file)!r}")
     with open(file, "rb") as stream:
         if stream.read(4) != b"GGUF":
-            raise BadData(f"{file} is no GGUF file: it does not begin with GGUF; fetch it again")
+            raise BadData(f"{file} is not a GGUF file: it does not begin with GGUF; fetch it again")
     from gguf import GGUFReader
 
     try:
@@ -101,15 +101,12 @@ def _read_metadata(file: Path) -> tuple[dict, set[str]]:
 def _refuse_unsupported(file: Path, metadata: dict, tensors: set[str]) -> None:
     family = metadata.get("general.architecture")
     if family not in FAMILIES:
-        raise ConfigError(
-            f"{file} holds a model of architecture {family!r}; the decoder computes {', '.join(FAMILIES)}"
-        )
+        known = f"the decoder computes {', '.join(FAMILIES)}"
+        raise ConfigError(f"{file} holds a model of architecture {family!r}; {known}")
     scaling = metadata.get(f"{family}.rope.scaling.type", "none")
     if scaling != "none" or "rope_freqs.weight" in tensors:
         kind = scaling if scaling != "none" else "llama3"
-        raise ConfigError(
-            f"{file} scales its rotary embedding ({kind}), which is not read from GGUF: use the published safetensors"
-        )
+        raise ConfigError(f"{file} scales its rotary embedding ({kind}), which is not read from GGUF: {REMEDY}")
 
 
 def _tokenizer(file: Path, metadata: dict) -> PreTrainedTokenizerBase:
@@ -123,7 +120,5 @@ def _tokenizer(file: Path, metadata: dict) -> PreTrainedTokenizerBase:
         digits, bytes_ = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, bytes_])
     elif cut not in BYTE_LEVEL and cut not in GGUF_PRE_TOKENIZER_SPLITS:
-        raise ConfigError(
-            f"{file} cuts text before BPE as {cut!r}, which is not known here: use the published safetensors"
-        )
+        raise ConfigError(f"{file} cuts text before BPE as {cut!r}, which is not known here: {REMEDY}")
     return tokenizer

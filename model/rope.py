@@ -5,7 +5,8 @@ beyond pre-training, checkpoints slow some pairs down:
 
     linear    ω_i / s
     llama3    ω_i / s where a wave is longer than L/low, ω_i where it is shorter than L/high, a blend of both in between
-    yarn      the same idea, a ramp over i between `beta_fast` and `beta_slow` turns within L; cos and sin grow by `attention_factor`
+    yarn      the same idea, a ramp over i between `beta_fast` and `beta_slow` turns within L; cos and sin grow by
+              `attention_factor`
 
 Frequencies are computed, never loaded, on the CPU in fp32: a difference in the last bit of ω is a visible angle at
 position 30,000, and this is how transformers and vLLM compute them. They are not a module buffer, so neither
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -27,22 +29,12 @@ from dccot.model.config import RopeConfig
 def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:
     """fp32 [D/2]: the angle by which each pair of a head turns per position."""
     period = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
-    scaled = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}[rope.type]
-    return scaled(period, rope).to(device)
-
-
-def _default(period: Tensor, rope: RopeConfig) -> Tensor:
-    return 1.0 / period
-
-
-def _linear(period: Tensor, rope: RopeConfig) -> Tensor:
-    return 1.0 / period / rope.factor
+    return SCALINGS[rope.type](period, rope).to(device)
 
 
 def _llama3(period: Tensor, rope: RopeConfig) -> Tensor:
     frequency = 1.0 / period
-    # how often the pair turns within the original length
-    turns = rope.original_max_position / (2 * math.pi / frequency)
+    turns = rope.original_max_position / (2 * math.pi / frequency)  # of the pair within the original length
     fast = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return (1 - fast) * frequency / rope.factor + fast * frequency
 
@@ -60,6 +52,14 @@ def _yarn(period: Tensor, rope: RopeConfig) -> Tensor:
     ramp = (torch.arange(pairs, dtype=torch.float32, device="cpu") - low) / ((high - low) or 0.001)
     fast = 1 - ramp.clamp(0, 1)
     return 1.0 / (rope.factor * period) * (1 - fast) + 1.0 / period * fast
+
+
+SCALINGS: dict[str, Callable[[Tensor, RopeConfig], Tensor]] = {
+    "default": lambda period, rope: 1.0 / period,
+    "linear": lambda period, rope: 1.0 / period / rope.factor,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from dccot.core.config import ConfigError, at_least, one_of, require
 from dccot.core.runtime import inherit_timeout
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.transformer import Block, Transformer
@@ -42,7 +43,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 @dataclass
 class ShardingConfig:
     replicate: int = 1  # copies of the model; 1 shards it over all ranks
-    whole: bool = False  # every rank has a copy, in one piece instead of by block; for tiny models
+    whole: bool = False  # every rank has a copy, in one piece instead of by block: for tiny models
     compute_dtype: str = "bfloat16"
     master_dtype: str = "float32"  # a frozen model needs no more than compute_dtype
     activation_checkpointing: bool = True
@@ -53,24 +54,17 @@ class ShardingConfig:
     compile: bool = False
     # triton, cpu or flash (torch's FlexAttention on the same tiles, FLASH where installed); None: by device
     attention: str | None = None
-    # the LM head's backward skips tokens less probable than this in all rows of a block; 0: none
-    skip_below: float = 0.0
 
     def check(self) -> None:
         _dtype("sharding.compute_dtype", self.compute_dtype)
         _dtype("sharding.master_dtype", self.master_dtype)
-        if self.attention not in (None, *ATTENTION):
-            raise ValueError(
-                f"sharding.attention is {self.attention!r}; it must be null or one of {', '.join(ATTENTION)}"
-            )
-        if not 0 <= self.skip_below < 1:
-            raise ValueError(f"sharding.skip_below is {self.skip_below}; it must be a probability below 1")
-        if self.replicate < 1:
-            raise ValueError(f"sharding.replicate is {self.replicate}; it must be at least 1")
-        if self.whole and self.replicate > 1:
-            raise ValueError(
-                f"sharding.replicate is {self.replicate} and sharding.whole is set, which makes a copy per rank; choose one"
-            )
+        if self.attention is not None:
+            one_of(self.attention, ATTENTION, "sharding.attention", " or null")
+        at_least(1, self.replicate, "sharding.replicate")
+        require(
+            not self.whole or self.replicate == 1,
+            f"sharding.replicate is {self.replicate}, and sharding.whole makes a copy per rank; choose one",
+        )
 
     def copies(self, ranks: int) -> int:
         """Copies of the model on `ranks` ranks."""
@@ -80,9 +74,7 @@ class ShardingConfig:
 def build_model(
     folder: str | Path, sharding: ShardingConfig, *, device: torch.device | str | None = None, seed: int | None = None
 ) -> Transformer:
-    """The checkpoint in `folder`, sharded over the process group if there is one; with `seed`, random weights instead
-    of stored ones.
-    """
+    """The checkpoint in `folder`, sharded over the process group if there is one; with `seed`, random weights."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = empty_model(read_config(folder), sharding, device)
     if seed is None:
@@ -97,7 +89,6 @@ def empty_model(config: ModelConfig, sharding: ShardingConfig, device: torch.dev
     master, compute = _dtype("master_dtype", sharding.master_dtype), _dtype("compute_dtype", sharding.compute_dtype)
     with torch.device("meta"):
         model = Transformer(config).to(master)
-    model.skip_below = sharding.skip_below
     compiled = sharding.compile and _can_compile(device)
     for block in model.model.layers:
         assert isinstance(block, Block)
@@ -107,21 +98,19 @@ def empty_model(config: ModelConfig, sharding: ShardingConfig, device: torch.dev
     if dist.is_initialized():
         _shard(model, _mesh(device, sharding.copies(dist.get_world_size())), sharding, compute)
     elif master != compute:
-        raise ValueError(
-            f"compute_dtype {sharding.compute_dtype} over master_dtype {sharding.master_dtype} needs FSDP, which needs a process "
-            "group: launch with torchrun (one process will do), or set both to the same"
+        raise ConfigError(
+            f"compute_dtype {sharding.compute_dtype} over master_dtype {sharding.master_dtype} needs FSDP, which needs "
+            "a process group: launch with torchrun (one process will do), or set both to the same"
         )
     model.to_empty(device=device)
     return model
 
 
 def _can_compile(device: torch.device) -> bool:
-    found = device.type != "cpu" or shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-    if not found:
-        log.warning(
-            "sharding.compile needs a C++ compiler on a CPU, and neither g++ nor clang++ was found: running without it"
-        )
-    return bool(found)
+    if device.type != "cpu" or shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++"):
+        return True
+    log.warning("sharding.compile needs a C++ compiler on a CPU; neither g++ nor clang++ was found: running without it")
+    return False
 
 
 def _shard(model: Transformer, mesh: DeviceMesh, sharding: ShardingConfig, compute: torch.dtype) -> None:
@@ -129,13 +118,9 @@ def _shard(model: Transformer, mesh: DeviceMesh, sharding: ShardingConfig, compu
     reduce = torch.promote_types(compute, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     modules: list[nn.Module] = [model] if sharding.whole else [*model.model.layers, model]
+    again = sharding.reshard_after_forward and not sharding.whole
     for module in modules:
-        fully_shard(
-            module,
-            mesh=mesh,
-            mp_policy=policy,
-            reshard_after_forward=sharding.reshard_after_forward and not sharding.whole,
-        )
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -152,7 +137,6 @@ def _mesh(device: torch.device, replicate: int) -> DeviceMesh:
     return mesh
 
 
-def _dtype(name: str, value: str) -> torch.dtype:
-    if value not in DTYPES:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(DTYPES)}")
-    return DTYPES[value]
+def _dtype(key: str, name: str) -> torch.dtype:
+    one_of(name, DTYPES, key)
+    return DTYPES[name]

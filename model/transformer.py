@@ -85,9 +85,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: TreeMask) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
             keep = functools.partial(create_selective_checkpoint_contexts, [torch.ops.dccot.tree_attention.default])
-            return checkpoint(
-                self.compute, x, cos, sin, mask, use_reentrant=False, preserve_rng_state=False, context_fn=keep
-            )
+            options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": keep}
+            return checkpoint(self.compute, x, cos, sin, mask, **options)
         return self.compute(x, cos, sin, mask)
 
     def compute(self, x: Tensor, cos: Tensor, sin: Tensor, mask: TreeMask) -> Tensor:
@@ -117,7 +116,6 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.skip_below = 0.0  # of the LM head's backward
         self.model = Decoder(config)
         if not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -131,20 +129,16 @@ class Transformer(nn.Module):
         targets: Tensor | None = None,
         temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor] | Tensor:
-        """Log-prob and entropy, [M] each, of `targets` predicted from `rows` at `temperature`; without them, plain
-        logits [N, V].
-        """
+        """Log-prob and entropy [M] of `targets` predicted from `rows` at `temperature`; without them, logits [N, V]."""
         hidden = self.model(tokens, position, mask)
         head = self.model.embed_tokens.weight if self.config.tied_embeddings else self.lm_head.weight
         if rows is None or targets is None:
             return F.linear(hidden, head)
-        return linear_logprob(hidden[rows], head, targets, temperature, skip_below=self.skip_below)
+        return linear_logprob(hidden[rows], head, targets, temperature)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Matrices ~ N(0, initializer_range), norms 1, biases 0: the same bits for a seed, however the model is
-        sharded.
-        """
+        """Matrices ~ N(0, initializer_range), norms 1, biases 0: the same bits for a seed, however it is sharded."""
         generator = torch.Generator(device="cpu").manual_seed(seed)
         for name, parameter in self.named_parameters():
             full = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
@@ -153,7 +147,6 @@ class Transformer(nn.Module):
             elif not name.endswith(".bias"):
                 full.normal_(0.0, self.config.initializer_range, generator=generator)
             if isinstance(parameter, DTensor):
-                full = distribute_tensor(
-                    full.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
-                )
+                mesh, full = parameter.device_mesh, full.to(parameter.device)
+                full = distribute_tensor(full, mesh, parameter.placements, src_data_rank=None)
             parameter.copy_(full)

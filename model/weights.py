@@ -3,10 +3,10 @@
     load_weights(model, folder)                  each rank reads its own rows of each tensor, straight into its shard
     full_parameters(model)                       every full parameter, one at a time: for the engine and for saving
     save_checkpoint(model, folder, source=...)   config, weights, tokenizer, generation config; loads anywhere unchanged
+    write_folder(model, parameters, folder)      the same from tensors of any origin
     create_checkpoint(config, folder, ...)       a new model with random weights
 
-A checkpoint is written under a temporary name and renamed when complete, so its final name always refers to a whole
-checkpoint.
+A checkpoint is written under a temporary name and renamed when complete: its final name always refers to a whole one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,22 +34,17 @@ from dccot.model.transformer import Transformer
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs"
 FLOATING = ("F64", "F32", "F16", "BF16")
-COMPANIONS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template*",
-    "generation_config.json",
-)
+MAX_SHARD_BYTES = 5 * 10**9
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# the files that a checkpoint takes over from the model it was trained from
+COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
+COMPANIONS += ("chat_template*", "generation_config.json")
 
 
 def load_weights(model: Transformer, folder: str | Path, dtype: torch.dtype | None = None) -> None:
     """Fills `model`, sharded or not, from `folder`; values are cast to `dtype`, or to the parameters' own dtype.
 
-    A missing, unexpected or mis-shaped tensor is one BadData that lists them all, raised before anything is
-    overwritten.
+    Missing, unexpected and mis-shaped tensors are one BadData that lists them all, before anything is overwritten.
     """
     if dtype is not None:
         model.to(dtype)
@@ -71,20 +67,10 @@ def open_tensors(folder: str | Path) -> Iterator[dict]:
     """Name → safetensors slice (shape and dtype known, data read when indexed) of a checkpoint in one or more files."""
     folder = Path(folder)
     files = _listed(folder / INDEX_FILE) if (folder / INDEX_FILE).is_file() else [SINGLE_FILE]
-    outside = [name for name in files if name != Path(name).name]
-    if outside:
-        raise BadData(
-            f"{folder / INDEX_FILE} names {outside[0]!r}; the weights of a checkpoint are files of its own folder"
-        )
-    absent = [name for name in files if not (folder / name).is_file()]
-    if absent:
+    if outside := [name for name in files if name != Path(name).name]:
+        raise BadData(f"{folder / INDEX_FILE} names {outside[0]!r}; weights are files of the checkpoint's own folder")
+    if absent := [name for name in files if not (folder / name).is_file()]:
         raise FileNotFoundError(f"{folder} holds no {', '.join(absent)}: weights are read from safetensors only")
-    for name in files:
-        with open(folder / name, "rb") as file:
-            if file.read(len(LFS_POINTER)) == LFS_POINTER:
-                raise BadData(
-                    f"{folder / name} is a git-LFS pointer, not the weights: run `git lfs pull` in the folder"
-                )
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(_opened(folder / name)) for name in files]
         yield {name: file.get_slice(name) for file in opened for name in file.offset_keys()}
@@ -95,12 +81,14 @@ def _listed(index: Path) -> list[str]:
     try:
         return sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise BadData(
-            f"{index} does not say which file holds which tensor ({type(error).__name__}: {error}); fetch it again"
-        ) from None
+        found = f"{type(error).__name__}: {error}"
+        raise BadData(f"{index} does not say which file holds which tensor ({found}); fetch it again") from None
 
 
 def _opened(file: Path) -> safe_open:
+    with open(file, "rb") as stream:
+        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise BadData(f"{file} is a git-LFS pointer, not the weights: run `git lfs pull` in the folder")
     try:
         return safe_open(file, framework="pt", device="cpu")
     except SafetensorError as error:
@@ -115,32 +103,27 @@ def stored_parameters(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _compare(parameters: Mapping[str, Tensor], tensors: Mapping, *, tied: bool, where: str | Path) -> None:
-    def redundant(name: str) -> bool:  # redundant tensors that some checkpoints contain
-        if name.endswith("rotary_emb.inv_freq"):
-            return True
+    def redundant(name: str) -> bool:  # some checkpoints hold tensors that follow from the others
         embedding = tensors.get("model.embed_tokens.weight")
-        return (
-            tied and name == "lm_head.weight" and embedding is not None and torch.equal(tensors[name][:], embedding[:])
-        )
+        copied = tied and name == "lm_head.weight" and embedding is not None
+        return name.endswith("rotary_emb.inv_freq") or (copied and torch.equal(tensors[name][:], embedding[:]))
 
-    missing = sorted(parameters.keys() - tensors.keys())
-    unexpected = [name for name in sorted(tensors.keys() - parameters.keys()) if not redundant(name)]
-    wrong = []
+    problems = [f"missing: {name}" for name in sorted(parameters.keys() - tensors.keys())]
+    unexpected = sorted(tensors.keys() - parameters.keys())
+    problems += [f"unexpected: {name}" for name in unexpected if not redundant(name)]
     for name in sorted(parameters.keys() & tensors.keys()):
         has, needs = tuple(tensors[name].get_shape()), tuple(parameters[name].shape)
+        dtype = tensors[name].get_dtype()
         if has != needs:
-            wrong.append(f"{name} has shape {has}, the model needs {needs}")
-        elif tensors[name].get_dtype() not in FLOATING:
-            wrong.append(f"{name} is {tensors[name].get_dtype()}, the model needs one of {', '.join(FLOATING)}")
-    problems = [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in unexpected] + wrong
+            problems.append(f"{name} has shape {has}, the model needs {needs}")
+        elif dtype not in FLOATING:
+            problems.append(f"{name} is {dtype}, the model needs one of {', '.join(FLOATING)}")
     if problems:
         raise BadData(f"the weights in {where} do not fit the model of its config.json:\n  " + "\n  ".join(problems))
 
 
 def _local_rows(parameter: Tensor) -> tuple[Tensor, slice]:
-    """This rank's part of a parameter, and which rows of the full tensor it covers (FSDP shards the first
-    dimension).
-    """
+    """This rank's part of a parameter and the rows of the full tensor it covers: FSDP shards the first dimension."""
     if not isinstance(parameter, DTensor):
         return parameter, slice(0, parameter.shape[0])
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -148,9 +131,7 @@ def _local_rows(parameter: Tensor) -> tuple[Tensor, slice]:
 
 
 def reshard(model: nn.Module) -> None:
-    """FSDP may leave gathered compute-precision copies in place of the parameters after a forward; this puts the shards
-    back.
-    """
+    """FSDP may leave gathered compute-precision copies in place of parameters; this puts the shards back."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -158,37 +139,19 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def full_parameters(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of every parameter, gathered one at a time. Collective: every rank must iterate to the
-    end.
-    """
+    """(name, whole tensor) of each parameter, gathered one at a time. Collective: every rank iterates to the end."""
     reshard(model)
     for name, parameter in model.named_parameters():
         yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
 
-def save_checkpoint(
-    model: Transformer,
-    folder: str | Path,
-    *,
-    source: str | Path | None = None,
-    dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5 * 10**9,
-) -> None:
-    """Writes `model` to `folder`, with tokenizer and generation config copied from `source`. Collective; rank 0 writes.
-
-    No more than `max_shard_bytes` of weights are held in memory at a time, and files are no larger. When it returns,
-    the checkpoint is complete; if it cannot be written (a full disk), every rank raises an error, and the ranks can
-    continue together.
-    """
-    gathered, problem = full_parameters(model), None
-    if _rank() == 0:
-        try:
-            write_folder(model, gathered, folder, source=source, dtype=dtype, max_shard_bytes=max_shard_bytes)
-        except Exception as error:
-            problem = error
-    for _ in gathered:  # gathering is collective: every rank iterates to the end, even if rank 0 could not write
+def save_checkpoint(model: Transformer, folder: str | Path, **options: Any) -> None:
+    """Writes `model` to `folder`, with the options of `write_folder`. Collective; rank 0 writes."""
+    gathered = full_parameters(model)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        write_folder(model, gathered, folder, **options)
+    for _ in gathered:  # the other ranks help to gather
         pass
-    _raise_everywhere(problem, f"rank 0 could not write {folder}")
 
 
 def write_folder(
@@ -198,26 +161,17 @@ def write_folder(
     *,
     source: str | Path | Mapping[str, bytes] | None = None,
     dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """One process writes `parameters` (name, whole tensor) as a checkpoint; of `model` only names, shapes, dtype and
-    config matter.
+    """One process writes `parameters` (name, whole tensor) as a checkpoint; `model` gives names, shapes, dtype, config.
+
+    Tokenizer and generation config come from `source`. No more than `max_shard_bytes` of weights are held in memory at
+    a time, and files are no larger.
     """
     with written_whole(folder) as partial:
         _write(model, parameters, partial, dtype, max_shard_bytes)
         for name, content in (source if isinstance(source, Mapping) else read_companions(source)).items():
             (partial / name).write_bytes(content)
-
-
-def _raise_everywhere(problem: Exception | None, what: str) -> None:
-    """Waits for rank 0, and raises its error on every rank."""
-    if dist.is_initialized():
-        verdict = [f"{type(problem).__name__}: {problem}" if problem else None]
-        dist.broadcast_object_list(verdict, src=0)
-        if verdict[0] and not problem:
-            raise OSError(f"{what}: {verdict[0]}")
-    if problem:
-        raise problem
 
 
 def create_checkpoint(
@@ -229,8 +183,7 @@ def create_checkpoint(
     dtype: torch.dtype = torch.float32,
     prepare: Callable[[Transformer], None] = lambda model: None,
 ) -> None:
-    """A new checkpoint with random weights from the contents of a config.json; `tokenizer` is transformers' (it has
-    save_pretrained).
+    """A new checkpoint with random weights from the contents of a config.json and a tokenizer of transformers'.
 
     `prepare` may change the random weights before they are written.
     """
@@ -238,21 +191,17 @@ def create_checkpoint(
     model.init_weights(seed)
     prepare(model)
     with written_whole(folder) as partial:
-        _write(model, full_parameters(model), partial, dtype, max_shard_bytes=5 * 10**9)
+        _write(model, full_parameters(model), partial, dtype, MAX_SHARD_BYTES)
         _write_tokenizer(tokenizer, partial)
-        token_ids = {
-            key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None
-        }
+        token_ids = {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
         _write_json(partial / "generation_config.json", token_ids)
 
 
 @contextlib.contextmanager
 def written_whole(folder: str | Path) -> Iterator[Path]:
-    """A temporary folder next to `folder` that replaces it when the block ends. After an exception or a kill the old
-    one is still there.
+    """A temporary folder that replaces `folder` when the block ends; after an exception or a kill the old one remains.
 
-    A folder cannot be replaced in one step: for a moment the old one is called `.<name>.old`, deleted when the new one
-    is in place.
+    A folder cannot be replaced in one step: the old one is called `.<name>.old` until the new one is in place.
     """
     folder = Path(folder)
     partial, old = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old")
@@ -274,14 +223,10 @@ def written_whole(folder: str | Path) -> Iterator[Path]:
 
 
 def _write(
-    model: Transformer,
-    parameters: Iterator[tuple[str, Tensor]],
-    folder: Path,
-    dtype: torch.dtype | None,
-    max_shard_bytes: int,
+    model: Transformer, parameters: Iterator[tuple[str, Tensor]], folder: Path, dtype: torch.dtype | None, limit: int
 ) -> None:
     sizes = {name: p.numel() * (dtype or p.dtype).itemsize for name, p in model.named_parameters()}
-    file_of = _plan_files(sizes, max_shard_bytes)
+    file_of = _plan_files(sizes, limit)
     last_of = {file: name for name, file in file_of.items()}
     held: dict[str, Tensor] = {}
     for name, tensor in parameters:
@@ -296,29 +241,29 @@ def _write(
     _write_json(folder / "config.json", raw | {"dtype": str(saved).removeprefix("torch.")})
 
 
-def _plan_files(sizes: Mapping[str, int], max_shard_bytes: int) -> dict[str, str]:
+def _plan_files(sizes: Mapping[str, int], limit: int) -> dict[str, str]:
     """Tensor name → file name: consecutive tensors share a file as long as it stays below the limit."""
-    shard, room = 0, max_shard_bytes
-    shard_of: dict[str, int] = {}
+    files, room = 1, limit
+    number: dict[str, int] = {}
     for name, size in sizes.items():
-        if size > room and shard_of:
-            shard, room = shard + 1, max_shard_bytes
-        shard_of[name] = shard
+        if size > room and number:
+            files, room = files + 1, limit
+        number[name] = files
         room -= size
-    if shard == 0:
+    if files == 1:
         return dict.fromkeys(sizes, SINGLE_FILE)
-    return {name: f"model-{index + 1:05d}-of-{shard + 1:05d}.safetensors" for name, index in shard_of.items()}
+    return {name: f"model-{file:05d}-of-{files:05d}.safetensors" for name, file in number.items()}
 
 
 def _write_tokenizer(tokenizer, folder: Path) -> None:
-    from transformers import AutoTokenizer  # takes a second to import, and nothing else here needs it
+    from transformers import AutoTokenizer  # takes a second to import
 
     tokenizer.save_pretrained(folder)
     reopened = AutoTokenizer.from_pretrained(folder)
     if reopened.backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
         raise ValueError(
-            f"transformers opens the tokenizer of this model_type as a {type(reopened).__name__}, which splits text differently from the "
-            "one given: give a tokenizer of that class, or use model_type qwen3 or llama"
+            f"transformers opens the tokenizer of this model_type as a {type(reopened).__name__}, which splits text "
+            "differently from the one given: give a tokenizer of that class, or use model_type qwen3 or llama"
         )
 
 
@@ -338,14 +283,9 @@ def require_inside(folder: Path, files: Iterable[Path]) -> None:
     homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
     for path in files:
         if not any(path.resolve().is_relative_to(each) for each in homes):
-            raise BadData(
-                f"{path} is a link to {path.resolve()}, outside its model's folder; replace it by a copy if you trust it"
-            )
+            outside = f"{path.resolve()}, outside its model's folder"
+            raise BadData(f"{path} is a link to {outside}; replace it by a copy if you trust it")
 
 
 def _write_json(path: Path, content: Mapping) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -148,12 +148,13 @@ def test_other_code_is_said_and_not_refused(recipe, capsys):
 def test_a_setting_that_did_not_exist_yet_is_a_change_only_if_it_is_not_its_default(recipe, capsys):
     mark = recipe.parent / "r" / "base" / "done.json"
     told = json.loads(mark.read_text())
-    del told["made_from"]["configuration"]["sharding"]["skip_below"]
+    sharding = told["made_from"]["configuration"]["sharding"]
+    del sharding["reduce_once"]
+    sharding["skip_below"] = 0.0  # and one that exists no longer is none
     mark.write_text(json.dumps(told))
     assert main([str(recipe)]) == 0
-    assert "sharding.skip_below was 0.0 when the stage was finished and is 0.5 now" in refused(
-        recipe, capsys, "base.sharding.skip_below=0.5"
-    )
+    said = refused(recipe, capsys, "base.sharding.reduce_once=false")
+    assert "sharding.reduce_once was True when the stage was finished and is False now" in said
 
 
 def test_a_mark_from_before_marks_said_what_they_were_made_from_is_taken(recipe):
