@@ -26,10 +26,8 @@ REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 MAX_LAYERS, MAX_SIZE = 1000, 2**31 - 1  # more means a damaged file, rejected before allocating memory
 ROPE_WORDS = {"rope_type", "type", "truncate"}
-ROPE_NUMBERS = set(
-    "rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast beta_slow "
-    "attention_factor mscale mscale_all_dim partial_rotary_factor".split()
-)
+ROPE_NUMBERS = {"rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}
+ROPE_NUMBERS |= {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor"}
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,14 @@ from dccot.kernels.tree_attention import TreeMask
 from dccot.model.config import read_config
 from dccot.model.sharding import ShardingConfig, build_model
 from dccot.model.transformer import Transformer
+from dccot.model.weights import save_checkpoint
 
 PROGRAM = Path(__file__).with_name("sharded_program.py")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_group():
-    """An engine that another room's tests started in this process brings a process group of its own; here there is
-    none.
-    """
+    """An engine that other tests started in this process has a process group of its own; here there must be none."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "is_initialized", lambda: False)
         yield
@@ -38,20 +37,11 @@ def checkpoint(no_process_group, raw_config, write_checkpoint, tmp_path_factory)
 def launch(checkpoint: Path, ranks: int) -> Path:
     out = checkpoint.with_name(f"{ranks}_ranks")
     out.mkdir()
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(ranks),
-        str(PROGRAM),
-    ]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    command = [sys.executable, *torchrun, str(PROGRAM), str(checkpoint), str(out)]
     # a compiler cache of its own: the shared one does not notice when a custom operator changes
     compiler = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(out / "compiled")}
-    done = subprocess.run(
-        [*command, str(checkpoint), str(out)], capture_output=True, text=True, timeout=900, env=os.environ | compiler
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=os.environ | compiler)
     assert done.returncode == 0, done.stderr[-4000:]
     return out
 
@@ -59,11 +49,6 @@ def launch(checkpoint: Path, ranks: int) -> Path:
 @pytest.fixture(scope="module")
 def two_ranks(checkpoint) -> Path:
     return launch(checkpoint, 2)
-
-
-@pytest.fixture(scope="module")
-def one_rank(checkpoint) -> Path:
-    return launch(checkpoint, 1)
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +60,8 @@ def plain(checkpoint) -> dict[str, torch.Tensor]:
     logprob = (logits[rows] / 0.6).log_softmax(-1)[rows, tokens[rows + 1]]
     logprob.mean().backward()
     gradients = {f"gradient/{name}": p.grad for name, p in model.named_parameters()}
-    return (
-        {"logits": logits.detach()}
-        | gradients
-        | {f"parameter/{name}": p.detach() for name, p in model.named_parameters()}
-    )
+    parameters = {f"parameter/{name}": p.detach() for name, p in model.named_parameters()}
+    return {"logits": logits.detach()} | gradients | parameters
 
 
 def assert_same_model(found: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], rounding: float = 2e-6) -> None:
@@ -88,9 +70,8 @@ def assert_same_model(found: dict[str, torch.Tensor], plain: dict[str, torch.Ten
         if name.startswith("parameter/"):
             assert torch.equal(found[name], expected), name
         else:
-            torch.testing.assert_close(
-                found[name], expected, rtol=0, atol=rounding * float(expected.abs().max()), msg=name
-            )
+            bound = rounding * float(expected.abs().max())
+            torch.testing.assert_close(found[name], expected, rtol=0, atol=bound, msg=name)
 
 
 @pytest.mark.parametrize("case", ["fsdp", "hsdp", "whole"])
@@ -98,10 +79,11 @@ def test_two_ranks_compute_what_one_process_computes(two_ranks, plain, case):
     assert_same_model(load_file(two_ranks / f"{case}.safetensors"), plain)
 
 
-@pytest.mark.parametrize("case", ["fsdp", "whole", "compiled"])
-def test_one_rank_computes_what_no_process_group_computes(one_rank, plain, case):
-    rounding = {"fsdp": 2e-6, "whole": 2e-6, "compiled": 1e-5}[case]  # the compiler adds up in another order
-    assert_same_model(load_file(one_rank / f"{case}.safetensors"), plain, rounding)
+@pytest.mark.thorough
+def test_one_rank_compiled_or_not_computes_what_no_process_group_computes(checkpoint, plain):
+    one_rank = launch(checkpoint, 1)
+    for case, rounding in {"fsdp": 2e-6, "whole": 2e-6, "compiled": 1e-5}.items():  # the compiler sums in its own order
+        assert_same_model(load_file(one_rank / f"{case}.safetensors"), plain, rounding)
 
 
 def test_bf16_compute_keeps_fp32_masters_and_gradients(two_ranks, plain, checkpoint):
@@ -134,15 +116,11 @@ def test_weights_load_straight_into_shards(two_ranks, checkpoint):
     assert facts["hsdp"]["held"] == facts["whole"]["held"] == total  # two copies over two ranks
 
 
-def test_two_ranks_save_the_same_bytes_as_one(two_ranks, one_rank):
-    first, second = ({p.name: p.read_bytes() for p in (out / "saved").iterdir()} for out in (one_rank, two_ranks))
+def test_two_ranks_save_the_same_bytes_as_one_process(two_ranks, checkpoint, tmp_path):
+    model = build_model(checkpoint, ShardingConfig(compute_dtype="float32"))
+    save_checkpoint(model, tmp_path / "saved", source=checkpoint, max_shard_bytes=300_000)
+    first, second = ({p.name: p.read_bytes() for p in (out / "saved").iterdir()} for out in (tmp_path, two_ranks))
     assert first == second and len(first) > 3
-
-
-def test_a_save_that_fails_is_an_error_on_every_rank_and_the_ranks_go_on(two_ranks):
-    complaints = json.loads((two_ranks / "facts.json").read_text())["failed save"]
-    assert len(complaints) == 2 and all("Not a directory" in complaint for complaint in complaints)
-    assert (two_ranks / "saved/config.json").exists()  # written afterwards
 
 
 def test_initial_weights_do_not_depend_on_the_sharding(two_ranks, checkpoint):
@@ -163,9 +141,7 @@ def test_unknown_dtype_is_refused(checkpoint):
 
 
 def test_a_word_of_the_configuration_chooses_the_attention_backend(checkpoint):
-    with pytest.raises(
-        ValueError, match=r"sharding\.attention is 'fast'; it must be null or one of triton, cpu, flash"
-    ):
+    with pytest.raises(ValueError, match=r"sharding\.attention is 'fast'; it must be one of triton, .* or null"):
         ShardingConfig(attention="fast").check()
     tokens, mask = torch.arange(9), TreeMask(torch.tensor([9, 9, 5, 5, 5, 9, 9, 9, 9]))
     logits = []
