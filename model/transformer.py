@@ -85,8 +85,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: TreeMask) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
             keep = functools.partial(create_selective_checkpoint_contexts, [torch.ops.dccot.tree_attention.default])
-            options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": keep}
-            return checkpoint(self.compute, x, cos, sin, mask, **options)
+            rerun = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=keep)
+            return rerun(self.compute, x, cos, sin, mask)
         return self.compute(x, cos, sin, mask)
 
     def compute(self, x: Tensor, cos: Tensor, sin: Tensor, mask: TreeMask) -> Tensor:

@@ -37,8 +37,8 @@ FLOATING = ("F64", "F32", "F16", "BF16")
 MAX_SHARD_BYTES = 5 * 10**9
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # the files that a checkpoint takes over from the model it was trained from
-COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
-COMPANIONS += ("chat_template*", "generation_config.json")
+COMPANIONS = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"]
+COMPANIONS += ["chat_template*", "generation_config.json"]
 
 
 def load_weights(model: Transformer, folder: str | Path, dtype: torch.dtype | None = None) -> None:
@@ -104,9 +104,9 @@ def stored_parameters(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 def _compare(parameters: Mapping[str, Tensor], tensors: Mapping, *, tied: bool, where: str | Path) -> None:
     def redundant(name: str) -> bool:  # some checkpoints hold tensors that follow from the others
-        embedding = tensors.get("model.embed_tokens.weight")
-        copied = tied and name == "lm_head.weight" and embedding is not None
-        return name.endswith("rotary_emb.inv_freq") or (copied and torch.equal(tensors[name][:], embedding[:]))
+        embedding = "model.embed_tokens.weight"
+        copied = tied and name == "lm_head.weight" and embedding in tensors
+        return name.endswith("rotary_emb.inv_freq") or (copied and torch.equal(tensors[name][:], tensors[embedding][:]))
 
     problems = [f"missing: {name}" for name in sorted(parameters.keys() - tensors.keys())]
     unexpected = sorted(tensors.keys() - parameters.keys())
