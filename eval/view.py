@@ -34,8 +34,9 @@ from dccot.core.config import ConfigError
 from dccot.core.files import BadData, read_jsonl, write_atomic
 from dccot.data.run_settings import settings_of
 from dccot.eval.solve import Parser, answer_in
-from dccot.rollout.response import Response, Rollout
+from dccot.rollout.response import Response
 from dccot.rollout.tags import SPAWN_CLOSE, SPAWN_OPEN, overshoots, worker_close, worker_open
+from dccot.train.rewards import Graded
 
 if TYPE_CHECKING:
     from dccot.eval.entropy import Scorer
@@ -50,9 +51,9 @@ FIELDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def read_rollout(row: Any) -> Rollout:
+def read_rollout(row: Any) -> Graded:
     """The rollout of a line, with every value of a type that the page can show; an error names the one that is not."""
-    rollout = Rollout.from_json(row)
+    rollout = Graded.from_json(row)
     for name, kind in FIELDS.items():
         if not isinstance(value := getattr(rollout, name), kind):
             raise TypeError(f"{name} is {value!r:.40}")
@@ -142,7 +143,7 @@ class Page:
     def __len__(self) -> int:
         return len(self.columns.get("problem", ()))
 
-    def add(self, rollout: Rollout) -> None:
+    def add(self, rollout: Graded) -> None:
         gold = rollout.gold if isinstance(rollout.gold, str) else " or ".join(rollout.gold)
         problem = (rollout.problem, rollout.question, gold)
         response = rollout.response
@@ -205,7 +206,7 @@ class Page:
         self._blocks.append(packed([details for _, details in self._waiting]))
         self._waiting = []
 
-    def _details(self, rollout: Rollout) -> list[dict]:
+    def _details(self, rollout: Graded) -> list[dict]:
         """Per segment: its text, how many tokens were inserted, each token's length in the text, log-probs."""
         segments = list(rollout.response.segments())
         texts = cut(rollout.text, rollout.response) if self.pieces is None else []

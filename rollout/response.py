@@ -15,6 +15,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Self
 
 from dccot.rollout.tags import TAG_PATTERN
 
@@ -162,8 +163,6 @@ class Rollout:
     response: Response
     flaw: str | None = None  # None: well-formed
     verdict: str | None = None  # a Verdict; None: not graded
-    reward: float | None = None
-    advantage: float | None = None
     step: int | None = None
 
     @property
@@ -185,9 +184,10 @@ class Rollout:
             "total_tokens": response.total_tokens,
             "workers": response.worker_lengths,
         }
-        return {**self.__dict__, "response": response.to_json(), "lengths": lengths}
+        training = {"reward": None, "advantage": None}  # a training run fills them in (train/rewards.py)
+        return {**training, **self.__dict__, "response": response.to_json(), "lengths": lengths}
 
     @classmethod
-    def from_json(cls, row: dict) -> Rollout:
+    def from_json(cls, row: dict) -> Self:
         fields = {name: row[name] for name in cls.__dataclass_fields__ if name in row}
         return cls(**{**fields, "response": Response.from_json(row["response"])})

@@ -36,8 +36,9 @@ from dccot.core.files import write_jsonl_atomic
 from dccot.data.problems import PRESETS
 from dccot.lab.worlds import bigram as tiny
 from dccot.lab.worlds.arithmetic import problem_stream
-from dccot.rollout.response import Finish, Response, Rollout, Round, Segment
+from dccot.rollout.response import Finish, Response, Round, Segment
 from dccot.rollout.tags import TagIds
+from dccot.train.rewards import Graded
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -94,7 +95,7 @@ def demonstration(i: int) -> str:
     return f"<think>\nplan<spawn_workers>{workers}</spawn_workers>so</think><answer>\\boxed{{{i}}}</answer>"
 
 
-def small_rollout(i: int, tokenizer) -> Rollout:
+def small_rollout(i: int, tokenizer) -> Graded:
     tags = TagIds.of(tokenizer)
 
     def segment(text: str, inserted=()) -> Segment:
@@ -105,7 +106,7 @@ def small_rollout(i: int, tokenizer) -> Rollout:
     last = segment("so</think><answer>\\boxed{3}</answer>", tags.spawn_close)
     response = Response([0, 1], [Round(segment("plan<spawn_workers>"), workers)], last, Finish.ANSWERED)
     facts = {"flaw": None, "verdict": "correct", "reward": 1.0, "advantage": 0.5, "step": 0}
-    return Rollout(f"p{i}", 0, "What is 1 + 2?", "3", "<think>\n" + response.text(tokenizer), response, **facts)
+    return Graded(f"p{i}", 0, "What is 1 + 2?", "3", "<think>\n" + response.text(tokenizer), response, **facts)
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,7 @@ from dccot.core.files import JsonlWriter, flush_to_disk, make_folder, read_jsonl
 from dccot.core.statistics import PERCENTILES, clustered_error, mean
 from dccot.rollout.response import Finish, Rollout
 from dccot.rollout.tags import OVERSHOOTS, Flaw, overshoots
+from dccot.train.rewards import Graded
 
 LEARNING, HEALTH = "1 learning", "2 health"
 # name → TensorBoard's title and description; a title with parentheses would not be drawn among "custom scalars"
@@ -143,7 +144,7 @@ def _legend(names: Iterable[str]) -> str:
     return "\n".join(["| curve | meaning |", "|---|---|", *(f"| {title} | {about} |" for title, about in rows)])
 
 
-def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def rollout_metrics(rollouts: Sequence[Graded]) -> dict[str, float]:
     """Reward, format, length and parallelism over all responses of a step."""
     responses = [r.response for r in rollouts]
     spawning = [r for r in responses if r.rounds]
@@ -316,7 +317,7 @@ def memory_metrics(peaks: dict[str, int]) -> dict[str, float]:
         return {"memory/resident_gb": int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9}
 
 
-def sample_text(rollout: Rollout) -> str:
+def sample_text(rollout: Graded) -> str:
     """A rollout as TensorBoard text: the facts, the question, the verbatim response."""
     facts = f"verdict **{rollout.verdict}**, form **{rollout.flaw or 'well-formed'}**, reward **{rollout.reward}**, "
     facts += f"longest path **{rollout.response.longest_path}** of {rollout.response.total_tokens} tokens"

@@ -1,25 +1,48 @@
-"""The reward of a response.
+"""What a response is worth, which prompts are trained on, and each response's advantage within its group.
 
     penalty  ℓ = C_L · (LPL − L_cutoff) / (L_max − L_cutoff)   above the cutoff, else 0
 
-    correctness-format    max(0, f − ℓ),  f = 1 correct and well-formed, `correct_only` (0.5) correct only, else 0
-    high-length-penalty   1 − ℓ correct and well-formed, `correct_only` (0.01) correct only, else 0
+    reward.kind   correctness_format    max(0, f − ℓ),  f = 1 correct and well-formed, `correct_only` (0.5) correct only, else 0
+                  high_length_penalty   1 − ℓ correct and well-formed, `correct_only` (0.01) correct only, else 0
+    filter        include_easy          at least one response is both correct and well-formed
+                  remove_easy           neither all correct nor all wrong; format does not matter
+                  none                  every prompt
+    advantage     std                   (R − mean) / (std + 1e-6), unbiased std: the paper's
+                  mean                  R − mean: a group's weight grows with the spread of its rewards
 
-DeepScaleR's rule for the sequential baselines is the second with `correct_only` = 0, where well-formed means
-`<think>…</think>` with an answer after it; there, only what follows `</think>` is graded (collect.py). An answer that
-the grader could not judge (timed out, crashed) has no reward at all: None.
+DeepScaleR's rule for the sequential baselines is `high_length_penalty` with `correct_only` = 0, where well-formed means
+`<think>…</think>` with an answer after it; there, only what follows `</think>` is graded (data/rollouts.py). A response
+that the judge could not judge (timed out, crashed) has no reward, moves no other response's advantage, and has
+advantage 0. A group with equal rewards carries no signal: zeros.
 
-Another reward is one entry of REWARDS, or your own function: reward.kind=my_package.my_module:my_reward with the
-arguments (rollout, config, budget), called for rollouts that were judged.
+Each of the three is chosen from its registry, or is your own function, my_package.my_module:my_function:
+
+    reward.kind   (rollout, config, budget) → float            for a rollout that was judged
+    filter        (group: Sequence[Graded]) → bool             all responses to one prompt
+    advantage     (rewards: Sequence[float]) → list[float]     of the judged responses of one group; they are not all equal
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dccot.core.config import named, require
 from dccot.rollout.response import Rollout
+
+EPSILON = 1e-6
+
+
+@dataclass
+class Graded(Rollout):
+    """A rollout with what training makes of it: one line of a run's rollouts/step_*.jsonl."""
+
+    reward: float | None = None
+    advantage: float | None = None
+
+
+Group = Sequence[Graded]
 
 
 @dataclass
@@ -44,21 +67,14 @@ def length_penalty(longest_path: int, config: RewardConfig, budget: int) -> floa
 def correctness_format(rollout: Rollout, config: RewardConfig, budget: int) -> float:
     if not rollout.correct:
         return 0.0
-    return max(
-        0.0,
-        (1.0 if rollout.well_formed else config.correct_only)
-        - length_penalty(rollout.response.longest_path, config, budget),
-    )
+    full = 1.0 if rollout.well_formed else config.correct_only
+    return max(0.0, full - length_penalty(rollout.response.longest_path, config, budget))
 
 
 def high_length_penalty(rollout: Rollout, config: RewardConfig, budget: int) -> float:
-    if not rollout.correct:
-        return 0.0
-    return (
-        1.0 - length_penalty(rollout.response.longest_path, config, budget)
-        if rollout.well_formed
-        else config.correct_only
-    )
+    if rollout.correct and rollout.well_formed:
+        return 1.0 - length_penalty(rollout.response.longest_path, config, budget)
+    return config.correct_only if rollout.correct else 0.0
 
 
 REWARDS: dict[str, Callable[[Rollout, RewardConfig, int], float]] = {
@@ -68,7 +84,48 @@ REWARDS: dict[str, Callable[[Rollout, RewardConfig, int], float]] = {
 
 
 def reward_of(rollout: Rollout, config: RewardConfig, budget: int) -> float | None:
-    """The reward of a graded rollout; None if the grader could not judge it. `budget` is L_max."""
+    """The reward of a graded rollout; None if the judge could not judge it. `budget` is L_max."""
     if rollout.verdict is None:
         raise ValueError(f"rollout {rollout.sample} of problem {rollout.problem} has not been graded")
     return named(REWARDS, config.kind, "reward.kind")(rollout, config, budget) if rollout.judged else None
+
+
+def include_easy(group: Group) -> bool:
+    return any(graded.correct and graded.well_formed for graded in group)
+
+
+def remove_easy(group: Group) -> bool:
+    return 0 < sum(graded.correct for graded in group) < sum(graded.judged for graded in group)
+
+
+def keep_all(group: Group) -> bool:
+    return len(group) > 0
+
+
+FILTERS: dict[str, Callable[[Group], bool]] = {
+    "include_easy": include_easy,
+    "remove_easy": remove_easy,
+    "none": keep_all,
+}
+
+
+def over_std(rewards: Sequence[float]) -> list[float]:
+    mean, scale = statistics.fmean(rewards), statistics.stdev(rewards) + EPSILON
+    return [(reward - mean) / scale for reward in rewards]
+
+
+def centred(rewards: Sequence[float]) -> list[float]:
+    mean = statistics.fmean(rewards)
+    return [reward - mean for reward in rewards]
+
+
+ADVANTAGES: dict[str, Callable[[Sequence[float]], list[float]]] = {"std": over_std, "mean": centred}
+
+
+def advantages_of(rewards: Sequence[float | None], kind: str = "std") -> list[float]:
+    """The advantage of each response of a group."""
+    known = [reward for reward in rewards if reward is not None]
+    if len(known) < 2 or statistics.stdev(known) == 0.0:
+        return [0.0] * len(rewards)
+    found = iter(named(ADVANTAGES, kind, "advantage")(known))
+    return [0.0 if reward is None else next(found) for reward in rewards]

@@ -2,16 +2,18 @@
 
     torchrun --nproc_per_node 8 -m dccot.train.rl configs/rl/stage1.yaml model.path=runs/sft      or   dccot rl configs/rl/stage1.yaml …
 
-One step: draw problems → director and workers answer each `group_size` times → grade → reward → keep the groups that
-pass the filter, rolling out whole batches until there are enough → advantages (collect.py) → old and reference
-log-probs → `optimizer_steps` updates, one mini-batch each → weights into the engine → validate, log, checkpoint.
+One step: draw problems → director and workers answer each `group_size` times → grade → reward → filter the groups,
+until enough are kept → advantages → pack into forests → old and reference log-probs → `optimizer_steps` updates, one
+mini-batch each → weights into the engine → validate, log, checkpoint. Every rank rolls out and grades its share; the
+batch is the same on all of them.
 
 The reference policy is the model that the stage started from. The first mini-batch needs no old log-probs: its ratio is
-1.
+1. `replay=FILE` trains on a saved batch in every step, without an engine.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,21 +23,34 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from dccot.core.config import named
 from dccot.core.runtime import Runtime
+from dccot.core.signals import Stopped, asked
+from dccot.data.judge import Judge, open_judge
+from dccot.data.problems import load_problems
+from dccot.data.prompts import prompts_of
+from dccot.data.rollouts import Asked, grade, missing_pairs, roll_out
+from dccot.data.stream import ProblemStream
 from dccot.model.sharding import build_model
 from dccot.model.weights import full_parameters
-from dccot.rollout.engine import Engine
+from dccot.rollout.director import RolloutConfig
+from dccot.rollout.engine import Engine, open_engine
+from dccot.rollout.generate import Watch
 from dccot.rollout.response import Rollout
-from dccot.train.collect import Batch, Collector, Replay, save_rollouts
+from dccot.train.batch import Batch, MiniBatch
 from dccot.train.flops import pair_cost
 from dccot.train.forest import Forest, forests_of_rank, pack
-from dccot.train.metrics import rollout_metrics, sample_text
+from dccot.train.metrics import rollout_metrics, sample_text, validation_metrics
 from dccot.train.objectives import objective_loss
+from dccot.train.phases import Phases
+from dccot.train.rewards import FILTERS, Graded, Group, advantages_of, reward_of
 from dccot.train.rl_config import RLConfig, check_model
 from dccot.train.run import launch
 from dccot.train.token_metrics import TokenMetrics
 from dccot.train.trainer import Trainer
-from dccot.train.update import StepReport, TokenLoss, compute_logprobs
+from dccot.train.update import StepReport, compute_logprobs
+
+log = logging.getLogger(__name__)
 
 
 def train(config: RLConfig, engine: Engine | None = None) -> None:
@@ -48,8 +63,24 @@ def train(config: RLConfig, engine: Engine | None = None) -> None:
         for step in rl.steps():
             metrics = rl.validate(step) if step == 0 else {}
             with rl.profiled(step):
-                batch = rl.collect(step)
-                reports, policy = rl.train_on(batch)
+                batch = rl.new_batch()
+                while not batch.full:
+                    problems = rl.draw(batch)
+                    rollouts = rl.roll_out(problems, seed=(config.seed, step, batch.rollout_batches))
+                    graded = rl.grade(rollouts)
+                    groups = rl.reward(graded, problems)
+                    kept = rl.filter(groups)
+                    rl.advantage(kept)
+                    batch.add(groups, kept)
+                rl.release_engine()
+                mini_batches = rl.pack(batch)
+                rl.old_logprobs(mini_batches)
+                rl.reference_logprobs(mini_batches)
+                tokens = TokenMetrics(config.objective, runtime)
+                reports = [rl.update(mini_batch, tokens) for mini_batch in mini_batches]
+                policy = tokens.reduce() | rl.update_metrics(
+                    reports, [forest for each in mini_batches for forest in each.forests]
+                )
                 rl.sync()
             rl.save(step, batch, reports)
             if rl.due(step, config.validation.every):
@@ -60,118 +91,232 @@ def train(config: RLConfig, engine: Engine | None = None) -> None:
 
 
 class RL(Trainer[RLConfig]):
-    """One stage: what it is made of, and one method per arrow of the algorithm."""
+    """One stage: what it is made of, and one method per arrow of the algorithm.
+
+    Files are read first and engine and judge started last, so that bad data is rejected before weights are loaded.
+    """
 
     def __init__(self, config: RLConfig, runtime: Runtime, stack: ExitStack, engine: Engine | None = None):
         path, tokenizer = check_model(config)
-        prompts = config.batch.prompts
-        self.rollouts = (
-            Replay(config.replay, prompts) if config.replay is not None else Collector(config, runtime, tokenizer)
-        )
-        super().__init__(config, runtime, path, self.rollouts.rows)
+
+        def asked_of(file: str | None) -> list[Asked]:
+            report = log.warning if runtime.is_main else lambda message: None
+            if not file:
+                return []
+            problems = load_problems(file, preset=config.data.preset, report=report)
+            return prompts_of(problems, tokenizer, config.prompt, report=report)
+
+        self.replayed = Batch.replay(config.replay, config.batch.prompts) if config.replay is not None else None
+        self.stream: ProblemStream | None = None
+        if self.replayed is None:
+            problems = asked_of(config.data.train)
+            self.prompts = {problem.id: ids for problem, ids in problems}
+            drawn = config.batch.prompts_rolled_out
+            self.stream = ProblemStream([problem for problem, _ in problems], config.seed, drawn)
+            self.validation = asked_of(config.data.validation)[: config.validation.problems]
+        super().__init__(config, runtime, path, self.stream.rows if self.stream else ())
         self.reference: nn.Module | None = None
         if config.objective.kl_coefficient:
-            frozen = replace(
-                config.sharding, master_dtype=config.sharding.compute_dtype, activation_checkpointing=False
-            )
+            dtype = config.sharding.compute_dtype
+            frozen = replace(config.sharding, master_dtype=dtype, activation_checkpointing=False)
             self.reference = build_model(path, frozen, device=runtime.device).requires_grad_(False).eval()
-        self.rollouts.start(path, self.phases, stack, engine)
+        self.engine: Engine | None = None
+        if self.replayed is None:
+            self.judge: Judge = stack.enter_context(open_judge(config.grading))
+            started = open_engine(path, config.engine, engine, logs=self.run, sleeps=True)
+            self.engine = sampler = stack.enter_context(started)
+            self.phases.pending = lambda: list(sampler.pending)
         state = self.resume(stack)
-        self.rollouts.restore(state)
+        if self.stream and "stream" in state:
+            self.stream.restore(state["stream"])
 
-    def collect(self, step: int) -> Batch:
-        """Graded groups with advantages, the same on every rank."""
-        return self.rollouts.collect(step)
+    def new_batch(self) -> Batch:
+        """An empty one to fill; in a replay, the saved one."""
+        return self.replayed or Batch(self.config.batch.prompts)
 
-    def train_on(self, batch: Batch) -> tuple[list[StepReport], dict[str, float]]:
-        """All updates of one step, and metrics of the policy."""
-        rollouts = list(batch.mini_batches(self.config.batch.optimizer_steps))
-        forests = [self.forests(mini_batch) for mini_batch in rollouts]
+    def draw(self, batch: Batch) -> list[Asked]:
+        """The next problems, each once; an error if the batch has had its share."""
+        config = self.config.batch
+        if batch.rollout_batches == config.max_rollout_batches:
+            raise RuntimeError(
+                f"step {self.phases.step}: {self.config.filter} kept only {batch.kept} of {config.prompts} prompts "
+                f"after {batch.rollout_batches} batches of {config.prompts_rolled_out}; accuracy "
+                f"{rollout_metrics(batch.rolled_out)['reward/correct']:.1%}: choose easier or harder problems, "
+                "another filter, or raise batch.max_rollout_batches"
+            )
+        assert self.stream is not None
+        drawn = {problem.id: problem for problem in self.stream.next_batch()}
+        return [(problem, self.prompts[problem.id]) for problem in drawn.values()]
+
+    def roll_out(self, problems: Sequence[Asked], seed: tuple[int | str, ...]) -> list[Rollout]:
+        """This replica's share of the responses. Until a step has changed a weight, the run can stop immediately: every
+        rank comes here, and all stop if one was told to.
+        """
+        alone = self.config.engine.tensor_parallel == 1  # the ranks of one replica must take the same steps
+        samples = range(self.config.batch.group_size)
+        with self.phases("rollout"):
+            try:
+                found = self._sample(problems, samples, self.config.rollout, seed, Heartbeat(self.phases, stops=alone))
+            except CutShort:
+                found = []
+            if self.runtime.sum(torch.tensor([asked.stop], dtype=torch.int32)).item():
+                raise Stopped
+        return found
+
+    def grade(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """All ranks' rollouts, with their verdicts."""
+        with self.phases("grade"):
+            return self._judged(rollouts)
+
+    def reward(self, rollouts: Sequence[Rollout], problems: Sequence[Asked]) -> list[Group]:
+        """Rewarded responses in groups, in the order in which the problems were drawn."""
+        groups: dict[str, list[Graded]] = {problem.id: [] for problem, _ in problems}
+        for rollout in rollouts:
+            rollout.step = self.phases.step
+            reward = reward_of(rollout, self.config.reward, self.config.rollout.budget)
+            groups[rollout.problem].append(Graded(**vars(rollout), reward=reward))
+        return list(groups.values())
+
+    def filter(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups worth training on."""
+        return [group for group in groups if named(FILTERS, self.config.filter, "filter")(group)]
+
+    def advantage(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            advantages = advantages_of([graded.reward for graded in group], self.config.advantage)
+            for graded, advantage in zip(group, advantages):
+                graded.advantage = advantage
+
+    def release_engine(self) -> None:
+        """Give the engine's memory to training, until the next sync."""
+        if self.engine is not None:
+            self.engine.sleep()
+
+    def pack(self, batch: Batch) -> list[MiniBatch]:
+        """This rank's forests and all responses' advantages, for each update."""
+        config, packed = self.config.batch, []
+        for graded in batch.mini_batches(config.optimizer_steps):
+            responses = [each.response for each in graded]
+            plan = pack(
+                responses,
+                config.token_budget,
+                self.runtime.ranks,
+                share_prompts=config.share_prompts,
+                pair_cost=pair_cost(self.model.config),
+                max_positions=self.model.config.max_position,
+            )
+            advantages = torch.tensor([each.advantage for each in graded], device=self.runtime.device)
+            packed.append(MiniBatch(forests_of_rank(responses, plan, self.runtime.rank), advantages))
+        return packed
+
+    def old_logprobs(self, mini_batches: Sequence[MiniBatch]) -> None:
         with self.phases("old_logprob"):
-            old = [None, *(self.logprobs(self.model, mini_batch) for mini_batch in forests[1:])]
-        with self.phases("reference"):
-            reference = [
-                self.logprobs(self.reference, mini_batch) if self.reference else None for mini_batch in forests
-            ]
-        tokens = TokenMetrics(self.config.objective, self.runtime)
-        reports = []
-        for number, mini_batch in enumerate(forests):
-            advantages = torch.tensor([rollout.advantage for rollout in rollouts[number]], device=self.runtime.device)
-            token_loss = self.token_loss(advantages, old[number], reference[number], tokens)
-            reports.append(self.update(mini_batch, token_loss, self.config.rollout.temperature))
-        trained = [forest for mini_batch in forests for forest in mini_batch]
-        return reports, tokens.reduce() | self.update_metrics(reports, trained)
+            for mini_batch in mini_batches[1:]:
+                mini_batch.old = self._logprobs(self.model, mini_batch.forests)
 
-    def forests(self, rollouts: Sequence[Rollout]) -> list[Forest]:
-        """This rank's micro-batches."""
-        responses = [rollout.response for rollout in rollouts]
-        plan = pack(
-            responses,
-            self.config.batch.token_budget,
-            self.runtime.ranks,
-            share_prompts=self.config.batch.share_prompts,
-            pair_cost=pair_cost(self.model.config),
-            max_positions=self.model.config.max_position,
-        )
-        return forests_of_rank(responses, plan, self.runtime.rank)
+    def reference_logprobs(self, mini_batches: Sequence[MiniBatch]) -> None:
+        with self.phases("reference"):
+            for mini_batch in mini_batches:
+                mini_batch.reference = self._logprobs(self.reference, mini_batch.forests) if self.reference else None
 
     @torch.no_grad()
-    def logprobs(self, model: nn.Module, forests: Sequence[Forest]) -> list[Tensor]:
-        return [
-            compute_logprobs(model, forest.to(self.runtime.device), self.config.rollout.temperature)[0]
-            for forest in forests
-        ]
+    def _logprobs(self, model: nn.Module, forests: Sequence[Forest]) -> list[Tensor]:
+        device, temperature = self.runtime.device, self.config.rollout.temperature
+        return [compute_logprobs(model, forest.to(device), temperature)[0] for forest in forests]
 
-    def token_loss(
-        self, advantages: Tensor, old: list[Tensor] | None, reference: list[Tensor] | None, tokens: TokenMetrics
-    ) -> TokenLoss:
+    def update(self, mini_batch: MiniBatch, tokens: TokenMetrics) -> StepReport:
+        """One optimizer step."""
+
         def loss(number: int, forest: Forest, logprob: Tensor, entropy: Tensor) -> Tensor:
-            advantage = advantages[forest.response[forest.targets].long()]
-            rollout_logprob = forest.logprob[forest.targets]
-            old_logprob = old[number] if old is not None else logprob.detach()
-            reference_logprob = reference[number] if reference is not None else None
-            tokens.add(logprob, entropy, old_logprob, advantage, rollout_logprob, reference_logprob)
-            return objective_loss(
-                self.config.objective, logprob, old_logprob, advantage, rollout_logprob, reference_logprob
-            )
+            advantage = mini_batch.advantages[forest.response[forest.targets].long()]
+            sampled = forest.logprob[forest.targets]
+            old = mini_batch.old[number] if mini_batch.old is not None else logprob.detach()
+            reference = mini_batch.reference[number] if mini_batch.reference is not None else None
+            tokens.add(logprob, entropy, old, advantage, sampled, reference)
+            return objective_loss(self.config.objective, logprob, old, advantage, sampled, reference)
 
-        return loss
+        return self.optimizer_step(mini_batch.forests, loss, self.config.rollout.temperature)
 
     def sync(self) -> None:
         """Stream the weights into the engine."""
         with self.phases("sync"):
-            self.rollouts.load(full_parameters(self.model))
+            if self.engine is not None:
+                self.engine.wake()
+                self.engine.load(full_parameters(self.model))
 
     def save(self, step: int, batch: Batch, reports: Sequence[StepReport]) -> None:
         """Keep the step's rollouts."""
 
         def into(folder: Path) -> None:
-            save_rollouts(folder, step, batch, self.config.keep_rollouts)
+            batch.save(folder, step, self.config.keep_rollouts)
 
-        if self.runtime.is_main and self.config.replay is None:
+        if self.runtime.is_main and self.replayed is None:
             into(self.run / "rollouts")
         self.note_bad(step, reports, into)
 
     def validate(self, step: int) -> dict[str, float]:
-        return self.rollouts.validate(step) if self.config.validation.every else {}
+        """Metrics of the policy on held-out problems."""
+        if self.engine is None or not self.validation or not self.config.validation.every:
+            return {}
+        with self.phases("validate"):
+            config = replace(self.config.rollout, top_p=self.config.validation.top_p)
+            samples, seed = range(self.config.validation.samples), (self.config.seed, step, "validation")
+            return validation_metrics(
+                self._judged(self._sample(self.validation, samples, config, seed, Heartbeat(self.phases)))
+            )
 
     def data_metrics(self, batch: Batch) -> dict[str, float]:
-        trained = [rollout for group in batch.groups for rollout in group]
-        sampled, seconds = (
-            sum(rollout.response.sampled_tokens for rollout in batch.rolled_out),
-            self.phases.seconds.get("rollout"),
-        )
+        sampled = sum(rollout.response.sampled_tokens for rollout in batch.rolled_out)
+        seconds = self.phases.seconds.get("rollout")
+        trained = [graded for group in batch.groups for graded in group]
         return {
-            "data/rollout_batches": float(batch.batches),
+            "data/rollout_batches": float(batch.rollout_batches),
             "data/kept": float(batch.kept),
             "data/surplus": float(batch.kept - len(batch.groups)),
-            "data/epoch": float(self.rollouts.epoch),
-            "data/trained_reward": sum(r.reward or 0.0 for r in trained) / len(trained),
+            "data/epoch": float(self.stream.epoch if self.stream else 0),
+            "data/trained_reward": sum(graded.reward or 0.0 for graded in trained) / len(trained),
             "speed/rollout_tokens": sampled / seconds if seconds else 0.0,
         }
 
     def state(self) -> dict:
-        return self.rollouts.state()
+        """What a checkpoint keeps besides weights, optimizer and counters."""
+        return {"stream": self.stream.state()} if self.stream else {}
+
+    def _sample(
+        self, problems: Sequence[Asked], samples: range, config: RolloutConfig, seed: tuple, watch: Watch
+    ) -> list[Rollout]:
+        """This replica's share of the responses."""
+        assert self.engine is not None
+        mine = problems[self.engine.replica :: self.engine.replicas]
+        self.engine.forget_prefixes()  # the cache must not depend on earlier work
+        pairs = missing_pairs(mine, samples)
+        return list(roll_out(self.engine, mine, pairs, self.config.prompt, config, seed=seed, watch=watch))
+
+    def _judged(self, mine: list[Rollout]) -> list[Rollout]:
+        """All ranks' rollouts, graded where they were generated, in an order that does not depend on which finished
+        first.
+        """
+        if self.runtime.rank % self.config.engine.tensor_parallel:
+            mine = []  # the ranks of one replica hold the same responses
+        grade(mine, self.judge, thinking_counts=self.config.prompt.parallel)
+        everybody = [rollout for part in self.runtime.gather(mine) for rollout in part]
+        return sorted(everybody, key=lambda rollout: (rollout.problem, rollout.sample))
+
+
+class CutShort(Exception):
+    """A rollout that is not worth finishing: its step will be restarted."""
+
+
+class Heartbeat(Watch):
+    """Tells the watchdog that the engine is making progress; `stops`: ends the rollout if this rank was told to stop."""
+
+    def __init__(self, phases: Phases, stops: bool = False):
+        self.phases, self.stops = phases, stops
+
+    def stepped(self, engine: Engine) -> None:
+        self.phases.beat()
+        if self.stops and asked.stop:
+            raise CutShort
 
 
 def main(argv: Sequence[str] | None = None) -> int:

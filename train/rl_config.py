@@ -16,12 +16,10 @@ from dccot.model.config import ModelConfig
 from dccot.model.sharding import ShardingConfig
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.settings import EngineConfig
-from dccot.train.advantages import AdvantageConfig
 from dccot.train.checkpoint import CheckpointConfig
-from dccot.train.filters import FILTERS
 from dccot.train.objectives import ObjectiveConfig
 from dccot.train.phases import ProfileConfig
-from dccot.train.rewards import RewardConfig
+from dccot.train.rewards import ADVANTAGES, FILTERS, RewardConfig
 from dccot.train.run import check_run, open_model
 from dccot.train.sft import ModelPath
 from dccot.train.update import OptimizerConfig
@@ -88,6 +86,7 @@ class RLConfig:
     seed: int = 0
     steps: int = 200
     filter: str = "include_easy"  # remove_easy, none, or your own module:function
+    advantage: str = "std"  # (R − mean) / std; mean: R − mean; or your own module:function
     replay: str | None = None  # train from this saved rollout JSONL, without an engine
     keep_rollouts: int = 100  # newest steps whose rollouts are kept on disk
     max_bad_steps: int = 5  # consecutive steps that may be skipped for non-finite numbers
@@ -102,7 +101,6 @@ class RLConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     grading: GradingConfig = field(default_factory=GradingConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
-    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -113,6 +111,7 @@ class RLConfig:
 
     def check(self) -> None:
         named(FILTERS, self.filter, "filter")
+        named(ADVANTAGES, self.advantage, "advantage")
         check_run(self)
         require(bool(self.data.train or self.replay), "data.train is not set; name a JSONL or parquet file of problems")
         require(

@@ -202,7 +202,7 @@ class SFT(Trainer[SFTConfig]):
         """One optimizer step and its metrics."""
         with self.phases("pack"):
             forests = self.forests(examples)
-        report = self.update(forests, negative_logprob, temperature=1.0)
+        report = self.optimizer_step(forests, negative_logprob, temperature=1.0)
         self.note_bad(self.phases.step, [report], lambda folder: self.save_rows(examples, folder))
         return self.update_metrics([report], forests)
 

@@ -103,7 +103,7 @@ class Trainer(Generic[C]):
     def profiled(self, step: int) -> AbstractContextManager[None]:
         return profiled(self.config.profile, step, self.run / "profile", self.runtime, self.phases)
 
-    def update(self, forests: Sequence[Forest], token_loss: TokenLoss, temperature: float) -> StepReport:
+    def optimizer_step(self, forests: Sequence[Forest], token_loss: TokenLoss, temperature: float) -> StepReport:
         """One optimizer step."""
         config = self.config
         with self.phases("update"):

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 C = TypeVar("C")
 E = TypeVar("E")
 RENAMED = {
+    "advantage.normalise": "advantage (std, or mean where it was none)",
     "batch.samples": "batch.group_size",
     "optimizer.clip": "optimizer.max_grad_norm",
     "rollout.parallel": "prompt.kind (parallel or sequential)",
@@ -256,6 +257,8 @@ def _refuse_misfit(hint: Any, value: Any, key: str) -> None:
             isinstance(value, dict), f"{key} is {value!r}; it is a group of settings: {', '.join(hint.__annotations__)}"
         )
         _refuse_unknown(hint, value, f"{key}.")
+    elif isinstance(value, dict) and (old := next((n for n in value if f"{key}.{n}" in RENAMED), None)):
+        raise ConfigError(f"{key}.{old} is now called {RENAMED[f'{key}.{old}']}")  # a group that became a value
     elif typing.get_origin(hint) is dict and dataclasses.is_dataclass(typing.get_args(hint)[1]):
         require(
             isinstance(value, dict),

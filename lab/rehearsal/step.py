@@ -2,7 +2,7 @@
 
     echo '{"config": "configs/rl/stage1.yaml", "overrides": [], "shape": {…}, "ranks": 8, "gpu": "H100"}' | python -m dccot.lab.rehearsal.step
 
-Reads one JSON object, prints one. The step is the project's own (RL.train_on, SFT.train_on): forests of the largest
+Reads one JSON object, prints one. The step is the project's own (RL.pack to RL.update, SFT.train_on): forests of the largest
 micro-batch that the configuration allows, two of them per mini-batch, so that one waits for the other; then weights are
 gathered as the engine gets them, and a checkpoint is planned. There is one rank, the first of a process group that
 pretends to have them all.
@@ -19,7 +19,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -40,13 +40,15 @@ from dccot.model.config import ModelConfig, parse_config
 from dccot.model.sharding import ShardingConfig, empty_model
 from dccot.model.transformer import Transformer
 from dccot.model.weights import full_parameters
-from dccot.rollout.response import Response, Rollout
-from dccot.train.collect import Batch
+from dccot.rollout.response import Response
+from dccot.train.batch import Batch
 from dccot.train.largest import largest_micro_batch, load_training
 from dccot.train.phases import Phases
+from dccot.train.rewards import Graded, Group
 from dccot.train.rl import RL
 from dccot.train.rl_config import RLConfig
 from dccot.train.sft import SFT, Example, SFTConfig
+from dccot.train.token_metrics import TokenMetrics
 from dccot.train.update import make_optimizer
 
 MICRO_BATCHES = 2  # per mini-batch
@@ -102,10 +104,15 @@ def rl_step(config: RLConfig, gpu: FakeGpu, shape: ModelConfig, runtime: Runtime
         frozen = replace(config.sharding, master_dtype=config.sharding.compute_dtype, activation_checkpointing=False)
         rl.reference = build(gpu, "reference policy", shape, frozen, runtime.device).requires_grad_(False).eval()
     responses = micro_batches(config, shape, updates * runtime.ranks)
-    groups: list[Sequence[Rollout]] = [
-        [Rollout("", number, "", "", "", response, advantage=1.0)] for number, response in enumerate(responses)
+    groups: list[Group] = [
+        [Graded("", number, "", "", "", response, advantage=1.0)] for number, response in enumerate(responses)
     ]
-    rl.train_on(Batch(groups, [], 1, len(groups)))
+    mini_batches, tokens = rl.pack(Batch(len(groups), groups)), TokenMetrics(config.objective, runtime)
+    rl.old_logprobs(mini_batches)
+    rl.reference_logprobs(mini_batches)
+    for mini_batch in mini_batches:
+        rl.update(mini_batch, tokens)
+    tokens.reduce()
     return rl
 
 

@@ -148,7 +148,8 @@ RUNNABLE = ["model.path=m", "data.train=d"]
         ("rollout.parallel=false", "rollout.parallel is now called prompt.kind (parallel or sequential)"),
         ("rollout.workers=0", "rollout.workers is 0"),
         ("rollout.temperature=0", "rollout.temperature is 0"),
-        ("advantage.normalise=var", "advantage.normalise is 'var'"),
+        ("advantage.normalise=std", "advantage.normalise is now called advantage (std, or mean"),
+        ("advantage=var", "advantage is 'var'; it must be one of std, mean or your own"),
         (
             "rollout.top_p=0.95",
             "rollout.top_p is 0.95; training takes log-probs of the whole distribution: it must be 1",

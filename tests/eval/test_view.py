@@ -17,8 +17,9 @@ from dccot.eval.entropy import Scorer
 from dccot.eval.view import BLOCK, Page, Pieces, collect, cut, main, utf16_length
 from dccot.lab.worlds.arithmetic import make_tokenizer
 from dccot.lab.worlds.bigram import save, tokenizer
-from dccot.rollout.response import Finish, Response, Rollout, Round, Segment
+from dccot.rollout.response import Finish, Response, Round, Segment
 from dccot.rollout.tags import TagIds
+from dccot.train.rewards import Graded
 
 WORDS = tokenizer("spelled")
 TAGS = TagIds.of(WORDS)
@@ -38,7 +39,7 @@ def response(first: str, workers: list[str], last: str | None) -> Response:
     )
 
 
-def rollout(number: int = 0, **changes) -> Rollout:
+def rollout(number: int = 0, **changes) -> Graded:
     made = response(
         "plan<spawn_workers>",
         ["a</worker_1>", "bb</worker_2>", "ccc</worker_3>"],
@@ -46,7 +47,7 @@ def rollout(number: int = 0, **changes) -> Rollout:
     )
     text = "<think>\n" + made.text(WORDS)
     whole = {"flaw": None, "verdict": "correct", "reward": 1.0, "advantage": 0.5, "step": 3}
-    return Rollout(f"p{number}", 0, "What?", "7", text, made, **{**whole, **changes})
+    return Graded(f"p{number}", 0, "What?", "7", text, made, **{**whole, **changes})
 
 
 def unpacked(page: str, name: str):
@@ -54,7 +55,7 @@ def unpacked(page: str, name: str):
     return json.loads(gzip.decompress(base64.b64decode(content)))
 
 
-def built(tmp_path, *rollouts: Rollout, pieces=None) -> str:
+def built(tmp_path, *rollouts: Graded, pieces=None) -> str:
     page = Page(pieces)
     for one in rollouts:
         page.add(one)

@@ -10,8 +10,9 @@ import pytest
 
 from dccot.eval.view import Page, Pieces
 from dccot.lab.worlds.bigram import tokenizer
-from dccot.rollout.response import Finish, Response, Rollout, Round, Segment
+from dccot.rollout.response import Finish, Response, Round, Segment
 from dccot.rollout.tags import TagIds
+from dccot.train.rewards import Graded
 from tests.support import browser as browser_support
 
 RESPONSES, SAMPLES = 10_000, 8
@@ -25,7 +26,7 @@ class Browser(browser_support.Browser):
         self.until(lambda: self.js("return document.querySelectorAll('.card').length"))
 
 
-def make_rollouts() -> list[Rollout]:
+def make_rollouts() -> list[Graded]:
     words, rng, made = tokenizer("spelled"), random.Random(5), []
     tags, vocabulary = TagIds.of(words), words.get_vocab()
     encode = functools.cache(lambda text: words.encode(text, add_special_tokens=False))
@@ -51,7 +52,7 @@ def make_rollouts() -> list[Rollout]:
         )
         judged = {"flaw": flaw, "verdict": verdict, "reward": reward, "step": 1}
         made.append(
-            Rollout(f"problem-{problem:04d}", number % SAMPLES, question, str(problem), text, response, **judged)
+            Graded(f"problem-{problem:04d}", number % SAMPLES, question, str(problem), text, response, **judged)
         )
     return made
 

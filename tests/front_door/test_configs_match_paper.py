@@ -36,7 +36,7 @@ SAME_IN_ALL = {
     "rollout.total_tokens": None,
     "prompt.open_think": True,
     "batch.group_size": 7,
-    "advantage.normalise": "std",
+    "advantage": "std",
     "batch.optimizer_steps": 2,
     "objective.clip_low": 0.2,
     "objective.clip_high": 0.28,

@@ -23,9 +23,8 @@ from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
 from dccot.rollout.response import Finish, Response, Rollout, Segment
 from dccot.stages import KINDS, Kind
-from dccot.train.filters import FILTERS
 from dccot.train.objectives import ObjectiveConfig, objective_loss
-from dccot.train.rewards import RewardConfig, reward_of
+from dccot.train.rewards import FILTERS, RewardConfig, advantages_of, reward_of
 from dccot.train.rl_config import RLConfig
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +43,10 @@ def my_loss(config, logprob, old_logprob, advantage):
 
 def my_reward(rollout, config, budget):
     return rollout.response.total_tokens / budget
+
+
+def my_advantage(rewards):
+    return [reward - min(rewards) for reward in rewards]
 
 
 def my_filter(group):
@@ -165,7 +168,7 @@ def rollout(tokens: int) -> Rollout:
 
 def test_an_rl_run_takes_all_of_them_by_name_and_refuses_names_that_cannot_be_imported():
     own = [f"objective.kind={mine('my_loss')}", f"reward.kind={mine('my_reward')}", f"filter={mine('my_filter')}",
-           f"grading.kind={mine('MyJudge')}"]  # fmt: skip
+           f"advantage={mine('my_advantage')}", f"grading.kind={mine('MyJudge')}"]  # fmt: skip
     config = load_config(RLConfig, "configs/rl/stage1.yaml", ["model.path=x", "data.train=y", *own])
     assert (config.objective.kind, config.filter) == (mine("my_loss"), mine("my_filter"))
     for setting in own:
@@ -182,6 +185,10 @@ def test_an_objective():
 
 def test_a_reward():
     assert reward_of(rollout(30), RewardConfig(kind=mine("my_reward")), budget=300) == 0.1
+
+
+def test_an_advantage():
+    assert advantages_of([1.0, None, 0.25], mine("my_advantage")) == [0.75, 0.0, 0.0]
 
 
 def test_a_filter():
@@ -290,7 +297,7 @@ def test_every_registry_that_the_page_names_is_where_it_says():
 
 
 @pytest.mark.parametrize(
-    "thing", ["model family", "objective", "reward", "filter", "judge", "engine", "benchmark", "kernel"]
+    "thing", ["model family", "objective", "reward", "filter", "advantage", "judge", "engine", "benchmark", "kernel"]
 )
 def test_the_page_explains_each(thing):
     assert re.search(rf"\*\*An? {thing}\.\*\*", PAGE)

@@ -23,8 +23,7 @@ rounds = st.builds(Round, segments(), st.lists(segments(), min_size=1, max_size=
 responses = st.builds(Response, ids, st.lists(rounds, max_size=3), st.none() | segments(), st.sampled_from(Finish))
 rollouts = st.builds(
     Rollout, problem=st.text(), sample=st.integers(0, 200), question=st.text(), gold=st.text() | st.lists(st.text()), text=st.text(),
-    response=responses, flaw=st.none() | st.text(), verdict=st.none() | st.text(), reward=st.none() | floats,
-    advantage=st.none() | floats, step=st.none() | st.integers(0, 9),
+    response=responses, flaw=st.none() | st.text(), verdict=st.none() | st.text(), step=st.none() | st.integers(0, 9),
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from dccot.core.config import ConfigError, load_config
-from dccot.rollout.response import Finish, Response, Rollout, Round, Segment
+from dccot.rollout.response import Finish, Response, Round, Segment
 from dccot.rollout.tags import Flaw
 from dccot.train.metrics import (
     LAYOUT,
@@ -27,6 +27,7 @@ from dccot.train.metrics import (
     tag_of,
     validation_metrics,
 )
+from dccot.train.rewards import Graded
 from dccot.train.sft import SFTConfig
 
 
@@ -41,10 +42,12 @@ def parallel_response() -> Response:
 
 OVERSHOT = "<spawn_workers>\n<worker_1>a</worker_1>\n\n<worker_2>b</worker_2><worker_3>c</worker_3>The</spawn_workers>"
 ROLLOUTS = [
-    Rollout("a", 0, "q", "2", OVERSHOT, parallel_response(), None, "correct", 1.0),
-    Rollout("a", 1, "q", "2", "t", Response([1], [], tokens(10), Finish.BUDGET), Flaw.NO_SPAWN.value, "wrong", 0.0),
-    Rollout("b", 0, "q", "2", "t", Response([1], [], tokens(5)), Flaw.NO_SPAWN.value, "timed_out", None),
-    Rollout("b", 1, "q", "2", "t", Response([1], [], tokens(5)), Flaw.NO_THINK.value, "unparsable", 0.0),
+    Graded("a", 0, "q", "2", OVERSHOT, parallel_response(), None, "correct", reward=1.0),
+    Graded(
+        "a", 1, "q", "2", "t", Response([1], [], tokens(10), Finish.BUDGET), Flaw.NO_SPAWN.value, "wrong", reward=0.0
+    ),
+    Graded("b", 0, "q", "2", "t", Response([1], [], tokens(5)), Flaw.NO_SPAWN.value, "timed_out", reward=None),
+    Graded("b", 1, "q", "2", "t", Response([1], [], tokens(5)), Flaw.NO_THINK.value, "unparsable", reward=0.0),
 ]
 
 
@@ -184,7 +187,7 @@ def test_the_console_line_shows_what_is_there_and_leaves_out_what_is_not():
 
 
 def test_a_sample_is_shown_to_the_letter():
-    rollout = Rollout("a", 0, "1+1?", "2", "<think>\n*two*\n</think>", parallel_response(), None, "correct", 1.0)
+    rollout = Graded("a", 0, "1+1?", "2", "<think>\n*two*\n</think>", parallel_response(), None, "correct", reward=1.0)
     text = sample_text(rollout)
     assert "longest path **15** of 20 tokens" in text
     assert "    <think>\n    *two*\n    </think>" in text  # indented: TensorBoard shows it as it is and not as markdown

@@ -13,18 +13,18 @@ from dccot.core.runtime import Runtime
 from dccot.data.judge import Grader, GradingConfig
 from dccot.rollout.response import Response, Rollout, Segment
 from dccot.rollout.tags import sequential_flaw_of
-from dccot.train.advantages import AdvantageConfig, group_advantages
-from dccot.train.collect import Batch, Collector, save_rollouts
-from dccot.train.filters import FILTERS, Group
-from dccot.train.rewards import RewardConfig, reward_of
+from dccot.train.batch import Batch
+from dccot.train.phases import Phases
+from dccot.train.rewards import FILTERS, Graded, Group, RewardConfig, advantages_of, reward_of
+from dccot.train.rl import RL
 from dccot.train.rl_config import RLConfig
 
 PAPER = RewardConfig("correctness_format", correct_only=0.5, length_penalty=0.1, cutoff=2000)
 HLP = RewardConfig("high_length_penalty", correct_only=0.01, length_penalty=0.9, cutoff=2000)
 
 
-def rollout(verdict: str = "correct", flaw: str | None = None, length: int = 1000) -> Rollout:
-    return Rollout("417", 0, "1+1?", "2", "…", Response([1], [], Segment([], [5] * length)), flaw, verdict)
+def rollout(verdict: str | None = "correct", flaw: str | None = None, length: int = 1000) -> Graded:
+    return Graded("417", 0, "1+1?", "2", "…", Response([1], [], Segment([], [5] * length)), flaw, verdict)
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,12 @@ def test_a_sequential_baseline_is_graded_on_what_follows_its_thinking(prompt, te
     config = load_config(
         RLConfig, "configs/rl/dsr_hlp_12k.yaml", ["model.path=m", "data.train=d", f"prompt.kind={prompt}"]
     )
-    collector = Collector.__new__(Collector)  # neither engine nor problems
-    collector.config, collector.runtime = config, Runtime(0, 1, torch.device("cpu"))
+    rl = object.__new__(RL)  # neither engine nor problems
+    rl.config, rl.runtime = config, Runtime(0, 1, torch.device("cpu"))
+    rl.phases = Phases(rl.runtime)
     asked = Rollout("417", 0, "?", "45", text, Response([1], [], Segment([], [5])), sequential_flaw_of(text))
-    with Grader(GradingConfig(workers=1)) as collector.judge:
-        [graded] = collector._graded([asked])
+    with Grader(GradingConfig(workers=1)) as rl.judge:
+        [graded] = rl.grade([asked])
     assert reward_of(graded, config.reward, config.rollout.budget) == expected
 
 
@@ -159,31 +160,30 @@ def test_a_filter_of_ones_own_is_named_by_module_and_function():
 
 def test_advantages_by_hand():
     """Rewards 1, 0, 0.5: mean 0.5, unbiased standard deviation 0.5."""
-    assert group_advantages([1.0, 0.0, 0.5]) == pytest.approx([0.5 / (0.5 + 1e-6), -0.5 / (0.5 + 1e-6), 0.0], abs=1e-15)
+    assert advantages_of([1.0, 0.0, 0.5]) == pytest.approx([0.5 / (0.5 + 1e-6), -0.5 / (0.5 + 1e-6), 0.0], abs=1e-15)
 
 
 def test_advantages_without_the_standard_deviation_are_distances_from_the_mean():
-    centred = AdvantageConfig(normalise="none")
-    assert group_advantages([1.0, 0.0, 0.5, 0.5], centred) == [0.5, -0.5, 0.0, 0.0]
-    assert group_advantages([1.0, None, 0.0, 0.5], centred) == [0.5, 0.0, -0.5, 0.0]
-    assert group_advantages([0.75, 0.75], centred) == [0.0, 0.0]
+    assert advantages_of([1.0, 0.0, 0.5, 0.5], "mean") == [0.5, -0.5, 0.0, 0.0]
+    assert advantages_of([1.0, None, 0.0, 0.5], "mean") == [0.5, 0.0, -0.5, 0.0]
+    assert advantages_of([0.75, 0.75], "mean") == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0 - 0.1 * 1234 / 5500])
 def test_a_group_without_spread_gives_zeros(reward):
-    assert group_advantages([reward] * 7) == [0.0] * 7
+    assert advantages_of([reward] * 7) == [0.0] * 7
 
 
 def test_unjudged_responses_get_zero_and_do_not_move_the_others():
     half = 0.5 / (math.sqrt(0.5) + 1e-6)
-    assert group_advantages([1.0, None, 0.0]) == pytest.approx([half, 0.0, -half], abs=1e-12)
-    assert group_advantages([1.0, None, None]) == [0.0, 0.0, 0.0]
-    assert group_advantages([None, None]) == [0.0, 0.0]
+    assert advantages_of([1.0, None, 0.0]) == pytest.approx([half, 0.0, -half], abs=1e-12)
+    assert advantages_of([1.0, None, None]) == [0.0, 0.0, 0.0]
+    assert advantages_of([None, None]) == [0.0, 0.0]
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=16))
 def test_advantages_are_finite_centred_and_scaled(rewards):
-    advantages = group_advantages(rewards)
+    advantages = advantages_of(rewards)
     assert all(map(math.isfinite, advantages))
     assert sum(advantages) == pytest.approx(0, abs=1e-6)
     spread = statistics.stdev(rewards)
@@ -194,7 +194,7 @@ def test_advantages_are_finite_centred_and_scaled(rewards):
 def test_only_the_newest_rollouts_stay_and_what_people_put_beside_them(tmp_path):
     (tmp_path / "step_000000_good.jsonl").write_text("mine")
     for step in range(4):
-        save_rollouts(tmp_path, step, Batch([], []), keep=2)
+        Batch(0).save(tmp_path, step, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step_000000_good.jsonl",
         "step_000002.jsonl",

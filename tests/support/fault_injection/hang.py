@@ -11,22 +11,21 @@ import signal
 import sys
 import threading
 
-import dccot.train.collect as collect
 import dccot.train.rl as rl
 
 RESTART, RANK = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), os.environ.get("RANK", "0")
 
 
-class Hanging(collect.Collector):
-    def collect(self, step: int) -> collect.Batch:
-        if (RESTART, RANK, step) == (0, "1", 2):
+class Hanging(rl.RL):
+    def roll_out(self, *more, **named) -> list:
+        if (RESTART, RANK, self.phases.step) == (0, "1", 2):
             self.engine._engine.step = never_return
-        return super().collect(step)
+        return super().roll_out(*more, **named)
 
-    def _graded(self, mine: list) -> list:
+    def grade(self, rollouts: list) -> list:
         if (RESTART, RANK, self.phases.step) == (1, "1", 4):
             os.kill(os.getpid(), signal.SIGSTOP)
-        return super()._graded(mine)
+        return super().grade(rollouts)
 
 
 def never_return() -> None:
@@ -36,5 +35,5 @@ def never_return() -> None:
 
 
 if __name__ == "__main__":
-    rl.Collector = Hanging
+    rl.RL = Hanging
     sys.exit(rl.main(sys.argv[1:]))

@@ -39,7 +39,7 @@ def _nan_gradient(settings: Settings, engine: VllmEngine) -> Trial:
     """
 
     class Spoiled(rl.RL):
-        def train_on(self, batch):
+        def update(self, *more):
             whole = updating.apply_gradients
 
             def spoiled(model, *more):
@@ -49,7 +49,7 @@ def _nan_gradient(settings: Settings, engine: VllmEngine) -> Trial:
 
             updating.apply_gradients = spoiled if self.phases.step == 1 else whole
             try:
-                return super().train_on(batch)
+                return super().update(*more)
             finally:
                 updating.apply_gradients = whole
 
@@ -130,13 +130,13 @@ def _stuck_collective(settings: Settings, engine: VllmEngine) -> Trial:
     use.
     """
 
-    class Slow(rl.Collector):
-        def _graded(self, mine):
+    class Slow(rl.RL):
+        def _judged(self, mine):
             if self.runtime.rank == 1:
                 time.sleep(TIMEOUT_SECONDS + 5)
-            return super()._graded(mine)
+            return super()._judged(mine)
 
-    rl.Collector = Slow
+    rl.RL = Slow
     said = _error_of(lambda: rl.train(settings("stuck"), engine))
     good = os.environ["RANK"] == "1" or ("imed out" in said and "rank 0, step 0, phase grade" in said)
     return Trial("collective stuck", 1, int(good), "time-out error names rank, step and phase", [] if good else [said])

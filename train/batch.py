@@ -1,0 +1,82 @@
+"""What a step trains on: groups of graded responses that the filter kept, and the mini-batches made of them.
+
+A batch is saved in the run's rollouts/ (or bad/, if its updates were skipped), and `replay=FILE` trains on it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from dccot.core.files import BadData, read_jsonl, write_jsonl_atomic
+from dccot.model.folder import step_of
+from dccot.train.forest import Forest
+from dccot.train.rewards import Graded, Group
+
+
+@dataclass
+class Batch:
+    """Groups that a step trains on, `wanted` when full, and where they came from."""
+
+    wanted: int
+    groups: list[Group] = field(default_factory=list)  # kept by the filter
+    rolled_out: list[Graded] = field(default_factory=list)  # everything, for metrics
+    rollout_batches: int = 0
+    kept: int = 0  # groups that the filter kept, including surplus ones
+
+    @property
+    def full(self) -> bool:
+        return len(self.groups) >= self.wanted
+
+    def add(self, groups: Sequence[Group], kept: Sequence[Group]) -> None:
+        """The groups of one rollout batch, and those of them that the filter kept; a surplus is not trained on."""
+        self.groups += kept[: self.wanted - len(self.groups)]
+        self.rolled_out += [graded for group in groups for graded in group]
+        self.kept += len(kept)
+        self.rollout_batches += 1
+
+    def mini_batches(self, count: int) -> Iterator[list[Graded]]:
+        size = len(self.groups) // count
+        for start in range(0, len(self.groups), size):
+            yield [graded for group in self.groups[start : start + size] for graded in group]
+
+    def save(self, folder: Path, step: int, keep: int) -> None:
+        """Write what the step trains on, for inspection and for `replay`; keeps the newest `keep` files."""
+        folder.mkdir(exist_ok=True)
+        rows = (graded.to_json() for group in self.groups for graded in group)
+        write_jsonl_atomic(folder / f"step_{step:06d}.jsonl", rows)
+        for old in sorted(path for path in folder.glob("step_*.jsonl") if step_of(Path(path.stem)) is not None)[:-keep]:
+            old.unlink()
+
+    @classmethod
+    def replay(cls, path: str, wanted: int) -> Batch:
+        """A batch that an earlier run saved."""
+        groups: dict[str, list[Graded]] = {}
+        for line, row in read_jsonl(path, strict=True):
+            try:
+                graded = Graded.from_json(row)
+            except (KeyError, TypeError, ValueError) as error:
+                raise BadData(f"{path}:{line}: not a rollout ({type(error).__name__}: {error})") from None
+            if graded.advantage is None:
+                raise BadData(
+                    f"{path}:{line}: the rollout has no advantage; replay a file that a training run wrote to its rollouts/"
+                )
+            groups.setdefault(graded.problem, []).append(graded)
+        if len(groups) < wanted:
+            remedy = f"set batch.prompts={len(groups)} or less"
+            raise BadData(f"{path} holds {len(groups)} prompts; batch.prompts is {wanted}: {remedy}")
+        chosen = list(groups.values())[:wanted]
+        return cls(wanted, list(chosen), [graded for group in chosen for graded in group], kept=len(groups))
+
+
+@dataclass
+class MiniBatch:
+    """What one update trains on: this rank's forests, and log-probs [M] of each forest's sampled tokens."""
+
+    forests: list[Forest]
+    advantages: Tensor  # of each response
+    old: list[Tensor] | None = None  # None: of the weights that are updated, so the ratio is 1
+    reference: list[Tensor] | None = None  # None: no KL
