@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self
 
-from dccot.core.config import named, require
+from dccot.core.config import check, lookup, require
 from dccot.rollout.response import UNJUDGED, Verdict
 from dccot.rollout.tags import answer_block
 
@@ -77,7 +77,7 @@ class GradingConfig:
     answer_block_only: bool = False  # look only inside <answer>…</answer>
 
     def check(self) -> None:
-        named(JUDGES, self.kind, "grading.kind")
+        lookup(JUDGES, self.kind, "grading.kind")
         for name, least in (("workers", 1), ("seconds", 0.1), ("memory_mb", 64)):
             require(
                 getattr(self, name) >= least, f"grading.{name} is {getattr(self, name)}; it must be at least {least}"
@@ -97,7 +97,7 @@ class Grader(Judge):
 
     def __init__(self, config: GradingConfig | None = None):
         self.config = config or GradingConfig()
-        self.config.check()
+        check(self.config, "grading")
         self.last = BatchReport()
         self.totals: Counter = Counter()
         self.bad_golds: set[str] = set()
@@ -221,7 +221,7 @@ JUDGES: dict[str, Callable[[GradingConfig], Judge]] = {"math_verify": Grader}
 
 
 def open_judge(config: GradingConfig) -> Judge:
-    return named(JUDGES, config.kind, "grading.kind")(config)
+    return lookup(JUDGES, config.kind, "grading.kind")(config)
 
 
 def boxed(gold: str) -> str:

@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from dccot.core.config import ConfigError, named, one_of, require
+from dccot.core.config import ConfigError, lookup, one_of, require
 from dccot.core.files import BadData
 from dccot.data.problems import Problem
 from dccot.rollout.tags import THINK_CLOSE, THINK_OPEN
@@ -155,7 +155,7 @@ class PromptConfig:
 
 
 def format_of(kind: str) -> PromptFormat:
-    found = named(PROMPTS, kind, "prompt.kind")
+    found = lookup(PROMPTS, kind, "prompt.kind")
     require(
         isinstance(found, PromptFormat), f"prompt.kind is {kind!r}, a {type(found).__name__}; it must be a PromptFormat"
     )

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
-from dccot.core.config import named, require
+from dccot.core.config import lookup, require
 from dccot.core.files import BadData, JsonlWriter, checksum, read_jsonl, write_atomic, write_jsonl_atomic
 from dccot.core.provenance import record
 from dccot.core.runtime import Runtime
@@ -50,7 +50,7 @@ class RewriteConfig:
 
     def check(self) -> None:
         if self.by != ENDPOINT:
-            named({}, self.by, "by")
+            lookup({}, self.by, "by")
         require(bool(self.source), "source is not set; name the file that `dccot data sequential` wrote")
         require(self.attempts > 0, f"attempts is {self.attempts}; it must be at least 1")
         require(self.concurrency > 0, f"concurrency is {self.concurrency}; it must be at least 1")
@@ -259,7 +259,7 @@ async def run(config: RewriteConfig, progress: Callable[[int, int], None]) -> Su
             )
             rewriter = by_endpoint(await stack.enter_async_context(Endpoint(config.endpoint)), instruction)
         else:
-            rewriter = rule(named({}, config.by, "by"))
+            rewriter = rule(lookup({}, config.by, "by"))
         judge = stack.enter_context(open_judge(config.grading))
         summary = await rewrite_all(solutions, rewriter, judge, config, progress=progress)
     write_atomic(Path(config.output).with_suffix(".summary.json"), json.dumps(asdict(summary), indent=1) + "\n")

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dccot.core.config import ConfigError, find_config, load_config, one_of, read_yaml, require
+from dccot.core.config import ConfigError, Seed, find_config, load_config, one_of, read_yaml, require
 
 C = TypeVar("C")
 SHARED = ("model", "train", "validation")  # keys of a recipe that its stages may name
@@ -45,7 +45,7 @@ class Stage:
 class Recipe:
     name: str = "pipeline"
     output: str = "runs"
-    seed: int = 0
+    seed: Seed = 0
     model: str | None = None  # the model that everything starts from
     train: str | None = None  # problems that training and the SFT set draw from
     validation: str | None = None  # problems for validation during RL
@@ -55,9 +55,10 @@ class Recipe:
     # stages before all others, which make the model and the problems
     prepare: dict[str, Stage] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=dict)
-    common: dict[str, Any] = field(default_factory=dict)  # kind of stage → keys that all stages of this kind share
+    # kind of stage → keys that all stages of this kind share
+    common: dict[str, dict[str, Any]] = field(default_factory=dict)
     # stage → its keys: what a smaller version of a recipe changes
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     without: list[str] = field(default_factory=list)  # stages of the extended recipe to drop
 
     def check(self) -> None:
@@ -65,7 +66,6 @@ class Recipe:
 
         require(bool(self.stages), "the recipe has no stages")
         require(bool(self.name.strip()), f"name is {self.name!r}; it names the recipe's folder below output")
-        require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must be in [0, 2^63)")
         for twice in set(self.prepare) & set(self.stages):
             raise ConfigError(f"{twice!r} is both in prepare and in stages; give each stage its own name")
         for name, stage in self.all_stages().items():
@@ -81,12 +81,8 @@ class Recipe:
             ("common", {stage.run for stage in self.all_stages().values()} | set(KINDS)),
             ("settings", self.all_stages()),
         ):
-            for name, keys in getattr(self, section).items():
+            for name in getattr(self, section):
                 one_of(name, known, f"a key of {section}")
-                require(
-                    isinstance(keys, dict),
-                    f"{section}.{name} is {keys!r}; it must be keys and values of a stage's configuration",
-                )
 
     @property
     def folder(self) -> Path:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dccot.core.command import positive, run_cleanly
-from dccot.core.config import ConfigError, load_config, to_plain
+from dccot.core.config import ConfigError, Seed, load_config, to_plain
 from dccot.core.files import JsonlWriter, checksum
 from dccot.core.provenance import record
 from dccot.core.runtime import Runtime
@@ -33,7 +33,7 @@ from dccot.rollout.settings import EngineConfig
 
 @dataclass
 class Settings:
-    seed: int = 0
+    seed: Seed = 0
     prompt: PromptConfig = field(default_factory=PromptConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

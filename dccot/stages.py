@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from dccot.core.config import ConfigError, at_least, named, one_of, require
+from dccot.core.config import ConfigError, Positive, Seed, Share, lookup, one_of, require, required
 from dccot.core.provenance import describe_code
 from dccot.core.runtime import Runtime
 from dccot.data import rewrite, sequential
@@ -199,32 +199,30 @@ def _run_rewrite(context: Context, config: rewrite.RewriteConfig) -> None:
 # ---- evaluation ----
 
 
+LISTED = required("list names of benchmarks or files of problems")
+
+
 @dataclass
 class EvalStage:
-    seed: int = 0
-    model: str = ""  # stage, stage@step or folder
-    method: str = "parallel"
-    budget: int = 12_000
-    top_p: float = 0.95  # the paper's; below 1, sampling sorts the vocabulary, which takes a CPU a while
-    benchmarks: list[str] = field(default_factory=list)  # names of the paper's, or files; default: the recipe's
+    seed: Seed = 0
+    # stage, stage@step or folder
+    model: Annotated[str, required("name a stage of the recipe or a folder")] = ""
+    method: Literal["parallel", "sequential"] = "parallel"
+    budget: Positive = 12_000
+    top_p: Share = 0.95  # the paper's; below 1, sampling sorts the vocabulary, which takes a CPU a while
+    # names of the paper's, or files; default: the recipe's
+    benchmarks: Annotated[list[str], LISTED] = field(default_factory=list)
     benchmark_folder: str = "runs/data"
-    n: int | None = None  # responses per problem; None: the paper's (200 or 16), 16 for a file
-    max_prompt_tokens: int = 4096
+    n: Positive | None = None  # responses per problem; None: the paper's (200 or 16), 16 for a file
+    max_prompt_tokens: Positive = 4096
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def check(self) -> None:
-        require(bool(self.model), "model is not set; name a stage of the recipe or a folder")
-        one_of(self.method, METHODS, "method")
-        require(bool(self.benchmarks), "benchmarks is not set; list names of benchmarks or files of problems")
         names = [Path(file).stem for file in self.benchmarks]
         require(
             len(set(names)) == len(names),
             f"two benchmarks are called {max(names, key=names.count)!r}; rename one of the files",
         )
-        at_least(1, self.budget, "budget")
-        at_least(1, self.max_prompt_tokens, "max_prompt_tokens")
-        if self.n is not None:
-            at_least(1, self.n, "n")
 
     def named(self) -> list[Benchmark]:
         known = lambda name: name in BENCHMARKS
@@ -266,29 +264,21 @@ def _run_eval(context: Context, config: EvalStage) -> None:
     evaluate(model, config.named(), config.evaluation(), context.folder, engine=engine)
 
 
+COMPARED = Annotated[str, required("latency compares a parallel with a sequential model on problems")]
+NUMBERS = required("list numbers of responses at a time, e.g. [1, 4]")
+
+
 @dataclass
 class LatencyStage:
-    seed: int = 0
-    parallel: str = ""  # stages, stage@step or folders
-    sequential: str = ""
-    problems: str = ""
-    budget: int = 12_000
-    concurrency: list[int] = field(default_factory=lambda: [1, 4, 16])
-    n: int = 1
-    max_prompt_tokens: int = 4096
+    seed: Seed = 0
+    parallel: COMPARED = ""  # stages, stage@step or folders
+    sequential: COMPARED = ""
+    problems: COMPARED = ""
+    budget: Positive = 12_000
+    concurrency: Annotated[list[Positive], NUMBERS] = field(default_factory=lambda: [1, 4, 16])
+    n: Positive = 1
+    max_prompt_tokens: Positive = 4096
     engine: EngineConfig = field(default_factory=EngineConfig)
-
-    def check(self) -> None:
-        for name in ("parallel", "sequential", "problems"):
-            require(
-                bool(getattr(self, name)),
-                f"{name} is not set; latency compares a parallel with a sequential model on problems",
-            )
-        require(bool(self.concurrency), "concurrency is empty; list numbers of responses at a time, e.g. [1, 4]")
-        for number in self.concurrency:
-            at_least(1, number, "concurrency")
-        at_least(1, self.n, "n")
-        at_least(1, self.budget, "budget")
 
     def models(self, plan: StagePlan) -> dict[str, str]:
         return {method: plan.recipe.place(getattr(self, method)) for method in METHODS}
@@ -322,17 +312,20 @@ def _run_latency(context: Context, config: LatencyStage) -> None:
 # ---- the report ----
 
 
+ROWS = required("map evaluation stages to their names in the tables")
+
+
 @dataclass
 class ReportStage:
     title: str = "Divide-and-Conquer CoT"
-    rows: dict[str, str] = field(default_factory=dict)  # stage → its name in the tables
+    # stage → its name in the tables
+    rows: Annotated[dict[str, str], ROWS] = field(default_factory=dict)
     baselines: dict[str, str] = field(default_factory=dict)  # name in the tables → name it is compared with
     kind: str | None = None  # finds the kind of problem in its id (eval/tables.py)
     notes: list[str] = field(default_factory=list)
     other_seeds: list[str] = field(default_factory=list)  # finished folders of the same recipe with other seeds
 
     def check(self) -> None:
-        require(bool(self.rows), "rows is not set; map evaluation stages to their names in the tables")
         shown = list(self.rows.values())
         require(
             len(set(shown)) == len(shown), f"two rows are called {max(shown, key=shown.count)!r}; rename one of them"
@@ -407,7 +400,7 @@ KINDS: dict[str, Kind] = {
 
 def kind_of(name: str) -> Kind:
     """An entry of KINDS, or your own: `my_package.my_module:my_kind`, a function that returns a Kind."""
-    found = named(KINDS, name, "run of a stage")
+    found = lookup(KINDS, name, "run of a stage")
     return found if isinstance(found, Kind) else found()
 
 

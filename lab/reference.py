@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import types
 import typing
 
 from dccot.data.rewrite import RewriteConfig
@@ -63,12 +64,12 @@ def _shown(value: object) -> str:
 
 
 def _type_name(hint: object) -> str:
-    return (
-        (hint.__name__ if isinstance(hint, type) else str(hint))
-        .replace("NoneType", "null")
-        .replace("None", "null")
-        .split(".")[-1]
-    )
+    """`int | null`, or the values of a Literal: `auto | never`."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType, typing.Literal):
+        return " | ".join(map(_type_name, typing.get_args(hint)))
+    if isinstance(hint, type) and typing.get_origin(hint) is None:
+        return hint.__name__.replace("NoneType", "null")
+    return re.sub(r"[\w.]+\.", "", str(hint))
 
 
 def reference() -> str:

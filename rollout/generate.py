@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
+from dccot.core.config import check
 from dccot.rollout.director import Call, Completion, Director, RolloutConfig
 from dccot.rollout.engine import Engine
 from dccot.rollout.response import Response
@@ -59,7 +60,7 @@ def generate(
 
     All responses start at once, or at most `concurrency`: then each one that finishes makes room for the next.
     """
-    config.check()
+    check(config, "rollout")
     watch = watch or Watch()
     tags = TagIds.of(engine.tokenizer, config.workers)
     running: dict[str, tuple[int, Request, Director, Call]] = {}

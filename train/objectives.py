@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dccot.core.config import named, require
+from dccot.core.config import lookup, require
 
 MAX_LOG_RATIO = 20.0  # beyond this, exp is meaningless and overflows in products
 
@@ -152,7 +152,7 @@ OBJECTIVES: dict[str, OfTokens] = {
 
 
 def objective_of(config: ObjectiveConfig) -> Objective:
-    found = named(OBJECTIVES, config.kind, "objective.kind")
+    found = lookup(OBJECTIVES, config.kind, "objective.kind")
     return found if isinstance(found, Objective) else Objective(found)
 
 

@@ -28,7 +28,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dccot.core.config import named, require
+from dccot.core.config import lookup, require
 from dccot.rollout.response import Rollout
 
 EPSILON = 1e-6
@@ -53,7 +53,7 @@ class RewardConfig:
     cutoff: int = 2000  # L_cutoff
 
     def check(self) -> None:
-        named(REWARDS, self.kind, "reward.kind")
+        lookup(REWARDS, self.kind, "reward.kind")
         require(0 <= self.correct_only <= 1, f"reward.correct_only is {self.correct_only}; it must be in [0, 1]")
         require(0 <= self.length_penalty <= 1, f"reward.length_penalty is {self.length_penalty}; it must be in [0, 1]")
         require(self.cutoff >= 0, f"reward.cutoff is {self.cutoff}; it must not be negative")
@@ -87,7 +87,7 @@ def reward_of(rollout: Rollout, config: RewardConfig, budget: int) -> float | No
     """The reward of a graded rollout; None if the judge could not judge it. `budget` is L_max."""
     if rollout.verdict is None:
         raise ValueError(f"rollout {rollout.sample} of problem {rollout.problem} has not been graded")
-    return named(REWARDS, config.kind, "reward.kind")(rollout, config, budget) if rollout.judged else None
+    return lookup(REWARDS, config.kind, "reward.kind")(rollout, config, budget) if rollout.judged else None
 
 
 def include_easy(group: Group) -> bool:
@@ -127,5 +127,5 @@ def advantages_of(rewards: Sequence[float | None], kind: str = "std") -> list[fl
     known = [reward for reward in rewards if reward is not None]
     if len(known) < 2 or statistics.stdev(known) == 0.0:
         return [0.0] * len(rewards)
-    found = iter(named(ADVANTAGES, kind, "advantage")(known))
+    found = iter(lookup(ADVANTAGES, kind, "advantage")(known))
     return [0.0 if reward is None else next(found) for reward in rewards]

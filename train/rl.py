@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dccot.core.config import named
+from dccot.core.config import lookup
 from dccot.core.runtime import Runtime
 from dccot.core.signals import Stopped, asked
 from dccot.data.judge import Judge, open_judge
@@ -179,7 +179,7 @@ class RL(Trainer[RLConfig]):
 
     def filter(self, groups: Sequence[Group]) -> list[Group]:
         """The groups worth training on."""
-        return [group for group in groups if named(FILTERS, self.config.filter, "filter")(group)]
+        return [group for group in groups if lookup(FILTERS, self.config.filter, "filter")(group)]
 
     def advantage(self, groups: Sequence[Group]) -> None:
         for group in groups:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from dccot.core.config import ConfigError, at_least, named, one_of, require
+from dccot.core.config import ConfigError, at_least, lookup, one_of, require
 from dccot.data.judge import GradingConfig
 from dccot.data.problems import PRESETS
 from dccot.data.prompts import PromptConfig
@@ -110,8 +110,8 @@ class RLConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def check(self) -> None:
-        named(FILTERS, self.filter, "filter")
-        named(ADVANTAGES, self.advantage, "advantage")
+        lookup(FILTERS, self.filter, "filter")
+        lookup(ADVANTAGES, self.advantage, "advantage")
         check_run(self)
         require(bool(self.data.train or self.replay), "data.train is not set; name a JSONL or parquet file of problems")
         require(

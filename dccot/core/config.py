@@ -1,10 +1,16 @@
-"""Configuration: typed dataclasses next to the code they configure, YAML files in configs/, `key=value` on the command
-line.
+"""Configuration: plain dataclasses next to the code they configure, YAML files in configs/, `key=value` overrides.
+
+    @dataclass
+    class RolloutConfig:
+        workers: Positive = 3                            rollout.workers is 0; it must be at least 1
+        top_p: Share = 1.0
+        order: Literal["random", "given"] = "given"
+        judge: Annotated[str, known(JUDGES)] = "exact"   a name in a registry, or your own my_module:my_function
 
 A YAML file may name `base: other.yaml`, or a list of them (relative to itself); later ones win, its own keys override
-all. Unknown keys, wrong types and impossible combinations are rejected with one line that says what to change. A
-dataclass defines what is impossible in its method `check()`. Duplicate keys, YAML aliases and `${…}` are rejected too:
-values are literal, both here and on disk.
+all. pydantic checks every value against its annotation; a rule over several fields goes into the dataclass's method
+`check()`. Whatever is wrong is rejected in one line that says what to change. Duplicate keys, YAML aliases and `${…}`
+are rejected: values are literal, both here and on disk.
 """
 
 from __future__ import annotations
@@ -17,14 +23,14 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 log = logging.getLogger(__name__)
 C = TypeVar("C")
@@ -35,6 +41,15 @@ RENAMED = {
     "optimizer.clip": "optimizer.max_grad_norm",
     "rollout.parallel": "prompt.kind (parallel or sequential)",
 }  # old key → new one
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 class ConfigError(ValueError):
@@ -49,17 +64,19 @@ def hide_credentials(text: str) -> str:
     return re.sub(r"(\w+://)[^/\s\"'@]*@", r"\1[…]@", text)
 
 
-def check_address(url: str, key: str) -> None:
+def check_address(url: str, key: str = "") -> str:
     """A full http(s) URL without a password, which would end up in recipes, provenance and process lists."""
     parts = urlsplit(url)
-    require(
-        "@" not in parts.netloc,
-        f"{key} holds a user or a password; keys come from the environment: leave what is before the @ out",
-    )
-    example = "write a whole address, http://host:8000"
-    require(
-        parts.scheme in ("http", "https") and bool(parts.hostname), f"{key} is {url.rpartition('@')[2]!r}; {example}"
-    )
+    if "@" in parts.netloc:
+        raise ConfigError(
+            f"{key} holds a user or a password; keys come from the environment: leave what is before the @ out"
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{key} is {url.rpartition('@')[2]!r}; write a whole address, http://host:8000")
+    return url
+
+
+Address = Annotated[str, AfterValidator(check_address)]
 
 
 def warn_of_plain_http(url: str, key: str) -> None:
@@ -91,25 +108,18 @@ def _config_roots() -> list[Path]:
     return [Path(folder) for folder in dccot.configs.__path__]
 
 
-def load_config(kind: type[C], path: str | Path | None, overrides: typing.Sequence[str] = ()) -> C:
-    """Read `path` (and its bases), apply `key=value` overrides, check, and return an instance of the dataclass
-    `kind`.
-    """
+def load_config(kind: type[C], path: str | Path | None, overrides: Sequence[str] = ()) -> C:
+    """The dataclass `kind` from the YAML file `path` and its bases, with `key=value` overrides, checked."""
     tree = read_yaml(find_config(path)) if path is not None else {}
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
             raise ConfigError(f"{override!r} is not of the form key=value")
         _set(tree, key.strip(), _parse(value, key))
-    _refuse_unknown(kind, tree, "")
     _refuse_interpolation(tree, "")
-    try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), tree))
-    except (OmegaConfBaseException, TypeError, ValueError) as error:
-        first = str(error).splitlines()[0]
-        raise ConfigError(f"{getattr(error, 'full_key', None) or 'configuration'}: {first}") from None
+    config = _build(kind, tree)
     check(config)
-    return typing.cast(C, config)
+    return config
 
 
 class _Loader(yaml.SafeLoader):
@@ -161,19 +171,27 @@ def read_yaml(path: Path, _above: tuple[str, ...] = ()) -> dict[str, Any]:
 
 def to_plain(config: Any) -> dict[str, Any]:
     """A configuration as dicts, lists and values."""
-    return typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True))
+    return dataclasses.asdict(config)
 
 
 def to_yaml(config: Any) -> str:
     return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 
 
-def check(config: Any) -> None:
-    """Call `check()` of every dataclass in the tree, leaves first."""
+def check(config: Any, key: str = "") -> None:
+    """Check every value against its type, then call `check()` of every dataclass in the tree, leaves first.
+
+    `key` is where the configuration would be in a larger one, for the errors.
+    """
+    _build(type(config), to_plain(config), key)
+    _check_rules(config)
+
+
+def _check_rules(config: Any) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            check(value)
+            _check_rules(value)
     if hasattr(config, "check"):
         try:
             config.check()
@@ -190,14 +208,12 @@ def at_least(least: float, value: float, key: str) -> None:
     require(value >= least, f"{key} is {value}; it must be at least {least}")
 
 
-def one_of(value: str, allowed: typing.Iterable[str], key: str, or_else: str = "") -> None:
+def one_of(value: str, allowed: Iterable[str], key: str, or_else: str = "") -> None:
     if value not in (allowed := list(allowed)):
-        raise ConfigError(
-            f"{key} is {value!r}; it must be one of {', '.join(allowed)}{or_else}{_nearest(str(value), allowed)}"
-        )
+        raise ConfigError(_not_among(value, allowed, key, or_else))
 
 
-def named(registry: Mapping[str, E], name: str, key: str) -> E:
+def lookup(registry: Mapping[str, E], name: str, key: str) -> E:
     """What `name` means: an entry of the registry, or your own `my_package.my_module:my_function`. `key` is the
     setting's name.
     """
@@ -217,7 +233,31 @@ def named(registry: Mapping[str, E], name: str, key: str) -> E:
     return found
 
 
-def _nearest(name: str, known: typing.Iterable[str]) -> str:
+def known(registry: Mapping[str, Any]) -> AfterValidator:
+    """For `Annotated[str, known(REGISTRY)]`: a name that `lookup` finds."""
+
+    def check_name(name: str) -> str:
+        lookup(registry, name, "")
+        return name
+
+    return AfterValidator(check_name)
+
+
+def required(remedy: str) -> AfterValidator:
+    """For `Annotated[str, required("name a folder")]`: it may not be empty, although its default is."""
+
+    def check_given(value: Any) -> Any:
+        require(bool(value), f"is not set; {remedy}")
+        return value
+
+    return AfterValidator(check_given)
+
+
+def _not_among(value: Any, allowed: Sequence[str], key: str, or_else: str = "") -> str:
+    return f"{key} is {value!r}; it must be one of {', '.join(allowed)}{or_else}{_nearest(str(value), allowed)}"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -239,43 +279,73 @@ def _set(tree: dict, dotted: str, value: Any) -> None:
     tree.update(_merge(tree, {last: value}))
 
 
-def _refuse_unknown(kind: type, tree: dict, prefix: str) -> None:
-    hints = typing.get_type_hints(kind)
-    for key, value in tree.items():
-        if key not in hints:
-            if new := RENAMED.get(prefix + str(key)):
-                raise ConfigError(f"{prefix}{key} is now called {new}")
-            near = _nearest(str(key), hints)
-            raise ConfigError(f"unknown key {prefix}{key}{near or '; known: ' + ', '.join(hints)}")
-        _refuse_misfit(hints[key], value, prefix + key)
+@cache
+def _adapter(kind: type) -> TypeAdapter:
+    # in a list, because a plain dataclass takes the settings of what it is part of, and has none of its own
+    return TypeAdapter(list[kind], config=ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False))  # type: ignore[valid-type]
 
 
-def _refuse_misfit(hint: Any, value: Any, key: str) -> None:
-    """Unknown keys under `key`, and a single value where a group or list is expected."""
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        require(
-            isinstance(value, dict), f"{key} is {value!r}; it is a group of settings: {', '.join(hint.__annotations__)}"
-        )
-        _refuse_unknown(hint, value, f"{key}.")
-    elif isinstance(value, dict) and (old := next((n for n in value if f"{key}.{n}" in RENAMED), None)):
-        raise ConfigError(f"{key}.{old} is now called {RENAMED[f'{key}.{old}']}")  # a group that became a value
-    elif typing.get_origin(hint) is dict and dataclasses.is_dataclass(typing.get_args(hint)[1]):
-        require(
-            isinstance(value, dict),
-            f"{key} is {str(value)[:80]!r}; it must be a mapping of names to groups of settings",
-        )
-        for name, item in value.items():
-            _refuse_misfit(typing.get_args(hint)[1], item, f"{key}.{name}")
-    elif typing.get_origin(hint) is list:
-        require(isinstance(value, list), f"{key} is {value!r}; it must be a list")
-        for index, item in enumerate(value):
-            _refuse_misfit(typing.get_args(hint)[0], item, f"{key}[{index}]")
+def _build(kind: Any, tree: dict[str, Any], key: str = "") -> Any:
+    try:
+        return _adapter(kind).validate_python([tree])[0]
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+    wrong = next((e for e in found if e["type"] == "unexpected_keyword_argument"), found[0])
+    raise ConfigError(_explained(kind, wrong["loc"][1:], key, wrong)) from None
+
+
+def _explained(kind: type, place: Sequence[int | str], prefix: str, error: Mapping[str, Any]) -> str:
+    """pydantic's error as one line: the key, its value, and what it must be."""
+    key = prefix
+    for part in place:
+        key = f"{key}[{part}]" if isinstance(part, int) else f"{key}.{part}".lstrip(".")
+    fault, value, limits = error["type"], error["input"], error.get("ctx", {})
+    shown = text if len(text := repr(value)) < 100 else f"{text[:100]}…"
+    inside = [f"{key}.{name}" for name in value] if isinstance(value, dict) else []  # of a group that became a value
+    if old := next((each for each in (key, *inside) if each in RENAMED), None):
+        return f"{old} is now called {RENAMED[old]}"
+    if fault == "unexpected_keyword_argument":
+        keys = _keys(kind, place[:-1])
+        return f"unknown key {key}{_nearest(str(place[-1]), keys) or '; known: ' + ', '.join(keys)}"
+    if fault == "literal_error":
+        return _not_among(value, re.findall(r"'([^']*)'", limits["expected"]), key)
+    if fault == "dataclass_type":
+        return f"{key} is {shown}; it is a group of settings: {', '.join(_keys(kind, place))}"
+    if fault == "value_error":
+        return f"{key} {str(limits['error']).strip()}"
+    for beginning, words in MUST_BE.items():
+        if fault.startswith(beginning):
+            return f"{key} is {shown}; it must be {words.format(**limits)}"
+    return f"{key or 'configuration'} is {shown}; {error['msg']}"
+
+
+MUST_BE = {  # the start of pydantic's name for an error → what the value must be
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "above {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "below {lt}",
+    "finite_number": "finite",
+    "int_": "a whole number",
+    "float_": "a number",
+    "bool_": "true or false",
+    "string_": "text",
+    "list_": "a list",
+    "dict_": "a mapping of names to values",
+}
+
+
+def _keys(kind: Any, place: Sequence[int | str]) -> list[str]:
+    """The settings of the group at `place` inside the dataclass `kind`."""
+    for part in place:
+        if typing.get_origin(kind) in (list, dict):
+            kind = typing.get_args(kind)[-1]
+        else:
+            kind = typing.get_type_hints(kind)[str(part)]
+    return [field.name for field in dataclasses.fields(kind)]
 
 
 def _refuse_interpolation(value: Any, key: str) -> None:
-    """OmegaConf would substitute environment variables for `${oc.env:…}`; none may end up in a configuration on
-    disk.
-    """
+    """Where others substitute, here nothing would be, and `${HOME}` would name a folder."""
     if isinstance(value, str) and "${" in value:
         raise ConfigError(f"{key} is {value!r}; ${{…}} is not filled in: write the value itself")
     for name, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():

@@ -3,39 +3,58 @@
 import copy
 import string
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dccot.core.config import ConfigError, load_config, named, one_of, require, to_yaml
+from dccot.core.config import (
+    Address,
+    ConfigError,
+    Fraction,
+    NonNegative,
+    Positive,
+    check,
+    known,
+    load_config,
+    lookup,
+    require,
+    required,
+    to_yaml,
+)
 from dccot.recipe import Recipe
 from dccot.train.rl_config import RLConfig
 from dccot.train.run import launch
 from dccot.train.sft import SFTConfig
 
+REGISTRY = {"half": lambda x: x / 2, "double": lambda x: 2 * x}
+
 
 @dataclass
 class Inner:
-    width: int = 3
-    rate: float = 0.5
+    width: Positive = 3
+    rate: Fraction = 0.5
     label: str | None = None
+    most: NonNegative | None = None
 
     def check(self) -> None:
-        require(self.width > 0, f"inner.width is {self.width}; it must be at least 1")
+        require(self.most is None or self.width <= self.most, f"width is {self.width}; inner.most is {self.most}")
 
 
 @dataclass
 class Outer:
-    name: str = "x"
-    sizes: list[int] = field(default_factory=lambda: [1, 2])
+    name: Literal["x", "parallel"] = "x"
+    sizes: list[Positive] = field(default_factory=lambda: [1, 2])
     flag: bool = False
     inner: Inner = field(default_factory=Inner)
     items: list[Inner] = field(default_factory=list)
-
-    def check(self) -> None:
-        one_of(self.name, ("x", "parallel"), "name")
+    text: str = ""
+    url: Address | None = None
+    function: Annotated[str, known(REGISTRY)] = "half"
+    groups: dict[str, Inner] = field(default_factory=dict)
+    folder: Annotated[str, required("name one")] = "f"
 
 
 @pytest.fixture
@@ -63,6 +82,18 @@ def test_file_then_overrides_then_defaults(write):
     assert load_config(Outer, path, ["inner={rate: 1e-6}", "flag=true"]) == expected  # a group is merged, as in a file
 
 
+def test_a_number_is_text_where_text_is_meant():
+    assert load_config(Outer, None, ["text=2024", "inner.rate='0.25'"]) == Outer(text="2024", inner=Inner(rate=0.25))
+
+
+def test_a_configuration_built_in_python_is_checked_as_one_that_was_read():
+    check(Outer(inner=Inner(width=5)))
+    with pytest.raises(ConfigError, match=r"^batch\.inner\.width is 0; it must be at least 1$"):
+        check(Outer(inner=Inner(width=0)), "batch")
+    with pytest.raises(ConfigError, match=r"^width is 3; inner\.most is 1$"):
+        check(Inner(most=1))
+
+
 def test_own_keys_win_over_bases_and_later_bases_over_earlier(write):
     write("inner: {width: 1, rate: 0.1, label: one}\nname: parallel\n", "one.yaml")
     write("base: one.yaml\ninner: {rate: 0.2}\n", "two.yaml")
@@ -81,16 +112,30 @@ def test_the_printed_configuration_reads_back_the_same(write):
     [
         ("inner.widht=3", "unknown key inner.widht; did you mean 'width'?"),
         ("iner.width=3", "unknown key iner; did you mean 'inner'?"),
-        ("zzz=3", "unknown key zzz; known: name, sizes, flag, inner, items"),
+        ("zzz=3", "unknown key zzz; known: name, sizes, flag, inner, items, text, url"),
         ("items=[{width: 1}, {wdth: 2}]", "unknown key items[1].wdth; did you mean 'width'?"),
-        ("inner.width=many", "inner.width: Value 'many' of type 'str' could not be converted to Integer"),
-        ("inner.width=2.5", "inner.width: Value '2.5'"),
-        ("inner.width=null", "inner.width: "),
-        ("flag=perhaps", "flag: "),
+        ("groups={a: {wdth: 1}}", "unknown key groups.a.wdth; did you mean 'width'?"),
+        ("inner.width=many", "inner.width is 'many'; it must be a whole number"),
+        ("inner.width=2.5", "inner.width is 2.5; it must be a whole number"),
+        ("inner.width=null", "inner.width is None; it must be a whole number"),
+        ("inner.width=-4", "inner.width is -4; it must be at least 1"),
+        ("inner.most=-1", "inner.most is -1; it must be at least 0"),
+        ("inner.most=2", "width is 3; inner.most is 2"),
+        ("inner.rate=1", "inner.rate is 1; it must be below 1"),
+        ("inner.rate=.nan", "inner.rate is nan; it must be finite"),
+        ("inner.rate=x", "inner.rate is 'x'; it must be a number"),
+        ("flag=perhaps", "flag is 'perhaps'; it must be true or false"),
+        ("text=[1]", "text is [1]; it must be text"),
         ("sizes=7", "sizes is 7; it must be a list"),
         ("sizes={a: 1}", "sizes is {'a': 1}; it must be a list"),
-        ("inner=7", "inner is 7; it is a group of settings: width, rate, label"),
-        ("inner.width=-4", "inner.width is -4; it must be at least 1"),
+        ("sizes=[1, 0]", "sizes[1] is 0; it must be at least 1"),
+        ("inner=7", "inner is 7; it is a group of settings: width, rate, label, most"),
+        ("groups={a: 7}", "groups.a is 7; it is a group of settings: width, rate, label, most"),
+        ("groups=7", "groups is 7; it must be a mapping"),
+        ("folder=''", "folder is not set; name one"),
+        ("function=duoble", "function is 'duoble'; it must be one of half, double or your own, my_package.my_mod"),
+        ("url=ftp://host", "url is 'ftp://host'; write a whole address, http://host:8000"),
+        ("url=http://me:secret@host", "url holds a user or a password"),
         ("name=paralel", "name is 'paralel'; it must be one of x, parallel; did you mean 'parallel'?"),
         ("name", "'name' is not of the form key=value"),
         ("na\nme=1", "unknown key na me"),
@@ -297,18 +342,15 @@ def test_any_override_raises_nothing_but_config_error(kind, overrides):
     only_config_error(kind, None, overrides)
 
 
-REGISTRY = {"half": lambda x: x / 2, "double": lambda x: 2 * x}
-
-
 def test_a_registered_name_gives_its_entry():
-    assert named(REGISTRY, "double", "reward.kind")(4) == 8
+    assert lookup(REGISTRY, "double", "reward.kind")(4) == 8
 
 
 def test_a_function_of_the_users_own_is_found_beside_the_working_directory(tmp_path, monkeypatch):
     (tmp_path / "mine_on_disk.py").write_text("def triple(x):\n    return 3 * x\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", ["/nowhere"])
-    assert named(REGISTRY, "mine_on_disk:triple", "reward.kind")(4) == 12
+    assert lookup(REGISTRY, "mine_on_disk:triple", "reward.kind")(4) == 12
 
 
 @pytest.mark.parametrize(
@@ -330,5 +372,5 @@ def test_a_function_of_the_users_own_is_found_beside_the_working_directory(tmp_p
 )
 def test_a_name_that_stands_for_nothing_is_refused_and_never_falls_through(name, said):
     with pytest.raises(ConfigError) as caught:
-        named(REGISTRY, name, "reward.kind")
+        lookup(REGISTRY, name, "reward.kind")
     assert said in str(caught.value)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dccot.core.config import ConfigError, load_config, named
+from dccot.core.config import ConfigError, load_config, lookup
 from dccot.core.files import write_jsonl_atomic
 from dccot.data.judge import GradingConfig, Verdict, open_judge
 from dccot.data.prompts import PromptConfig
@@ -192,7 +192,7 @@ def test_an_advantage():
 
 
 def test_a_filter():
-    chosen = named(FILTERS, mine("my_filter"), "filter")
+    chosen = lookup(FILTERS, mine("my_filter"), "filter")
     assert [chosen([rollout(1)] * count) for count in (2, 3)] == [False, True]
 
 

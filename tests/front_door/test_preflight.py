@@ -135,8 +135,8 @@ def test_validation_without_problems_is_a_fault(inputs):
         ("benchmarks=[a/test.jsonl, b/test.jsonl]", "two benchmarks are called 'test'"),
         ("eval_sft.method=paralel", "method is 'paralel'; it must be one of parallel, sequential"),
         ("eval_sft.n=0", "n is 0"),
-        ("latency.concurrency=[]", "concurrency is empty"),
-        ("latency.concurrency=[0, 1]", "concurrency is 0"),
+        ("latency.concurrency=[]", "concurrency is not set"),
+        ("latency.concurrency=[0, 1]", "concurrency[0] is 0"),
         ("stage1.step=3", "unknown key step"),
         ("rewrite.by=rul", "by is 'rul'"),
         ("eval_sft.model=''", "model is not set; name a stage of the recipe or a folder"),
@@ -184,5 +184,5 @@ def test_the_miniatures_make_everything_they_need(tmp_path, monkeypatch, recipe)
 
 def test_a_list_of_stages_is_refused(tmp_path):
     (tmp_path / "old.yaml").write_text("stages: [{name: sft, run: sft}]")
-    with pytest.raises(ConfigError, match=r"stages is .* it must be a mapping of names to groups of settings"):
+    with pytest.raises(ConfigError, match=r"stages is .* it must be a mapping of names to values"):
         load_recipe(tmp_path / "old.yaml")

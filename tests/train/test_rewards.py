@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dccot.core.config import ConfigError, load_config, named
+from dccot.core.config import ConfigError, load_config, lookup
 from dccot.core.runtime import Runtime
 from dccot.data.judge import Grader, GradingConfig
 from dccot.rollout.response import Response, Rollout, Segment
@@ -154,7 +154,7 @@ def at_least_two_right(group: Group) -> bool:
 
 def test_a_filter_of_ones_own_is_named_by_module_and_function():
     config = load_config(RLConfig, None, ["model.path=m", "data.train=d", f"filter={__name__}:at_least_two_right"])
-    keep = named(FILTERS, config.filter, "filter")
+    keep = lookup(FILTERS, config.filter, "filter")
     assert (keep([GOOD, GOOD, WRONG]), keep([GOOD, WRONG])) == (True, False)
 
 
