@@ -230,7 +230,7 @@ RUNNABLE = ["model.path=m", "data.train=d"]
         ("rollout.temperature=.inf", "rollout.temperature is inf"),
         ("sharding.compute_dtype=float31", "sharding.compute_dtype is 'float31'"),
         ("sharding.replicate=0", "sharding.replicate is 0"),
-        ("sharding={whole: true, replicate: 2}", "sharding.replicate is 2 and sharding.whole is set"),
+        ("sharding={whole: true, replicate: 2}", "sharding.replicate is 2"),
         ("validation.samples=0", "validation.samples is 0"),
         ("validation.top_p=0", "validation.top_p is 0"),
         ("validation.every=-1", "validation.every is -1"),
