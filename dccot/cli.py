@@ -26,7 +26,7 @@ COMMANDS = {
     "serve": ("dccot.serve.launch", "serve a model, workers included, through the OpenAI API, with a web page"),
     "view": ("dccot.eval.view", "a page to browse rollouts"),
     "export": ("dccot.export", "a trained model with a model card, to share or push to a hub"),
-    "model": ("dccot.models", "check a model folder, or create one from a GGUF file"),
+    "model": ("dccot.lab.model_check", "check a model folder, or create one from a GGUF file"),
     "data": ("dccot.data.cli", "problem sets and the SFT set"),
     "plan": ("dccot.train.plan", "memory and time of a run before it is launched"),
     "rehearse": ("dccot.lab.rehearsal.rehearse", "run the training step at its real size on fake GPUs"),

@@ -39,7 +39,6 @@ SLOW_TESTS = (
     "tests/eval/test_sequential_solutions.py",
     "tests/core/test_provenance.py",
     "tests/front_door/test_marks.py",
-    "tests/front_door/test_models.py::test_the_decoder_is_compared_with_vllm",
     "tests/core/test_runtime.py::test_ranks_that_work_apart",
     "tests/front_door/test_transformers.py",
     "tests/kernels/test_tree_attention.py::test_flash_compiled",

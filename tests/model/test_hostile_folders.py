@@ -5,9 +5,9 @@ import json
 import pytest
 
 from dccot.core.files import BadData
+from dccot.lab.model_check import main
 from dccot.model.config import parse_config, read_config
 from dccot.model.weights import open_tensors
-from dccot.models import main
 
 SMALL = {
     "model_type": "qwen2",

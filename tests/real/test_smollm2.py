@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dccot import models
 from dccot.data.prompts import PromptConfig
 from dccot.kernels.mask import TreeMask
+from dccot.lab import model_check
 from dccot.lab.worlds.lists import problem_stream, rewrite_parallel
 from dccot.model.config import read_config
 from dccot.model.tokenizer import PROBE, open_tokenizer
@@ -30,7 +30,7 @@ ROLLOUT = RolloutConfig(budget=96, temperature=0.6, max_rounds=1)
 def test_the_imported_folder_is_the_published_model(smollm2, measured):
     config, tokenizer = read_config(smollm2), open_tokenizer(smollm2)
     assert (config.model_type, config.layers, config.hidden_size, config.vocab_size) == ("llama", 30, 576, 49_152)
-    assert models._parameters(config) == 134_515_008
+    assert model_check.count_parameters(config) == 134_515_008
     assert tokenizer.decode(tokenizer.encode(PROBE)) == PROBE
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("x  12")) == [
         "x",
@@ -43,8 +43,8 @@ def test_the_imported_folder_is_the_published_model(smollm2, measured):
 
 
 def test_numbers_are_those_of_transformers_and_vllm(smollm2, measured):
-    found = dict(models.numbers_rows(smollm2, engine=True))  # raises where they are not
-    assert set(found) == {"beside transformers", "beside vLLM"}
+    found = dict(model_check.numbers_rows(smollm2, engine=True))  # raises where they are not
+    assert set(found) == {"vs. transformers", "vs. vLLM"}
     for name, said in found.items():
         measured[f"SmolLM2: {name}"] = said
 

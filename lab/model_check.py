@@ -1,7 +1,7 @@
 """Checks a model folder and whether all implementations agree on it; and creates a folder from a GGUF file.
 
-dccot model check FOLDER                   family, shape, tokenizer, prompt, tags; logits vs. transformers' and vLLM's
-dccot model import FILE.gguf FOLDER        a Hugging Face folder from a llama.cpp file
+dccot model check FOLDER              family, shape, tokenizer, prompt, tags; logits vs. transformers' and vLLM's
+dccot model import FILE.gguf FOLDER   a Hugging Face folder from a llama.cpp file
 """
 
 from __future__ import annotations
@@ -9,50 +9,43 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+
+import torch
 
 from dccot.core.command import run_cleanly
 from dccot.core.config import ConfigError
 from dccot.data.prompts import PromptConfig
+from dccot.kernels.mask import TreeMask
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import resolve_model
 from dccot.model.tokenizer import open_tokenizer
+from dccot.model.transformer import Transformer
+from dccot.model.weights import load_weights, open_tensors
 from dccot.rollout.tags import PROBE, TagIds, all_tags
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUESTION = "Which is larger, 17 or 41?"
-LARGEST_GAP = {"transformers": 1e-3, "vLLM": 1e-3}  # in float32: of a logit, of a log-prob
+MAX_GAP = 1e-3  # of a logit or a log-prob in float32
 Row = tuple[str, str]
 
 
 def shape_rows(config: ModelConfig, folder: Path) -> list[Row]:
-    from dccot.model.weights import open_tensors
-
     with open_tensors(folder) as tensors:
-        stored = sorted({tensor.get_dtype() for tensor in tensors.values()})
+        stored = ", ".join(sorted({tensor.get_dtype() for tensor in tensors.values()}))
     heads = f"{config.heads} heads, {config.kv_heads} of keys and values, of {config.head_dim}"
     rope = config.rope.type + (f" ×{config.rope.factor:g}" if config.rope.type != "default" else "")
+    tied = ", embeddings tied" if config.tied_embeddings else ""
     return [
         ("family", config.model_type),
         ("shape", f"{config.layers} layers, width {config.hidden_size:,}, MLP {config.intermediate_size:,}, {heads}"),
-        (
-            "parameters",
-            f"{_parameters(config):,}{', embeddings tied' if config.tied_embeddings else ''}; stored as {', '.join(stored)}",
-        ),
+        ("parameters", f"{count_parameters(config):,}{tied}; stored as {stored}"),
         ("largest context", f"{config.max_position:,} tokens (rope {rope})"),
     ]
 
 
-def _parameters(config: ModelConfig) -> int:
-    import torch
-
-    from dccot.model.transformer import Transformer
-
+def count_parameters(config: ModelConfig) -> int:
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in Transformer(config).parameters())
 
@@ -60,57 +53,42 @@ def _parameters(config: ModelConfig) -> int:
 def text_rows(config: ModelConfig, folder: Path, workers: int) -> Iterator[Row]:
     """The tokenizer, the prompt it produces and how it tokenizes the tags."""
     tokenizer = open_tokenizer(folder)
-    exact = (
-        tokenizer.decode(tokenizer.encode(PROBE, add_special_tokens=False), clean_up_tokenization_spaces=False) == PROBE
-    )
-    yield (
-        "tokenizer",
-        f"{type(tokenizer).__name__}, {len(tokenizer):,} of {config.vocab_size:,} tokens, eos {tokenizer.eos_token!r}",
-    )
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    size = f"{len(tokenizer):,} of {config.vocab_size:,} tokens"
+    yield "tokenizer", f"{type(tokenizer).__name__}, {size}, eos {tokenizer.eos_token!r}"
+    exact = tokenizer.decode(encode(PROBE), clean_up_tokenization_spaces=False) == PROBE
     yield "round trip", "exact" if exact else "white space is kept; other characters of the probe are not"
     if len(tokenizer) > config.vocab_size:
-        raise ConfigError(
-            f"the tokenizer of {folder} has {len(tokenizer):,} tokens, the model embeds {config.vocab_size:,}"
-        )
+        embeds = f"the model embeds {config.vocab_size:,}"
+        raise ConfigError(f"the tokenizer of {folder} has {len(tokenizer):,} tokens, {embeds}")
     prompt = PromptConfig()
     yield "prompt", f"{prompt.chat_format(tokenizer)}: {prompt.text('QUESTION', tokenizer)!r}"
     TagIds.of(tokenizer, workers)
     for tag in all_tags(workers):
-        ids = tokenizer.encode(tag, add_special_tokens=False)
-        merged = tokenizer.encode(f"{tag}\n", add_special_tokens=False)[: len(ids)] != ids
-        yield tag, f"{' '.join(map(str, ids))}{'   (its > merges with a newline after it)' if merged else ''}"
+        merges = encode(f"{tag}\n")[: len(encode(tag))] != encode(tag)
+        yield tag, " ".join(map(str, encode(tag))) + "   (its > merges with a newline after it)" * merges
 
 
 def numbers_rows(folder: Path, engine: bool) -> Iterator[Row]:
-    """Our decoder in float32 vs. transformers' on the probe, and vs. vLLM's log-probs; one model in memory at a
-    time.
-    """
-    import torch
+    """Our decoder in float32 vs. transformers' logits of the probe and vLLM's log-probs; one model at a time."""
     from transformers import AutoModelForCausalLM
-
-    from dccot.kernels.mask import TreeMask
 
     ids = torch.tensor(open_tokenizer(folder).encode(PROBE, add_special_tokens=False))
     with torch.no_grad():
-        found = _decoder(folder)(ids, torch.arange(len(ids)), TreeMask.causal([len(ids)]))
-        expected = (
-            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(input_ids=ids[None]).logits[0]
-        )
-    yield "beside transformers", _said(_gap(found, expected), "transformers", f"logits of {len(ids)} tokens")
+        found = decoder(folder)(ids, torch.arange(len(ids)), TreeMask.causal([len(ids)]))
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        gap = float((found - theirs(input_ids=ids[None]).logits[0]).abs().max())
+        del theirs
+    yield "vs. transformers", verdict(gap, "transformers", f"logits of {len(ids)} tokens")
     if engine:
         gap, tokens, rate = sampled_gap(folder)
-        yield (
-            "beside vLLM",
-            _said(gap, "vLLM", f"log-probs of {tokens} sampled tokens") + f", {rate:.1f} tokens/s alone",
-        )
+        yield "vs. vLLM", verdict(gap, "vLLM", f"log-probs of {tokens} sampled tokens") + f", {rate:.1f} tokens/s alone"
 
 
-def _decoder(folder: Path) -> Any:
-    import torch
-
-    from dccot.model.transformer import Transformer
-    from dccot.model.weights import load_weights
-
+def decoder(folder: Path) -> Transformer:
     with torch.device("meta"):
         model = Transformer(read_config(folder))
     model.to_empty(device="cpu")
@@ -119,16 +97,13 @@ def _decoder(folder: Path) -> Any:
 
 
 def sampled_gap(folder: Path, tokens: int = 48) -> tuple[float, int, float]:
-    """The largest difference between the log-probs that vLLM sampled a response with and the trainer's; its length;
-    tokens per second.
-    """
-    import torch
-
+    """Largest |Δ log-prob| between vLLM and the trainer over a sampled response; its length; tokens per second."""
     from dccot.rollout.director import RolloutConfig
     from dccot.rollout.engine import open_engine
     from dccot.rollout.generate import Request, generate
     from dccot.rollout.settings import EngineConfig
     from dccot.train.forest import build_forest
+    from dccot.train.update import compute_logprobs
 
     config = RolloutConfig(budget=tokens, temperature=1.0)
     context = min(1024, read_config(folder).max_position)
@@ -139,22 +114,16 @@ def sampled_gap(folder: Path, tokens: int = 48) -> tuple[float, int, float]:
             ((_, response),) = generate(engine, [Request("probe", 0, prompt, parallel=False)], config, seed=(seed,))
             seconds = time.perf_counter() - began
     forest = build_forest([[(0, response)]])
-    mask, targets = forest.mask, forest.targets
     with torch.no_grad():
-        logprob, _ = _decoder(folder)(
-            forest.tokens, mask.position, mask, mask.parent[targets], forest.tokens[targets], config.temperature
-        )
-    return _gap(logprob, forest.logprob[targets]), len(targets), len(targets) / seconds
+        logprob, _ = compute_logprobs(decoder(folder), forest, config.temperature)
+    gap = float((logprob - forest.logprob[forest.targets]).abs().max())
+    return gap, len(logprob), len(logprob) / seconds
 
 
-def _gap(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max())
-
-
-def _said(gap: float, beside: str, what: str) -> str:
-    if not gap < LARGEST_GAP[beside]:
+def verdict(gap: float, judge: str, what: str) -> str:
+    if not gap < MAX_GAP:
         raise ConfigError(
-            f"{what} are {gap:.2g} away from those of {beside} in float32; at most {LARGEST_GAP[beside]:g} is rounding"
+            f"{what} are {gap:.2g} away from those of {judge} in float32; at most {MAX_GAP:g} is rounding"
         )
     return f"{what} in float32 differ by at most {gap:.1e}"
 
@@ -163,54 +132,39 @@ def check(model: str, workers: int, engine: bool, weights: bool) -> None:
     """Print the findings; the first unusable part is an error, after everything usable was printed."""
     folder = resolve_model(model)
     rows: list[Row] = []
-    parts: list[Callable[[ModelConfig], Iterator[Row]]] = [
-        lambda config: iter(shape_rows(config, folder)),
-        lambda config: text_rows(config, folder, workers),
-        lambda config: numbers_rows(folder, engine) if weights else iter(()),
-    ]
     try:
         config = read_config(folder)
-        for part in parts:
-            rows.extend(part(config))
+        rows.extend(shape_rows(config, folder))
+        rows.extend(text_rows(config, folder, workers))
+        rows.extend(numbers_rows(folder, engine) if weights else ())
     except (ValueError, OSError) as error:
         raise ConfigError(f"model {folder} cannot be used: {error}") from None
     finally:
         width = max((len(name) for name, _ in rows), default=0)
         print("\n".join([str(folder), *(f"  {name:<{width}}  {said}" for name, said in rows)]))
-    print("nothing is unsupported")
+    print("all checks passed")
 
 
 def convert(file: Path, folder: Path, dtype: str) -> None:
-    import torch
-
     from dccot.model.gguf import import_gguf
 
     config = import_gguf(file, folder, getattr(torch, dtype))
-    print(
-        f"{folder}: {config.model_type}, {_parameters(config):,} parameters in {dtype}; `dccot model check {folder}` compares it"
-    )
+    parameters = f"{count_parameters(config):,} parameters in {dtype}"
+    print(f"{folder}: {config.model_type}, {parameters}; `dccot model check {folder}` compares it")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     top = argparse.ArgumentParser(description="Model folders.", epilog="example: dccot model check MODEL")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    one = commands.add_parser(
-        "check",
-        help="describe a model folder; compare with transformers and vLLM",
-        epilog="example: dccot model check MODEL",
-    )
+    what, example = "describe a model folder; compare with transformers and vLLM", "example: dccot model check MODEL"
+    one = commands.add_parser("check", help=what, epilog=example)
     one.add_argument("model", help="a Hugging Face folder, or a run (its newest checkpoint)")
-    one.add_argument(
-        "--workers", type=int, default=3, help="number of workers whose tags are shown (default: %(default)s)"
-    )
+    one.add_argument("--workers", type=int, default=3, help="workers whose tags are shown (default: %(default)s)")
     one.add_argument("--no-engine", action="store_true", help="do not compare with vLLM, which takes a while to start")
-    one.add_argument(
-        "--no-weights", action="store_true", help="do not compute anything: configuration and tokenizer only"
-    )
+    one.add_argument("--no-weights", action="store_true", help="compute nothing: configuration and tokenizer only")
     one.set_defaults(run=lambda a: check(a.model, a.workers, not a.no_engine, not a.no_weights))
-    one = commands.add_parser(
-        "import", help="a folder from a GGUF file", epilog="example: dccot model import MODEL.gguf FOLDER"
-    )
+    example = "example: dccot model import MODEL.gguf FOLDER"
+    one = commands.add_parser("import", help="a folder from a GGUF file", epilog=example)
     one.add_argument("file", type=Path, help="qwen2, qwen3 or llama, quantised or not")
     one.add_argument("folder", type=Path, help="a new one")
     one.add_argument("--dtype", choices=DTYPES, default="float32", help="of the written weights (default: %(default)s)")

@@ -36,22 +36,23 @@ def test_shape_tokenizer_prompt_and_tags_are_shown(folder, capsys):
 
 def test_the_decoder_is_compared_with_transformers(folder, capsys):
     assert main(["model", "check", str(folder), "--no-engine"]) == 0
-    assert "beside transformers logits of" in said(capsys)
+    assert "vs. transformers logits of" in said(capsys)
 
 
+@pytest.mark.thorough
 def test_the_decoder_is_compared_with_vllm(folder):
     """In a process of its own, like every engine that is shut down."""
     command = [sys.executable, "-m", "dccot.cli", "model", "check", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     shown = " ".join(done.stdout.split())
-    assert "beside vLLM log-probs of" in shown and shown.endswith("nothing is unsupported")
+    assert "vs. vLLM log-probs of" in shown and shown.endswith("all checks passed")
 
 
 def test_logits_that_differ_are_an_error(folder, capsys, monkeypatch):
-    from dccot import models
+    from dccot.lab import model_check
 
-    exact = models._decoder
+    exact = model_check.decoder
 
     def wrong(folder):
         model = exact(folder)
@@ -59,7 +60,7 @@ def test_logits_that_differ_are_an_error(folder, capsys, monkeypatch):
             model.model.norm.weight.mul_(1.01)
         return model
 
-    monkeypatch.setattr(models, "_decoder", wrong)
+    monkeypatch.setattr(model_check, "decoder", wrong)
     assert main(["model", "check", str(folder), "--no-engine"]) == 2
     assert "away from those of transformers" in capsys.readouterr().err
 
