@@ -9,6 +9,8 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.support.programs import new_session
+
 # A test is slow when it uses one of these fixtures, directly or through another, or when its name begins with one of
 # these.
 SLOW_FIXTURES = {
@@ -68,6 +70,7 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 # before torch is imported, here and in programs: two tests at a time share two cores
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+new_session()
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 

@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from dccot.model.config import parse_config
 from dccot.model.transformer import Transformer
 from dccot.model.weights import create_checkpoint
 from dccot.rollout.response import Response, Round, Segment
+from tests.support import programs
 
 ARCHITECTURE = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -83,10 +82,8 @@ def torchrun():
     """
 
     def run(ranks: int, program: str | Path, *arguments: str, code: int = 0) -> str:
-        target = ["-m", program] if isinstance(program, str) else [str(program)]
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *target]
-        command += map(str, arguments)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        command = programs.torchrun(ranks, program, *arguments)
+        done = programs.run(command, capture_output=True, text=True, timeout=900)
         assert done.returncode == code, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
         return done.stdout + done.stderr
 
