@@ -1,8 +1,8 @@
 """Resolves a model path to a folder, and verifies it.
 
-A model is a Hugging Face folder, or a checkpoint of one of our runs: `runs/hlp` is its newest, `runs/hlp@180` that of
-step 180, and `runs/hlp@best` the one with the best validation accuracy. Each checkpoint has a manifest of sizes and
-checksums, which is written last.
+A model is a Hugging Face folder, a hub id (`owner/name` or `owner/name@revision`, hub.py), or a checkpoint of one of our
+runs: `runs/hlp` is its newest, `runs/hlp@180` that of step 180, and `runs/hlp@best` the one with the best validation
+accuracy. Each checkpoint has a manifest of sizes and checksums, which is written last.
 
     find_model(path)           the folder that `path` refers to; reads only names
     resolve_model(path)        the same, checked against its manifest: used by every command before it reads weights
@@ -21,6 +21,7 @@ from pathlib import Path
 
 from dccot.core.files import BadData, checksum, flush_to_disk, read_jsonl, write_atomic
 from dccot.core.runtime import Runtime, on_rank_zero
+from dccot.model.hub import hub_folder, is_hub_id, verify_hub_folder
 
 log = logging.getLogger(__name__)
 _STEP = re.compile(r"step_(\d{6,})")
@@ -35,7 +36,7 @@ def resolve_model(path: str | Path) -> Path:
     """
 
     def resolve() -> Path:
-        folder = find_model(path)
+        folder = hub_folder(path) if is_hub_id(path) else find_model(path)
         _verify_weights(folder)
         return folder
 
@@ -50,6 +51,7 @@ def _verify_weights(folder: Path) -> None:
         folder = folder.resolve()  # a link to such a folder, or `.`
     step = folder.parent
     if folder.name != "hf" or step_of(step) is None:
+        verify_hub_folder(folder)
         return
     if not (step / "manifest.json").is_file():
         log.warning("%s has no manifest.json: nothing shows whether its weights are what was written", step)
@@ -73,13 +75,16 @@ def find_model(path: str | Path) -> Path:
     """The Hugging Face folder that `path` refers to: itself, or a checkpoint of a run: `runs/hlp`, `runs/hlp@180` or
     `runs/hlp@best`.
     """
+    if is_hub_id(path):
+        return hub_folder(path, weights=False)
     path = Path(path)
     if (path / "config.json").is_file():
         return path
     run, chosen = run_and_checkpoint(path)
     if not (run / "latest").is_file():
         raise FileNotFoundError(
-            f"{str(run)!r} is neither a Hugging Face folder (no config.json) nor a run with a checkpoint (no latest)"
+            f"{str(run)!r} is neither a Hugging Face folder (no config.json), a run with a checkpoint (no latest), "
+            "nor a hub id (owner/name)"
         )
     if chosen is None:
         return _newest(run)
