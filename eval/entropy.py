@@ -16,7 +16,7 @@ from dccot.model.config import read_config
 from dccot.model.transformer import Transformer
 from dccot.model.weights import load_weights
 from dccot.rollout.response import Response
-from dccot.train.forest import forests_of_rank, pack
+from dccot.train.forest import pack
 from dccot.train.update import compute_logprobs
 
 TOKEN_BUDGET = 8192  # of one pass
@@ -49,7 +49,7 @@ class Scorer:
     @torch.no_grad()
     def __call__(self, responses: Sequence[Response]) -> list[list[list[float]]]:
         found: list[list[list[float]]] = [[] for _ in responses]
-        for forest in forests_of_rank(responses, pack(responses, TOKEN_BUDGET), 0):
+        for forest in pack(responses, TOKEN_BUDGET).forests():
             forest = forest.to(self._device)
             logprob, entropy = compute_logprobs(self._model, forest, self.temperature)
             self._differences += float((logprob - forest.logprob[forest.targets]).abs().sum())

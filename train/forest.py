@@ -175,6 +175,28 @@ def build_forest(groups: Sequence[Sequence[tuple[int, Response]]]) -> Forest:
     return Forest(*(torch.from_numpy(np.concatenate(arrays)) for arrays in (tokens, ends, sampled, owner, logprob)))
 
 
+MicroBatch = list[list[int]]  # indices of responses; those of one group share a prompt
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The micro-batches of every rank; all ranks have the same number. One may be empty if there are few responses."""
+
+    responses: Sequence[Response]
+    ranks: list[list[MicroBatch]]
+
+    def forests(self, rank: int = 0) -> list[Forest]:
+        """Build one rank's micro-batches; an empty one becomes the shortest response with no loss."""
+        built = []
+        for micro_batch in self.ranks[rank]:
+            if micro_batch:
+                built.append(build_forest([[(i, self.responses[i]) for i in group] for group in micro_batch]))
+            else:
+                shortest = min(self.responses, key=lambda response: len(response.prompt) + response.total_tokens)
+                built.append(build_forest([[(0, shortest)]]).without_loss())
+        return built
+
+
 @dataclass(frozen=True)
 class _Item:
     """Responses that stay together because they share a prompt; or one response alone."""
@@ -237,13 +259,12 @@ def pack(
     share_prompts: bool = True,
     pair_cost: float = 1e-4,
     max_positions: int | None = None,
-) -> list[list[list[list[int]]]]:
-    """Plan micro-batches: `plan[rank][micro_batch]` is a list of groups of response indices for `build_forest`.
+) -> Packing:
+    """Plan micro-batches within a token budget, balanced over ranks.
 
     The cost of a forest is tokens + pair_cost · pairs. Items go, largest first, to the cheapest forest that has room
     for them; a response larger than the budget gets its own forest. The forests are then distributed in order of cost,
-    so that ranks work on forests of similar cost at the same time, and every rank has the same number. A rank may get
-    an empty list if there are fewer items than ranks.
+    so that ranks work on forests of similar cost at the same time.
     """
     if token_budget < 1:
         raise ValueError(f"token_budget is {token_budget}; it must be at least 1")
@@ -257,7 +278,8 @@ def pack(
             break
         count = len(forests)  # forests added for items that did not fit now start equal with the others
     by_cost = np.argsort(-load, kind="stable")
-    return [[[item.members for item in forests[b]] for b in by_cost[rank::ranks]] for rank in range(ranks)]
+    plan = [[[item.members for item in forests[b]] for b in by_cost[rank::ranks]] for rank in range(ranks)]
+    return Packing(responses, plan)
 
 
 def _fill(
@@ -278,15 +300,3 @@ def _fill(
         room[chosen] -= item.tokens
         load[chosen] += cost[number]
     return content, load
-
-
-def forests_of_rank(responses: Sequence[Response], plan: list[list[list[list[int]]]], rank: int) -> list[Forest]:
-    """Build the micro-batches of one rank; an empty one becomes the shortest response with no loss."""
-    built = []
-    for groups in plan[rank]:
-        if groups:
-            built.append(build_forest([[(i, responses[i]) for i in members] for members in groups]))
-        else:
-            shortest = min(responses, key=lambda response: len(response.prompt) + response.total_tokens)
-            built.append(build_forest([[(0, shortest)]]).without_loss())
-    return built

@@ -39,7 +39,7 @@ from dccot.rollout.generate import Watch
 from dccot.rollout.response import Rollout
 from dccot.train.batch import Batch, MiniBatch
 from dccot.train.flops import pair_cost
-from dccot.train.forest import Forest, forests_of_rank, pack
+from dccot.train.forest import Forest, pack
 from dccot.train.metrics import rollout_metrics, sample_text, validation_metrics
 from dccot.train.objectives import objective_loss
 from dccot.train.phases import Phases
@@ -197,7 +197,7 @@ class RL(Trainer[RLConfig]):
         config, packed = self.config.batch, []
         for graded in batch.mini_batches(config.optimizer_steps):
             responses = [each.response for each in graded]
-            plan = pack(
+            packing = pack(
                 responses,
                 config.token_budget,
                 self.runtime.ranks,
@@ -206,7 +206,7 @@ class RL(Trainer[RLConfig]):
                 max_positions=self.model.config.max_position,
             )
             advantages = torch.tensor([each.advantage for each in graded], device=self.runtime.device)
-            packed.append(MiniBatch(forests_of_rank(responses, plan, self.runtime.rank), advantages))
+            packed.append(MiniBatch(packing.forests(self.runtime.rank), advantages))
         return packed
 
     def old_logprobs(self, mini_batches: Sequence[MiniBatch]) -> None:

@@ -30,7 +30,7 @@ from dccot.rollout.response import Response, Round, Segment
 from dccot.rollout.tags import THINK_OPEN, IllFormed, TagIds, parse
 from dccot.train.checkpoint import CheckpointConfig
 from dccot.train.flops import pair_cost
-from dccot.train.forest import Forest, forests_of_rank, longest_position, pack
+from dccot.train.forest import Forest, longest_position, pack
 from dccot.train.phases import ProfileConfig
 from dccot.train.run import check_run, launch, open_model
 from dccot.train.trainer import Trainer
@@ -195,8 +195,9 @@ class SFT(Trainer[SFTConfig]):
     def forests(self, examples: Sequence[Example]) -> list[Forest]:
         """This rank's micro-batches."""
         responses = [example.response for example in examples]
-        plan = pack(responses, self.config.token_budget, self.runtime.ranks, pair_cost=pair_cost(self.model.config))
-        return forests_of_rank(responses, plan, self.runtime.rank)
+        cost = pair_cost(self.model.config)
+        packing = pack(responses, self.config.token_budget, self.runtime.ranks, pair_cost=cost)
+        return packing.forests(self.runtime.rank)
 
     def train_on(self, examples: Sequence[Example]) -> dict[str, float]:
         """One optimizer step and its metrics."""

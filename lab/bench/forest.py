@@ -22,7 +22,7 @@ import torch
 from dccot.core.runtime import keep_freed_memory
 from dccot.lab.critic.trees import paper_shape
 from dccot.rollout.response import Response, Round, Segment
-from dccot.train.forest import Forest, forests_of_rank, pack
+from dccot.train.forest import Forest, pack
 
 TOKEN_BUDGET = 32_768
 SAMPLES = 7  # responses to one prompt
@@ -67,7 +67,7 @@ def build_all(responses: list[Response]) -> tuple[float, int]:
     plan = pack(responses, TOKEN_BUDGET, ranks=8)
     tokens = 0
     for rank in range(8):
-        for forest in forests_of_rank(responses, plan, rank):
+        for forest in plan.forests(rank):
             tokens += len(forest)
             _ = forest.mask.position, forest.mask.parent, forest.targets
     return time.process_time() - start, tokens

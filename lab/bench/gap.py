@@ -30,7 +30,7 @@ from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import open_engine
 from dccot.rollout.response import Response
 from dccot.rollout.settings import EngineConfig
-from dccot.train.forest import Forest, forests_of_rank, pack
+from dccot.train.forest import Forest, pack
 from dccot.train.update import compute_logprobs
 
 TOKENS_AT_ONCE = 4096
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rollout = replace(RolloutConfig(), budget=arguments.tokens)
         engine = EngineConfig(dtype=arguments.dtype, max_sequences=arguments.n)
         responses = sampled(arguments.model, arguments.problems, arguments.n, engine, rollout)
-        forests = forests_of_rank(responses, pack(responses, TOKENS_AT_ONCE), 0)
+        forests = pack(responses, TOKENS_AT_ONCE).forests()
         theirs = torch.cat([forest.logprob[forest.targets] for forest in forests])
         ours, exact = (
             logprobs(arguments.model, dtype, forests, rollout.temperature)

@@ -44,7 +44,7 @@ from dccot.model.transformer import Transformer
 from dccot.model.weights import save_checkpoint
 from dccot.rollout.response import Response, Segment
 from dccot.train.flops import matmul_peak, model_flops, pair_cost
-from dccot.train.forest import Forest, forests_of_rank, pack
+from dccot.train.forest import Forest, pack
 from dccot.train.sft import negative_logprob
 from dccot.train.update import OptimizerConfig, make_optimizer, update
 
@@ -75,7 +75,7 @@ class Ours:
 
     def forests(self, responses: list[Response]) -> list[Forest]:
         plan = pack(responses, 4 * STEP_TOKENS, pair_cost=pair_cost(self.model.config))
-        return forests_of_rank(responses, plan, 0)
+        return plan.forests(0)
 
     def step(self, responses: list[Response]) -> float:
         forests = self.forests(responses)

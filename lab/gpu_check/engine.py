@@ -28,7 +28,7 @@ from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
 from dccot.rollout.response import Response, Round, Segment
 from dccot.rollout.settings import EngineConfig
-from dccot.train.forest import forests_of_rank, pack
+from dccot.train.forest import pack
 from dccot.train.rl import train
 from dccot.train.rl_config import RLConfig
 from dccot.train.sft import negative_logprob
@@ -173,7 +173,7 @@ def sleep_and_wake(context: Context) -> str:
     asleep = torch.cuda.mem_get_info()[0]
     model, runtime = trainer(context, "bfloat16")
     config = OptimizerConfig(learning_rate=0.0, weight_decay=0.0)
-    optimizer, forests = make_optimizer(model, config), forests_of_rank(responses, pack(responses, 4096), 0)
+    optimizer, forests = make_optimizer(model, config), pack(responses, 4096).forests()
     report = update(model, optimizer, forests, negative_logprob, config, 0, 0.6, runtime)
     assert report.applied and report.grad_norm > 0, report
     engine.wake()
@@ -188,7 +188,7 @@ def sleep_and_wake(context: Context) -> str:
 def logprob_gap(context: Context) -> str:
     """A bf16 engine against the bf16 trainer at temperature 0.6."""
     responses = rollouts(engine_of(context, "bfloat16"), samples=16, budget=200, temperature=0.6)
-    forests = forests_of_rank(responses, pack(responses, gap.TOKENS_AT_ONCE), 0)
+    forests = pack(responses, gap.TOKENS_AT_ONCE).forests()
     theirs = torch.cat([forest.logprob[forest.targets] for forest in forests])
     ours = gap.logprobs(model_folder(context), torch.bfloat16, forests, 0.6)
     found = gap.difference(f"|Δ log p| of {len(ours):,} tokens", theirs, ours) + f" (target: mean at most {GAP})"
@@ -207,8 +207,8 @@ def training_step(context: Context) -> str:
         made_up_responses(plain.config.vocab_size),
         OptimizerConfig(learning_rate=0.01, max_grad_norm=1e6),
     )
-    mine = forests_of_rank(responses, pack(responses, 200, runtime.ranks), runtime.rank)
-    whole = forests_of_rank(responses, pack(responses, 10**6), 0)
+    mine = pack(responses, 200, runtime.ranks).forests(runtime.rank)
+    whole = pack(responses, 10**6).forests()
     loss, tokens = accumulate(model, mine, negative_logprob, 0.6, runtime)
     expected = torch.cat([-compute_logprobs(plain, forest, 0.6)[0] for forest in whole]).mean()
     expected.backward()

@@ -22,7 +22,7 @@ from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import open_engine
 from dccot.rollout.generate import Request, generate
 from dccot.rollout.settings import EngineConfig
-from dccot.train.forest import forests_of_rank, pack
+from dccot.train.forest import pack
 
 ROLLOUT = RolloutConfig(budget=96, temperature=0.6, max_rounds=1)
 
@@ -69,7 +69,7 @@ def test_rollout_is_training(smollm2, measured, dtype, count, mean, largest):
     model = Transformer(read_config(smollm2))
     load_weights(model, smollm2, getattr(torch, dtype))
     gaps = []
-    for forest in forests_of_rank(responses, pack(responses, 4096), rank=0):
+    for forest in pack(responses, 4096).forests():
         mask: TreeMask = forest.mask
         with torch.no_grad():
             rows, targets = mask.parent[forest.targets], forest.tokens[forest.targets]

@@ -20,7 +20,7 @@ from dccot.rollout.generate import Request, generate
 from dccot.rollout.response import Finish, Response
 from dccot.rollout.settings import EngineConfig
 from dccot.rollout.vllm_engine import VllmEngine
-from dccot.train.forest import Forest, forests_of_rank, pack
+from dccot.train.forest import Forest, pack
 
 CONFIG = RolloutConfig(budget=200)
 
@@ -84,7 +84,7 @@ def test_the_responses_have_all_the_shapes_that_can_go_wrong(responses):
 @pytest.mark.parametrize("token_budget", [1, 700, 100_000])
 def test_the_forest_gives_the_log_probs_that_the_engine_sampled_with(pair, responses, share_prompts, token_budget):
     _, model = pair
-    forests = forests_of_rank(responses, pack(responses, token_budget, share_prompts=share_prompts), rank=0)
+    forests = pack(responses, token_budget, share_prompts=share_prompts).forests()
     assert sum(len(forest.targets) for forest in forests) == sum(response.sampled_tokens for response in responses)
     worst = torch.cat([gap(model, forest) for forest in forests]).max()
     assert worst < 1e-4
@@ -94,7 +94,7 @@ def test_a_log_prob_depends_on_what_the_tree_shows(pair, responses):
     """The same tokens under a plain causal mask are far off: the test above would notice a wrong mask."""
     _, model = pair
     branched = [response for response in responses if len(response.rounds) > 0 and response.final is not None]
-    forest = forests_of_rank(branched, pack(branched, 1), rank=0)[0]
+    forest = pack(branched, 1).forests()[0]
     causal = Forest(
         forest.tokens,
         torch.full_like(forest.visible_until, len(forest)),

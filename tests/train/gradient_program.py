@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from dccot.core.runtime import Runtime
 from dccot.model.sharding import ShardingConfig, build_model
 from dccot.rollout.response import Response
-from dccot.train.forest import forests_of_rank, pack
+from dccot.train.forest import pack
 from dccot.train.objectives import ObjectiveConfig, objective_loss
 from dccot.train.update import OptimizerConfig, accumulate, apply_gradients, make_optimizer
 
@@ -45,7 +45,7 @@ def main(checkpoint: Path, responses_file: Path, out: Path) -> None:
     facts = {}
     for name, (budget, share, once) in PACKINGS.items():
         packed = responses[1:2] if name == LONELY else responses
-        forests = forests_of_rank(packed, pack(packed, budget, runtime.ranks, share_prompts=share), runtime.rank)
+        forests = pack(packed, budget, runtime.ranks, share_prompts=share).forests(runtime.rank)
         loss, tokens = accumulate(model, forests, token_loss, 0.6, runtime, once)
         gradients = {key: p.grad.full_tensor().clone() for key, p in model.named_parameters()}
         facts[name] = {

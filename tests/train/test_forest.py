@@ -14,7 +14,7 @@ from dccot.kernels.norm_rotate import rotate
 from dccot.kernels.tree_attention import TreeMask
 from dccot.model.rope import cos_sin
 from dccot.rollout.response import Response, Round, Segment
-from dccot.train.forest import build_forest, forests_of_rank, pack
+from dccot.train.forest import build_forest, pack
 from dccot.train.update import compute_logprobs
 
 TEMPERATURE = 0.6
@@ -260,15 +260,13 @@ def test_worker_two_never_sees_worker_one(small_model):
 def test_every_sampled_token_is_packed_exactly_once_within_the_budget_and_evenly(made, budget, ranks, share):
     flat = [response for group in made for response in group]
     plan = pack(flat, budget, ranks, share_prompts=share)
-    assert len(plan) == ranks
-    assert len({len(micro_batches) for micro_batches in plan}) == 1
-    assert all(any(together) for together in zip(*plan)), "no micro-batch may be empty on all ranks"
-    members = [index for rank in plan for groups_ in rank for group in groups_ for index in group]
+    assert len(plan.ranks) == ranks
+    assert len({len(micro_batches) for micro_batches in plan.ranks}) == 1
+    assert all(any(together) for together in zip(*plan.ranks)), "no micro-batch may be empty on all ranks"
+    members = [index for rank in plan.ranks for groups_ in rank for group in groups_ for index in group]
     assert sorted(members) == list(range(len(flat)))
     forests = [
-        (groups_, forest)
-        for rank in range(ranks)
-        for groups_, forest in zip(plan[rank], forests_of_rank(flat, plan, rank))
+        (groups_, forest) for rank in range(ranks) for groups_, forest in zip(plan.ranks[rank], plan.forests(rank))
     ]
     numbers = sorted(n for _, forest in forests for n in forest.logprob[forest.targets].tolist())
     assert numbers == sorted(n for response in flat for segment in response.segments() for n in segment.logprobs)
@@ -283,15 +281,15 @@ def test_every_sampled_token_is_packed_exactly_once_within_the_budget_and_evenly
 def test_ranks_wait_for_each_other_a_twentieth_of_the_time_at_most(random_responses, budget):
     responses_ = random_responses(prompts=60, samples=4, seed=3, longest=40)
     plan = pack(responses_, budget, ranks=4)
-    sizes = [[len(forest) for forest in forests_of_rank(responses_, plan, rank)] for rank in range(4)]
+    sizes = [[len(forest) for forest in plan.forests(rank)] for rank in range(4)]
     working, present = sum(map(sum, sizes)), 4 * sum(max(together) for together in zip(*sizes, strict=True))
     assert working >= 0.95 * present
 
 
 def test_a_group_is_split_where_sharing_its_prompt_would_leave_ranks_idle():
     group = [Response([2] * 10, [], Segment([], [3] * 20)) for _ in range(4)]
-    assert pack(group, 1000, ranks=1) == [[[[0, 1, 2, 3]]]]
-    assert [len(rank[0][0]) for rank in pack(group, 1000, ranks=2)] == [2, 2]
+    assert pack(group, 1000, ranks=1).ranks == [[[[0, 1, 2, 3]]]]
+    assert [len(rank[0][0]) for rank in pack(group, 1000, ranks=2).ranks] == [2, 2]
 
 
 def test_a_response_past_the_models_limit_is_refused_by_name():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dccot.core.runtime import Runtime
-from dccot.train.forest import forests_of_rank, pack
+from dccot.train.forest import pack
 from dccot.train.sft import negative_logprob
 from dccot.train.update import OptimizerConfig, compute_logprobs, make_optimizer, update
 
@@ -25,7 +25,7 @@ def runtime():
 @pytest.fixture
 def forests(random_responses):
     responses = random_responses(prompts=3, samples=2, seed=1)
-    return forests_of_rank(responses, pack(responses, 100), 0)
+    return pack(responses, 100).forests()
 
 
 def parameters(model: nn.Module) -> list[torch.Tensor]:
