@@ -7,10 +7,10 @@
 `open_think` adds the part in brackets: on for RL, evaluation and everything sequential, off for SFT, where the model
 learns to write it.
 
-This is for models that know DeepSeek's three chat tokens (`format: deepseek`). Others use the chat template of their
-own tokenizer (`format: chat`): the same question and instructions as one user message, after the `system` message if
-there is one; a `<think>` that the template itself opens is not doubled, and is removed if `open_think` is off. `auto`
-uses what the tokenizer has.
+This is for models that know DeepSeek's three chat tokens (`chat_format: deepseek`). Others use the chat template of
+their own tokenizer (`chat_format: chat`): the same question and instructions as one user message, after the `system`
+message if there is one; a `<think>` that the template itself opens is not doubled, and is removed if `open_think` is
+off. `auto` uses what the tokenizer has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dccot.core.config import ConfigError, lookup, one_of, require
 from dccot.core.files import BadData
@@ -29,7 +29,7 @@ BOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Ass
 CHAT_TOKENS = (BOS, USER, ASSISTANT)
 # how templates end that open the thinking, or skip it by closing it empty
 OPENED = re.compile(rf"{THINK_OPEN}\s*(?:{THINK_CLOSE}\s*)?\Z")
-FORMATS = ("auto", "deepseek", "chat")
+CHAT_FORMATS = ("auto", "deepseek", "chat")
 INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
 PARALLEL_INSTRUCTION = (
     "You can spawn multiple workers to solve this problem in parallel. The workers' thoughts are enclosed within "
@@ -66,6 +66,8 @@ PROMPTS = {
     "raw_sequential": PromptFormat("", f" {INSTRUCTION}", raw=True),
 }
 
+Prompted = tuple[Problem, list[int]]  # a problem and the ids of its prompt
+
 
 class UnusablePrompt(BadData):
     """A question that cannot be asked; the message says why, in the style `prompt has 1,893 tokens; … is 1,024`."""
@@ -78,26 +80,27 @@ class PromptConfig:
     open_think: bool = True  # end the prompt with "<think>\n"
     max_prompt_tokens: int = 1024
     # deepseek: the paper's chat tokens; chat: the tokenizer's chat template; auto: what the tokenizer has
-    format: str = "auto"
+    chat_format: str = "auto"
     system: str = ""  # chat: the system message; empty: none, or the template's own default
+    instruction: str | None = None  # what follows the question; None: the task's
 
     def check(self) -> None:
         format_of(self.kind)
-        one_of(self.format, FORMATS, "prompt.format")
+        one_of(self.chat_format, CHAT_FORMATS, "prompt.chat_format")
         require(
             self.max_prompt_tokens > 0, f"prompt.max_prompt_tokens is {self.max_prompt_tokens}; it must be at least 1"
         )
         require(
-            not (self.system and self.format == "deepseek"),
-            "prompt.system is set; prompt.format=deepseek has no system message",
+            not (self.system and self.chat_format == "deepseek"),
+            "prompt.system is set; prompt.chat_format=deepseek has no system message",
         )
 
     def text(self, question: str, tokenizer=None, earlier: Sequence[dict[str, str]] = ()) -> str:
         """The prompt, in the tokenizer's own format; without one, as the paper writes it. A chat template also takes
         `earlier` turns.
         """
-        wanted, think = format_of(self.kind), f"{THINK_OPEN}\n"
-        if tokenizer is not None and self.chat_format(tokenizer) == "chat":
+        wanted, think = self.wording, f"{THINK_OPEN}\n"
+        if tokenizer is not None and self.chat_format_for(tokenizer) == "chat":
             text = OPENED.sub("", rendered(tokenizer, wanted.message(question), self.system, earlier))
         else:
             text = wanted(question)
@@ -106,29 +109,36 @@ class PromptConfig:
     @property
     def parallel(self) -> bool:
         """Whether the prompt invites the model to spawn workers, and the engine allows it."""
-        return format_of(self.kind).parallel
+        return self.wording.parallel
 
-    def chat_format(self, tokenizer) -> str:
+    @property
+    def wording(self) -> PromptFormat:
+        """What surrounds the question."""
+        found = format_of(self.kind)
+        own = found.after.replace(INSTRUCTION, self.instruction) if self.instruction else found.after
+        return replace(found, after=own)
+
+    def chat_format_for(self, tokenizer) -> str:
         """deepseek or chat, or plain where this kind of prompt has no chat tokens; ConfigError if the tokenizer does
         not support it.
         """
-        if not format_of(self.kind).is_chat:
+        if not self.wording.is_chat:
             return "plain"
         missing = missing_chat_tokens(tokenizer)
-        if self.format != "chat" and not missing:
+        if self.chat_format != "chat" and not missing:
             require(
                 not self.system,
-                "prompt.system is set, but DeepSeek's prompt has none: remove it, or set prompt.format=chat",
+                "prompt.system is set, but DeepSeek's prompt has none: remove it, or set prompt.chat_format=chat",
             )
             return "deepseek"
-        if self.format != "deepseek" and tokenizer.chat_template:
+        if self.chat_format != "deepseek" and tokenizer.chat_template:
             return "chat"
         without = f"tokenizer {tokenizer.name_or_path!r} does not have"
-        if self.format == "chat":
+        if self.chat_format == "chat":
             raise ConfigError(
-                f"{without} a chat template, with which prompt.format=chat is written: use an instruction-tuned model's"
+                f"{without} a chat template, with which prompt.chat_format=chat is written: use an instruction-tuned model's"
             )
-        also = " and no chat template either" if self.format == "auto" else ""
+        also = " and no chat template either" if self.chat_format == "auto" else ""
         raise ConfigError(
             f"{without} {', '.join(missing)} as single tokens{also}; "
             f"prompt.kind={self.kind} is written with them: use the model's own tokenizer or add them as special tokens"
@@ -138,11 +148,11 @@ class PromptConfig:
         """Token ids of the prompt. Chat prompts spell out BOS; the raw one gets whatever the tokenizer starts plain
         text with.
         """
-        self.chat_format(tokenizer)
+        self.chat_format_for(tokenizer)
         smuggled = [token for token in (*CHAT_TOKENS, *special_tokens(tokenizer)) if token in question]
         if smuggled:
             raise UnusablePrompt(f"question holds the chat token {smuggled[0]!r}; remove it")
-        ids = list(tokenizer.encode(self.text(question, tokenizer), add_special_tokens=format_of(self.kind).raw))
+        ids = list(tokenizer.encode(self.text(question, tokenizer), add_special_tokens=self.wording.raw))
         if len(ids) > self.max_prompt_tokens:
             raise UnusablePrompt(
                 f"prompt has {len(ids):,} tokens; prompt.max_prompt_tokens is {self.max_prompt_tokens:,}"
@@ -207,9 +217,9 @@ def prompts_of(
     *,
     strict: bool = False,
     report: Callable[[str], None] = print,
-) -> list[tuple[Problem, list[int]]]:
+) -> list[Prompted]:
     """Every problem with its prompt ids. Questions that cannot be asked are reported and left out; `strict` raises."""
-    config.chat_format(tokenizer)
+    config.chat_format_for(tokenizer)
     kept, left_out = [], 0
     for problem in problems:
         try:

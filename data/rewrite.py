@@ -26,8 +26,9 @@ from dccot.core.files import BadData, JsonlWriter, checksum, read_jsonl, write_a
 from dccot.core.provenance import record
 from dccot.core.runtime import Runtime
 from dccot.data.endpoints import Endpoint, EndpointConfig, Refused, Reply
-from dccot.data.judge import GradingConfig, Judge, Verdict, open_judge
+from dccot.data.judge import GradingConfig, Judge, Verdict
 from dccot.data.problems import Problem
+from dccot.data.task import task_of
 from dccot.rollout.tags import flaw_of
 
 ACCEPTED, FAILED = "accepted", "failed"
@@ -42,15 +43,16 @@ class RewriteConfig:
     attempts: int = 3
     workers: int = 3
     concurrency: int = 16  # concurrent requests
-    by: str = ENDPOINT  # endpoint: a stronger model; or your own function, my_package.my_module:my_rule
+    task: str = "math"  # or your own: my_package.my_module:MyTask
+    # endpoint: a stronger model; or your own function, my_package.my_module:my_rule; None: the task's own, or endpoint
+    by: str | None = None
     # a file with your own; with {question} and {assistant_response} it is the whole message; None: ours
     instruction: str | None = None
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     grading: GradingConfig = field(default_factory=lambda: GradingConfig(workers=1))
 
     def check(self) -> None:
-        if self.by != ENDPOINT:
-            lookup({}, self.by, "by")
+        self.rule()
         require(bool(self.source), "source is not set; name the file that `dccot data sequential` wrote")
         require(self.attempts > 0, f"attempts is {self.attempts}; it must be at least 1")
         require(self.concurrency > 0, f"concurrency is {self.concurrency}; it must be at least 1")
@@ -59,6 +61,12 @@ class RewriteConfig:
             not ours or self.workers == 3,
             f"workers is {self.workers}, our instruction speaks of 3; set instruction=FILE",
         )
+
+    def rule(self) -> Callable[..., str] | None:
+        """The function that rewrites; None: the endpoint does."""
+        if self.by is None:
+            return task_of(self).rewrite
+        return None if self.by == ENDPOINT else lookup({}, self.by, "by")
 
 
 @dataclass(frozen=True)
@@ -251,7 +259,8 @@ async def run(config: RewriteConfig, progress: Callable[[int, int], None]) -> Su
         Runtime.alone(),
     )
     async with AsyncExitStack() as stack:
-        if config.by == ENDPOINT:
+        rewriting = config.rule()
+        if rewriting is None:
             instruction = (
                 Path(config.instruction).read_text(encoding="utf-8")
                 if config.instruction
@@ -259,8 +268,8 @@ async def run(config: RewriteConfig, progress: Callable[[int, int], None]) -> Su
             )
             rewriter = by_endpoint(await stack.enter_async_context(Endpoint(config.endpoint)), instruction)
         else:
-            rewriter = rule(lookup({}, config.by, "by"))
-        judge = stack.enter_context(open_judge(config.grading))
+            rewriter = rule(rewriting)
+        judge = stack.enter_context(task_of(config).open_judge())
         summary = await rewrite_all(solutions, rewriter, judge, config, progress=progress)
     write_atomic(Path(config.output).with_suffix(".summary.json"), json.dumps(asdict(summary), indent=1) + "\n")
     return summary

@@ -16,20 +16,18 @@ from contextlib import closing
 from itertools import islice
 
 from dccot.data.judge import Judge
-from dccot.data.problems import Problem
-from dccot.data.prompts import PromptConfig
+from dccot.data.prompts import PromptConfig, Prompted
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import Engine
 from dccot.rollout.generate import Request, Watch, generate
 from dccot.rollout.response import Rollout
 from dccot.rollout.tags import after_think, flaw_of, sequential_flaw_of
 
-Asked = tuple[Problem, list[int]]  # a problem and the ids of its prompt
 Pair = tuple[str, int]  # problem id, sample
 GRADED_TOGETHER = 64
 
 
-def missing_pairs(asked: Iterable[Asked], samples: Iterable[int], have: Collection[Pair] = ()) -> list[Pair]:
+def missing_pairs(asked: Iterable[Prompted], samples: Iterable[int], have: Collection[Pair] = ()) -> list[Pair]:
     """Every missing sample of every problem, in the order of the problems."""
     samples = list(samples)
     return [(problem.id, sample) for problem, _ in asked for sample in samples if (problem.id, sample) not in have]
@@ -37,7 +35,7 @@ def missing_pairs(asked: Iterable[Asked], samples: Iterable[int], have: Collecti
 
 def roll_out(
     engine: Engine,
-    asked: Iterable[Asked],
+    asked: Iterable[Prompted],
     pairs: Iterable[Pair],
     prompt: PromptConfig,
     config: RolloutConfig,

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dccot.core.config import read_yaml
+from dccot.core.config import read_yaml, with_new_names
 from dccot.data.prompts import PromptConfig
+from dccot.data.task import find_task
 from dccot.model.folder import run_and_checkpoint
 from dccot.rollout.director import RolloutConfig
 
@@ -18,12 +19,13 @@ def settings_of(model: str | Path) -> tuple[PromptConfig, RolloutConfig]:
     folder.
     """
     path = run_and_checkpoint(model)[0] / "config.yaml"
-    tree = read_yaml(path) if path.is_file() else {}
+    tree = with_new_names(read_yaml(path)) if path.is_file() else {}
 
     def own(kind: type, key: str) -> Any:
         names = {f.name for f in dataclasses.fields(kind)}
         return kind(**{name: value for name, value in (tree.get(key) or {}).items() if name in names})
 
     rollout = own(RolloutConfig, "rollout")
+    task = find_task(tree.get("task", "math"))(own(PromptConfig, "prompt"))
     # an SFT run has no rollouts
-    return own(PromptConfig, "prompt"), replace(rollout, workers=tree.get("workers", rollout.workers))
+    return task.prompting, replace(rollout, workers=tree.get("workers", rollout.workers))

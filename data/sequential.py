@@ -22,10 +22,11 @@ from dccot.core.config import require
 from dccot.core.files import JsonlWriter, checksum, read_jsonl, write_jsonl_atomic
 from dccot.core.provenance import record
 from dccot.core.runtime import Runtime, require_shared
-from dccot.data.judge import GradingConfig, Judge, Verdict, open_judge
-from dccot.data.problems import Problem, load_problems
-from dccot.data.prompts import PromptConfig, prompts_of
+from dccot.data.judge import GradingConfig, Judge, Verdict
+from dccot.data.problems import Problem
+from dccot.data.prompts import PromptConfig
 from dccot.data.rollouts import graded, missing_pairs, roll_out
+from dccot.data.task import find_task, task_of
 from dccot.model.folder import model_checksums, resolve_model
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import Engine, open_engine
@@ -43,6 +44,7 @@ class SequentialConfig:
     model: str = ""  # a Hugging Face folder, or a run (its newest checkpoint)
     problems: str = ""
     output: str = "runs/data/sequential.jsonl"
+    task: str = "math"  # or your own: my_package.my_module:MyTask
     first: int | None = 15_000  # use only the first N problems; None: all
     attempts: int = 3
     seed: int = 0
@@ -52,6 +54,7 @@ class SequentialConfig:
     grading: GradingConfig = field(default_factory=GradingConfig)
 
     def check(self) -> None:
+        find_task(self.task)
         require(bool(self.model), "model is not set; name a Hugging Face folder or a run, e.g. model=runs/base")
         require(bool(self.problems), "problems is not set; name a JSONL or parquet file")
         require(self.attempts > 0, f"attempts is {self.attempts}; it must be at least 1")
@@ -97,7 +100,7 @@ def sample(
     progress: Progress = _silent,
 ) -> None:
     """Append this rank's attempts until each of its problems is solved or out of attempts."""
-    asked = prompts_of(problems, engine.tokenizer, config.prompt)[engine.replica :: engine.replicas]
+    asked = task_of(config).prompts(problems, engine.tokenizer)[engine.replica :: engine.replicas]
     earlier = logged_attempts(config.output)
     with JsonlWriter(attempts_path(config.output, engine.replica)) as log:
         solved = {row["id"] for row in earlier if row["verdict"] == Verdict.CORRECT}
@@ -149,7 +152,8 @@ def run(
     config: SequentialConfig, engine: Engine | None = None, *, progress: Progress = _silent
 ) -> SequentialSummary | None:
     """The whole command; None on ranks other than the first. A given engine is used and left running."""
-    problems = load_problems(config.problems)[: config.first]
+    task = task_of(config)
+    problems = task.problems(config.problems)[: config.first]
     with Runtime.of_workers() as runtime:
         model = resolve_model(config.model)
         inputs = {
@@ -159,7 +163,7 @@ def run(
         record(Path(config.output), config, inputs, runtime)
         require_shared(Path(config.output).parent, runtime)  # rank 0 collects what all of them write there
         opened = open_engine(model, config.engine, engine, logs=Path(config.output).parent)
-        with open_judge(config.grading) as judge, opened as engine:
+        with task.open_judge() as judge, opened as engine:
             sample(engine, judge, problems, config, progress=progress)
             runtime.gather([])  # every attempt is on disk
         return keep(problems, config) if runtime.is_main else None

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dccot.core.config import to_plain
+from dccot.core.config import to_plain, with_new_names
 from dccot.core.files import checksum, flush_to_disk, write_atomic
 from dccot.core.provenance import code_version, differences
 from dccot.model.folder import find_model, model_checksums
@@ -54,7 +54,8 @@ def changes(plan: StagePlan, config: Any, mark: dict[str, Any]) -> list[tuple[st
     if before is None:
         return []
     now, defaults = made_from(plan, config, before), to_plain(kind_of(plan.stage.run).config())
-    settings = differences(_completed(before["configuration"], now["configuration"], defaults), now["configuration"])
+    saved = with_new_names(before["configuration"])
+    settings = differences(_completed(saved, now["configuration"], defaults), now["configuration"])
     found = [(key, f"was {was!r} when the stage was finished and is {new!r} now") for key, was, new in settings]
     for key, files in now["inputs"].items():
         known = before["inputs"].get(key, {})
@@ -73,7 +74,9 @@ def _completed(before: dict[str, Any], now: dict[str, Any], defaults: dict[str, 
     before = {name: value for name, value in before.items() if name in now or name in defaults or not defaults}
     groups = [name for name in before if isinstance(before[name], dict) and isinstance(now.get(name), dict)]
     inner = {name: _completed(before[name], now[name], defaults.get(name) or {}) for name in groups}
-    return {**{name: defaults[name] for name in now if name in defaults and name not in before}, **before, **inner}
+    added = {name: defaults[name] for name in now if name in defaults and name not in before}
+    named = {"task": now["task"]} if "task" in added else {}  # before tasks had names, a stage did what its task does
+    return added | named | before | inner
 
 
 def move_aside(plan: StagePlan) -> Path | None:

@@ -46,6 +46,7 @@ class Recipe:
     name: str = "pipeline"
     output: str = "runs"
     seed: Seed = 0
+    task: str = "math"  # what all stages are about, or your own: my_package.my_module:MyTask
     model: str | None = None  # the model that everything starts from
     train: str | None = None  # problems that training and the SFT set draw from
     validation: str | None = None  # problems for validation during RL
@@ -174,7 +175,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe
         )
         config = _config_file(file.parent, each.config, name) if each.config else None
         plan = StagePlan(recipe, name, each, config, start, [])
-        plan.overrides = kind_of(each.run).given(plan) + _chosen(recipe, name, each) + extra.get(name, [])
+        shared = [f"task={recipe.task}"] if "task" in kind_of(each.run).config.__dataclass_fields__ else []
+        plan.overrides = shared + kind_of(each.run).given(plan) + _chosen(recipe, name, each) + extra.get(name, [])
         if kind_of(each.run).trains and name in recipe.stages:
             trained = str(plan.folder)
         plans.append(plan)

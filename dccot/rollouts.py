@@ -19,9 +19,9 @@ from dccot.core.config import ConfigError, Seed, load_config, to_plain
 from dccot.core.files import JsonlWriter, checksum
 from dccot.core.provenance import record
 from dccot.core.runtime import Runtime
-from dccot.data.problems import load_problems
-from dccot.data.prompts import PromptConfig, prompts_of
-from dccot.data.rollouts import Asked, Pair, missing_pairs, roll_out
+from dccot.data.prompts import PromptConfig, Prompted
+from dccot.data.rollouts import Pair, missing_pairs, roll_out
+from dccot.data.task import task_of
 from dccot.model.folder import model_checksums, resolve_model
 from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import RolloutConfig
@@ -34,6 +34,7 @@ from dccot.rollout.settings import EngineConfig
 @dataclass
 class Settings:
     seed: Seed = 0
+    task: str = "math"  # or your own: my_package.my_module:MyTask
     prompt: PromptConfig = field(default_factory=PromptConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -44,7 +45,8 @@ def run(model: str, problems: Path, samples: int, out: Path, resume: bool, setti
     if out.exists() and out.stat().st_size and not resume:
         raise ConfigError(f"{out} exists already; add --resume to finish it, or choose another --out")
     folder = resolve_model(model)
-    asked = prompts_of(load_problems(problems), open_tokenizer(folder), settings.prompt)
+    task = task_of(settings)
+    asked = task.prompts(task.problems(problems), open_tokenizer(folder))
     with JsonlWriter(out) as writer:
         inputs = {"model": model_checksums(folder), "problems": {problems.name: checksum(problems)}}
         record(out, to_plain(settings) | {"samples": samples}, inputs, Runtime.alone())
@@ -58,7 +60,7 @@ def run(model: str, problems: Path, samples: int, out: Path, resume: bool, setti
     return len(pairs)
 
 
-def pairs_in(writer: JsonlWriter, asked: Sequence[Asked]) -> set[Pair]:
+def pairs_in(writer: JsonlWriter, asked: Sequence[Prompted]) -> set[Pair]:
     """Pairs that already have a row. Rows with another prompt are an error: they do not belong with the rest."""
     prompts = {problem.id: ids for problem, ids in asked}
     have = set()

@@ -184,7 +184,7 @@ def _run_sequential(context: Context, config: sequential.SequentialConfig) -> No
 def _rewrite_needs(plan: StagePlan, config: rewrite.RewriteConfig) -> list[Need]:
     found = [Need("source", config.source, "file")]
     found += [Need("instruction", config.instruction, "file")] if config.instruction else []
-    if config.by == rewrite.ENDPOINT:
+    if config.rule() is None:
         config.endpoint.key()
     return found
 
@@ -213,6 +213,7 @@ class EvalStage:
     # names of the paper's, or files; default: the recipe's
     benchmarks: Annotated[list[str], LISTED] = field(default_factory=list)
     benchmark_folder: str = "runs/data"
+    task: str = "math"  # or your own: my_package.my_module:MyTask
     n: Positive | None = None  # responses per problem; None: the paper's (200 or 16), 16 for a file
     max_prompt_tokens: Positive = 4096
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -233,6 +234,7 @@ class EvalStage:
 
     def evaluation(self) -> EvalConfig:
         rest = [
+            f"task={self.task}",
             f"rollout.top_p={self.top_p}",
             f"prompt.max_prompt_tokens={self.max_prompt_tokens}",
             f"seed={self.seed}",
@@ -274,6 +276,7 @@ class LatencyStage:
     parallel: COMPARED = ""  # stages, stage@step or folders
     sequential: COMPARED = ""
     problems: COMPARED = ""
+    task: str = "math"  # or your own: my_package.my_module:MyTask
     budget: Positive = 12_000
     concurrency: Annotated[list[Positive], NUMBERS] = field(default_factory=lambda: [1, 4, 16])
     n: Positive = 1
@@ -292,9 +295,8 @@ def _latency_needs(plan: StagePlan, config: LatencyStage) -> list[Need]:
 def _run_latency(context: Context, config: LatencyStage) -> None:
     timings = []
     for method, path in config.models(context.plan).items():
-        sampling = eval_config(
-            method, config.budget, [f"prompt.max_prompt_tokens={config.max_prompt_tokens}", f"seed={config.seed}"]
-        )
+        own = [f"task={config.task}", f"prompt.max_prompt_tokens={config.max_prompt_tokens}", f"seed={config.seed}"]
+        sampling = eval_config(method, config.budget, own)
         engine = context.engines.on(resolve_model(path), config.engine)
         timings += latency.measure_all(
             engine, sampling, config.problems, config.concurrency, config.n, context.runtime.is_main

@@ -27,13 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from dccot.core.command import positive, run_cleanly
-from dccot.core.config import ConfigError, load_config, require, to_plain
+from dccot.core.config import RENAMED, ConfigError, load_config, require, to_plain
 from dccot.core.files import BadData, JsonlWriter, checksum, read_jsonl, write_atomic, write_jsonl_atomic
 from dccot.core.provenance import record
 from dccot.core.runtime import Runtime, require_shared
-from dccot.data.judge import GradingConfig, Judge, open_judge
-from dccot.data.prompts import PromptConfig, prompts_of
-from dccot.data.rollouts import Asked, Pair, missing_pairs, roll_out
+from dccot.data.judge import GradingConfig, Judge
+from dccot.data.prompts import PromptConfig, Prompted
+from dccot.data.rollouts import Pair, missing_pairs, roll_out
+from dccot.data.task import find_task, task_of
 from dccot.eval.benchmarks import BENCHMARKS, Benchmark, named_benchmark, own_benchmark
 from dccot.eval.results import Evaluation, Sample, by_problem, summarise
 from dccot.eval.terminal import LengthProgress, show
@@ -55,10 +56,14 @@ class EvalConfig:
     """The paper's sampling; `key=value` on the command line changes any of it."""
 
     seed: int = 0
+    task: str = "math"  # or your own: my_package.my_module:MyTask
     prompt: PromptConfig = field(default_factory=lambda: PromptConfig(max_prompt_tokens=4096))
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(budget=12_000, top_p=0.95))
     engine: EngineConfig = field(default_factory=EngineConfig)
     grading: GradingConfig = field(default_factory=GradingConfig)
+
+    def check(self) -> None:
+        find_task(self.task)
 
     @property
     def method(self) -> str:
@@ -93,7 +98,8 @@ def evaluate(
         require_shared(out, runtime)  # otherwise the table would silently be that of rank 0's responses
         tokenizer = engine.tokenizer if engine else open_tokenizer(path)
         care: dict[str, Any] = {"strict": strict, "report": log.warning if runtime.is_main else lambda message: None}
-        asked = {b.name: prompts_of(b.problems(**care), tokenizer, config.prompt, **care) for b in benchmarks}
+        task = task_of(config)
+        asked = {b.name: task.prompts(task.problems(b.file, **care), tokenizer, **care) for b in benchmarks}
         _check_context(path, config, asked)
         files = {benchmark.name: {benchmark.file.name: checksum(benchmark.file)} for benchmark in benchmarks}
         wanted = {benchmark.name: benchmark.samples for benchmark in benchmarks}
@@ -106,7 +112,7 @@ def evaluate(
             for benchmark in benchmarks:
                 _generate(engine, benchmark, asked[benchmark.name], missing[benchmark.name], config, out, runtime)
         runtime.gather([])  # everything is on disk
-        judge = stack.enter_context(open_judge(config.grading))
+        judge = stack.enter_context(task.open_judge())
         for file in sorted((out / "rollouts").glob("*.jsonl"))[runtime.rank :: runtime.ranks]:
             grade_file(file, judge)
         runtime.gather([])  # and graded
@@ -119,7 +125,7 @@ def evaluate(
     return evaluation
 
 
-def _check_context(path: Path, config: EvalConfig, asked: dict[str, list[Asked]]) -> None:
+def _check_context(path: Path, config: EvalConfig, asked: dict[str, list[Prompted]]) -> None:
     context = config.engine.context or read_config(path).max_position
     longest = max(len(ids) for problems in asked.values() for _, ids in problems)
     require(
@@ -137,6 +143,7 @@ def _settings(path: Path, weights: Mapping[str, str], config: EvalConfig) -> dic
     return {
         "model": str(path.resolve()),
         "model.sha256": hashlib.sha256(json.dumps(sorted(weights.items())).encode()).hexdigest(),
+        "task": config.task,
         "seed": config.seed,
         "engine.dtype": config.engine.dtype,
         "grading.kind": config.grading.kind,
@@ -160,8 +167,11 @@ def _open_folder(out: Path, settings: dict) -> str | None:
     older = {
         "grading.kind": "math_verify",
         "model.sha256": settings["model.sha256"],
+        "task": settings["task"],
+        "prompt.instruction": None,
     }  # folders of versions that did not write them
     before = older | json.loads(file.read_text()) if file.exists() else settings
+    before = {RENAMED.get(name, name): value for name, value in before.items()}
     changed = [name for name in settings if before.get(name) != settings[name]]
     if changed:
         was, now = before.get(changed[0]), settings[changed[0]]
@@ -179,7 +189,7 @@ def _open_folder(out: Path, settings: dict) -> str | None:
     return None
 
 
-def _rows(out: Path, benchmark: Benchmark, asked: Sequence[Asked]) -> Iterator[dict]:
+def _rows(out: Path, benchmark: Benchmark, asked: Sequence[Prompted]) -> Iterator[dict]:
     """The saved responses that the table needs, each once."""
     problems = {problem.id: problem for problem, _ in asked}
     seen: set[Pair] = set()
@@ -197,11 +207,11 @@ def _rows(out: Path, benchmark: Benchmark, asked: Sequence[Asked]) -> Iterator[d
             yield row
 
 
-def _pairs_in(out: Path, benchmark: Benchmark, asked: Sequence[Asked]) -> set[Pair]:
+def _pairs_in(out: Path, benchmark: Benchmark, asked: Sequence[Prompted]) -> set[Pair]:
     return {(row["problem"], row["sample"]) for row in _rows(out, benchmark, asked)}
 
 
-def read_samples(out: Path, benchmark: Benchmark, asked: Sequence[Asked]) -> Iterator[Sample]:
+def read_samples(out: Path, benchmark: Benchmark, asked: Sequence[Prompted]) -> Iterator[Sample]:
     return map(Sample.from_row, _rows(out, benchmark, asked))
 
 
@@ -211,7 +221,7 @@ def read_samples(out: Path, benchmark: Benchmark, asked: Sequence[Asked]) -> Ite
 def _generate(
     engine: Engine,
     benchmark: Benchmark,
-    asked: Sequence[Asked],
+    asked: Sequence[Prompted],
     missing: Sequence[Pair],
     config: EvalConfig,
     out: Path,

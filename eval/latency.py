@@ -34,8 +34,8 @@ from dccot.core.config import require
 from dccot.core.files import write_atomic, write_jsonl_atomic
 from dccot.core.statistics import ByProblem, Estimate, fit_line, mean, over_problems, plain, relative_change
 from dccot.data.problems import load_problems
-from dccot.data.prompts import prompts_of
-from dccot.data.rollouts import Asked
+from dccot.data.prompts import Prompted
+from dccot.data.task import task_of
 from dccot.eval.evaluate import METHODS, EvalConfig, default_name, eval_config
 from dccot.eval.terminal import LengthProgress
 from dccot.model.folder import resolve_model
@@ -74,7 +74,7 @@ class StopWatch(Watch):
 
 
 def measure(
-    engine: Engine, asked: Sequence[Asked], config: EvalConfig, concurrency: int, samples: int, show: bool = True
+    engine: Engine, asked: Sequence[Prompted], config: EvalConfig, concurrency: int, samples: int, show: bool = True
 ) -> list[Timing]:
     """`samples` responses to every problem, timed while `concurrency` responses are always in progress."""
     measured = [
@@ -121,7 +121,8 @@ def measure_all(
     show: bool = True,
 ) -> list[Timing]:
     """The same at each concurrency, on a file of problems."""
-    asked = prompts_of(load_problems(problems), engine.tokenizer, config.prompt)
+    task = task_of(config)
+    asked = task.prompts(task.problems(problems), engine.tokenizer)
     return [
         timing for concurrency in concurrencies for timing in measure(engine, asked, config, concurrency, samples, show)
     ]

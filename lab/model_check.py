@@ -65,7 +65,7 @@ def text_rows(config: ModelConfig, folder: Path, workers: int) -> Iterator[Row]:
         embeds = f"the model embeds {config.vocab_size:,}"
         raise ConfigError(f"the tokenizer of {folder} has {len(tokenizer):,} tokens, {embeds}")
     prompt = PromptConfig()
-    yield "prompt", f"{prompt.chat_format(tokenizer)}: {prompt.text('QUESTION', tokenizer)!r}"
+    yield "prompt", f"{prompt.chat_format_for(tokenizer)}: {prompt.text('QUESTION', tokenizer)!r}"
     TagIds.of(tokenizer, workers)
     for tag in all_tags(workers):
         merges = encode(f"{tag}\n")[: len(encode(tag))] != encode(tag)

@@ -43,7 +43,7 @@ class Chat:
         self.engine, self.config, self.models = engine, config, models
         self.context: int = engine.model_config.max_model_len
         self.words = Words(engine.renderer.get_tokenizer(), config.rollout.workers)
-        config.prompt.chat_format(self.words.tokenizer)  # raises if the model cannot be asked so
+        config.prompt.chat_format_for(self.words.tokenizer)  # raises if the model cannot be asked so
         tags = all_tags(config.rollout.workers)
         self._reserved = [token for token in special_tokens(self.words.tokenizer) if token not in tags]
         self._by_priority = engine.vllm_config.scheduler_config.policy == "priority"

@@ -104,7 +104,7 @@ def _serve(arguments: argparse.Namespace, passed_on: list[str]) -> None:
     folder = resolve_model(arguments.model)
     lines = overrides(arguments.model, vars(arguments))
     config = load_config(ServeConfig, None, lines)
-    config.prompt.chat_format(open_tokenizer(folder))  # one line, before vLLM's slow startup
+    config.prompt.chat_format_for(open_tokenizer(folder))  # one line, before vLLM's slow startup
     if not any(plugin.name == "dccot" for plugin in entry_points(group="vllm.endpoint_plugins")):
         raise ConfigError(
             "vLLM cannot find the dccot endpoint: this installation is older than it; install dccot again (make setup)"

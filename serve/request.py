@@ -215,7 +215,7 @@ def prompt_text(prompt: PromptConfig, messages: list[Message], tokenizer: Any, e
     """The last question in the format the model was trained on, after the earlier turns."""
     turns = [asdict(message) for message in messages[:-1]]
     try:
-        chat = prompt.chat_format(tokenizer) == "chat"
+        chat = prompt.chat_format_for(tokenizer) == "chat"
         last = prompt.text(messages[-1].content, tokenizer, turns if chat else ())
     except (ConfigError, UnusablePrompt) as error:  # the template rejects these turns, or changes the question
         raise Refused(f"messages: {error}", "messages") from None

@@ -108,7 +108,7 @@ def open_model(path: str, prompt: PromptConfig, workers: int) -> tuple[Path, Mod
 def open_folder(folder: Path, prompt: PromptConfig, workers: int) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
     try:
         model, tokenizer = read_config(folder), open_tokenizer(folder)
-        prompt.chat_format(tokenizer)
+        prompt.chat_format_for(tokenizer)
         TagIds.of(tokenizer, workers)
     except (ValueError, OSError) as error:
         raise ConfigError(f"model {folder}: {' '.join(str(error).split())}") from None

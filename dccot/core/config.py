@@ -39,6 +39,7 @@ RENAMED = {
     "advantage.normalise": "advantage (std, or mean where it was none)",
     "batch.samples": "batch.group_size",
     "optimizer.clip": "optimizer.max_grad_norm",
+    "prompt.format": "prompt.chat_format",
     "rollout.parallel": "prompt.kind (parallel or sequential)",
 }  # old key → new one
 
@@ -120,6 +121,19 @@ def load_config(kind: type[C], path: str | Path | None, overrides: Sequence[str]
     config = _build(kind, tree)
     check(config)
     return config
+
+
+def with_new_names(tree: dict[str, Any]) -> dict[str, Any]:
+    """A saved configuration with its renamed keys as they are called now."""
+    tree = _merge({}, tree)
+    for old, new in RENAMED.items():
+        *path, last = old.split(".")
+        group: Any = tree
+        for part in path:
+            group = group.get(part) if isinstance(group, dict) else None
+        if isinstance(group, dict) and last in group and re.fullmatch(r"[\w.]+", new):
+            _set(tree, new, group.pop(last))
+    return tree
 
 
 class _Loader(yaml.SafeLoader):

@@ -1,0 +1,78 @@
+"""A task: one kind of question, with its problems, its prompt and its judge.
+
+    task = task_of(config)                                    # config.task with config.prompt and config.grading
+    prompted = task.prompts(task.problems("train.jsonl"), tokenizer)
+    with task.open_judge() as judge:
+        verdicts = judge.grade([(text, gold), …])
+
+`task: math`, the default, is the class `Task` itself. Your own is one file, with a subclass that overrides what
+differs, and one line of configuration, `task: my_package.my_module:Sorting`; the SFT set, SFT, RL, evaluation and
+serving all follow it:
+
+    class Sorting(Task):
+        instruction = "Write the sorted words within <answer></answer>."
+
+        def open_judge(self) -> Judge:
+            return SameWords()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dccot.core.config import lookup, require
+from dccot.data.judge import GradingConfig, Judge, open_judge
+from dccot.data.problems import Problem, load_problems
+from dccot.data.prompts import Prompted, PromptConfig, prompts_of
+
+Report = Callable[[str], None]
+
+
+class Task:
+    """Mathematics. Every attribute and method may be overridden."""
+
+    # what every prompt asks of the answer, after the question; None: the final answer in \boxed{}
+    instruction: str | None = None
+    # (rollout, reward configuration, budget) → reward of a judged rollout; None: what `reward.kind` names
+    reward: Callable[..., float] | None = None
+    # (problem, solution, attempt=…) → the solution in the parallel format; None: a stronger model rewrites it
+    rewrite: Callable[..., str] | None = None
+
+    def __init__(self, prompt: PromptConfig | None = None, grading: GradingConfig | None = None):
+        prompt = prompt or PromptConfig()
+        self.prompting = replace(prompt, instruction=prompt.instruction or self.instruction)
+        self.grading = grading or GradingConfig()
+
+    def problems(
+        self, path: str | Path, *, preset: str | None = None, strict: bool = False, report: Report = print
+    ) -> list[Problem]:
+        """The problems of a file. Bad rows are reported and skipped; `strict` raises."""
+        return load_problems(path, preset=preset, strict=strict, report=report)
+
+    def prompts(
+        self, problems: Iterable[Problem], tokenizer: Any, *, strict: bool = False, report: Report = print
+    ) -> list[Prompted]:
+        """Every problem with its prompt ids. Those that cannot be prompted are reported and left out; `strict` raises."""
+        return prompts_of(problems, tokenizer, self.prompting, strict=strict, report=report)
+
+    def open_judge(self) -> Judge:
+        """The judge of the answers; use as a context manager."""
+        return open_judge(self.grading)
+
+
+TASKS: dict[str, type[Task]] = {"math": Task}
+
+
+def find_task(name: str) -> type[Task]:
+    found = lookup(TASKS, name, "task")
+    is_task = isinstance(found, type) and issubclass(found, Task)
+    require(is_task, f"task is {name!r}, which is not a class that inherits from dccot.data.task.Task")
+    return found
+
+
+def task_of(config: Any) -> Task:
+    """The task that a configuration names, with its `prompt` and its `grading` where it has them."""
+    return find_task(config.task)(getattr(config, "prompt", None), getattr(config, "grading", None))
