@@ -26,7 +26,7 @@ from typing import Any
 from dccot.core.config import lookup, require
 from dccot.data.judge import GradingConfig, Judge, open_judge
 from dccot.data.problems import Problem, load_problems
-from dccot.data.prompts import Prompted, PromptConfig, prompts_of
+from dccot.data.prompts import PromptConfig, Prompted, prompts_of
 
 Report = Callable[[str], None]
 

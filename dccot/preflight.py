@@ -22,7 +22,7 @@ import torch
 from dccot.core.config import ConfigError
 from dccot.core.files import BadData, read_jsonl
 from dccot.core.provenance import code_version, describe_code
-from dccot.data.problems import load_problems
+from dccot.data.task import find_task
 from dccot.marks import changes, finished
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import find_model
@@ -164,14 +164,14 @@ def _missing(need: Need, recipe: Recipe, made: dict[str, Any]) -> str | None:
         return _step_is_kept(maker, step, made[maker]) if step else None
     if inside and maker in recipe.all_stages():
         return f"{need.path} is made by stage {maker}, which does not come before"
-    return _fault_of(need.what, need.path)
+    return _fault_of(need.what, need.path, recipe.task)
 
 
 @cache
-def _fault_of(what: str, path: str) -> str | None:
+def _fault_of(what: str, path: str, task: str) -> str | None:
     """The same file is needed by many stages and read once."""
     try:
-        return CHECKS[what](path)
+        return CHECKS[what](path) if what != "problems" else _problems(path, task)
     except (ConfigError, BadData, OSError, ValueError) as error:
         return " ".join(str(error).split())
 
@@ -193,8 +193,8 @@ def _model(path: str) -> str | None:
     return None
 
 
-def _problems(path: str) -> str | None:
-    load_problems(path, report=lambda message: None)
+def _problems(path: str, task: str) -> str | None:
+    find_task(task)().problems(path, report=lambda message: None)
     return None
 
 
@@ -214,7 +214,6 @@ def _file(path: str) -> str | None:
 
 CHECKS: dict[str, Callable[[str], str | None]] = {
     "model": _model,
-    "problems": _problems,
     "examples": _examples,
     "file": _file,
 }

@@ -6,12 +6,10 @@ math500, minerva, olympiadbench         16
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from dccot.core.config import one_of
-from dccot.data.problems import Problem, load_problems
 
 
 @dataclass(frozen=True)
@@ -20,9 +18,6 @@ class Benchmark:
     title: str
     samples: int  # responses per problem
     file: Path = Path()
-
-    def problems(self, *, strict: bool = False, report: Callable[[str], None] = print) -> list[Problem]:
-        return load_problems(self.file, strict=strict, report=report)
 
 
 BENCHMARKS = {

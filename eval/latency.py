@@ -33,7 +33,6 @@ from dccot.core.command import positive, print_table, run_cleanly
 from dccot.core.config import require
 from dccot.core.files import write_atomic, write_jsonl_atomic
 from dccot.core.statistics import ByProblem, Estimate, fit_line, mean, over_problems, plain, relative_change
-from dccot.data.problems import load_problems
 from dccot.data.prompts import Prompted
 from dccot.data.task import task_of
 from dccot.eval.evaluate import METHODS, EvalConfig, default_name, eval_config
@@ -248,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             eval_config("sequential", arguments.baseline_budget or arguments.budget, arguments.settings),
         ]
         paths = [resolve_model(arguments.model), resolve_model(arguments.baseline)]
-        load_problems(arguments.problems)
+        task_of(configs[0]).problems(arguments.problems)
         out = arguments.out or Path("runs/latency") / default_name(paths[0], configs[0])
         jobs = (
             [(paths[0], configs)]

@@ -25,7 +25,7 @@ from dataclasses import replace
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GracefulHTTPError
 
-from dccot.data.prompts import PromptConfig, format_of, special_tokens
+from dccot.data.prompts import PromptConfig, special_tokens
 from dccot.rollout.director import Director, RolloutConfig
 from dccot.rollout.response import Finish
 from dccot.rollout.tags import all_tags
@@ -124,7 +124,7 @@ class Chat:
                     f"messages[{at}].content holds the special token {found!r}; remove it", f"messages[{at}].content"
                 )
         text = prompt_text(prompt, ask.messages, self.words.tokenizer, self.words.eos)
-        ids = list(self.words.tokenizer.encode(text, add_special_tokens=format_of(prompt.kind).raw))
+        ids = list(self.words.tokenizer.encode(text, add_special_tokens=prompt.wording.raw))
         if len(ids) > limit:
             raise Refused(
                 f"messages make a prompt of {len(ids):,} tokens; this server's have at most {limit:,}", "messages"

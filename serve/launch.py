@@ -68,7 +68,8 @@ def overrides(model: str, given: dict) -> list[str]:
     """`key=value` for DCCOT_SERVE: the run's own settings, then those from the command line."""
     prompt, rollout = settings_of(model)
     lines = [
-        f"prompt.{name}={json.dumps(getattr(prompt, name))}" for name in ("kind", "open_think", "format", "system")
+        f"prompt.{name}={json.dumps(getattr(prompt, name))}"
+        for name in ("kind", "open_think", "chat_format", "system", "instruction")
     ]
     if (Path(model) / "config.yaml").is_file():
         lines += [

@@ -63,6 +63,7 @@ from typing import TYPE_CHECKING
 
 from dccot.data.problems import Problem
 from dccot.data.prompts import CHAT_TOKENS, INSTRUCTION, PARALLEL_INSTRUCTION
+from dccot.data.task import Task
 from dccot.rollout.tags import (
     ANSWER_CLOSE,
     ANSWER_OPEN,
@@ -374,6 +375,18 @@ def _read_step(line: str, in_one_go: bool) -> Step | None:
 def _block(workers: Sequence[str]) -> str:
     inside = "".join(f"{worker_open(i)}{text}{worker_close(i)}" for i, text in enumerate(workers, 1))
     return f"{SPAWN_OPEN}{inside}{SPAWN_CLOSE}"
+
+
+class Arithmetic(Task):
+    """The task of the miniature; its solutions mark their parts."""
+
+    rewrite = staticmethod(rewrite_parallel)
+
+
+class UnmarkedArithmetic(Task):
+    """The same with solutions that mark no parts."""
+
+    rewrite = staticmethod(rewrite_unmarked)
 
 
 # ---- the tokenizer ----

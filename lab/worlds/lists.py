@@ -34,6 +34,7 @@ from pathlib import Path
 from dccot.core.config import at_least
 from dccot.core.files import write_jsonl_atomic
 from dccot.data.problems import Problem
+from dccot.data.task import Task
 from dccot.rollout.tags import (
     ANSWER_CLOSE,
     ANSWER_OPEN,
@@ -178,6 +179,12 @@ def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0
     cuts = [len(steps) * i // len(BOXES) for i in range(len(BOXES) + 1)]
     checks = [f"{'; '.join(steps[begin:end])}.\n" for begin, end in pairwise(cuts)]
     return f"{sequential_text[: walk.end()]}{_block(checks)}\n{sequential_text[walk.end() :]}"
+
+
+class Lists(Task):
+    """The task of `make real`."""
+
+    rewrite = staticmethod(rewrite_parallel)
 
 
 def _block(workers: Sequence[str]) -> str:

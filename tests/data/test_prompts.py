@@ -160,9 +160,9 @@ def test_system_message_comes_first_and_sequential_asks_without_workers():
 def test_auto_takes_deepseeks_tokens_before_a_template_and_chat_the_template():
     tokenizer = tokenizer_with(CHAT)
     tokenizer.chat_template = "{{ messages[0]['content'] }}!"
-    assert PromptConfig().ids(tokenizer, "2+2?") == PromptConfig(format="deepseek").ids(tokenizer, "2+2?")
+    assert PromptConfig().ids(tokenizer, "2+2?") == PromptConfig(chat_format="deepseek").ids(tokenizer, "2+2?")
     assert tokenizer.decode(PromptConfig().ids(tokenizer, "What is 2+2?")) == PAPER["parallel"] + "<think>\n"
-    assert tokenizer.decode(PromptConfig(format="chat").ids(tokenizer, "What is 2+2?")) == f"{SAID}!<think>\n"
+    assert tokenizer.decode(PromptConfig(chat_format="chat").ids(tokenizer, "What is 2+2?")) == f"{SAID}!<think>\n"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_auto_takes_deepseeks_tokens_before_a_template_and_chat_the_template():
 )
 def test_a_tokenizer_without_what_the_format_needs_is_refused(format, words):
     with pytest.raises(ValueError, match=words):
-        PromptConfig(format=format).ids(tokenizer_with([]), "2+2?")
+        PromptConfig(chat_format=format).ids(tokenizer_with([]), "2+2?")
 
 
 @pytest.mark.parametrize("token", ["<|im_start|>", "<|im_end|>", "<eos>"])
@@ -189,7 +189,7 @@ def test_a_template_that_changes_the_question_or_refuses_it_is_not_used():
 
 @pytest.mark.parametrize(
     "settings, words",
-    [({"format": "chatml"}, "prompt.format"), ({"format": "deepseek", "system": "Hi"}, "prompt.system")],
+    [({"chat_format": "chatml"}, "prompt.chat_format"), ({"chat_format": "deepseek", "system": "Hi"}, "prompt.system")],
 )
 def test_settings_that_cannot_be_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):

@@ -18,7 +18,7 @@ def test_a_run_is_asked_as_it_was_trained_whatever_its_system_message_holds(tmp_
     (tmp_path / "config.yaml").write_text(json.dumps({"prompt": prompt, "rollout": rollout}))  # JSON is YAML
     monkeypatch.setenv(VARIABLE, shlex.join(overrides(str(tmp_path), NOTHING | {"max_n": 3})))
     config = from_environment()
-    assert (config.prompt.kind, config.prompt.open_think, config.prompt.format, config.prompt.system) == (
+    assert (config.prompt.kind, config.prompt.open_think, config.prompt.chat_format, config.prompt.system) == (
         "sequential",
         False,
         "chat",
