@@ -77,17 +77,21 @@ def high_length_penalty(rollout: Rollout, config: RewardConfig, budget: int) -> 
     return config.correct_only if rollout.correct else 0.0
 
 
-REWARDS: dict[str, Callable[[Rollout, RewardConfig, int], float]] = {
+Reward = Callable[[Rollout, RewardConfig, int], float]
+REWARDS: dict[str, Reward] = {
     "correctness_format": correctness_format,
     "high_length_penalty": high_length_penalty,
 }
 
 
-def reward_of(rollout: Rollout, config: RewardConfig, budget: int) -> float | None:
-    """The reward of a graded rollout; None if the judge could not judge it. `budget` is L_max."""
+def reward_of(rollout: Rollout, config: RewardConfig, budget: int, own: Reward | None = None) -> float | None:
+    """The reward of a graded rollout; None if the judge could not judge it. `budget` is L_max; a task's `own` reward
+    takes the place of `reward.kind`'s.
+    """
     if rollout.verdict is None:
         raise ValueError(f"rollout {rollout.sample} of problem {rollout.problem} has not been graded")
-    return lookup(REWARDS, config.kind, "reward.kind")(rollout, config, budget) if rollout.judged else None
+    chosen = own or lookup(REWARDS, config.kind, "reward.kind")
+    return chosen(rollout, config, budget) if rollout.judged else None
 
 
 def include_easy(group: Group) -> bool:

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from dccot.core.config import lookup
 from dccot.core.runtime import Runtime
 from dccot.core.signals import Stopped, asked
-from dccot.data.judge import Judge, open_judge
-from dccot.data.problems import load_problems
-from dccot.data.prompts import prompts_of
-from dccot.data.rollouts import Asked, grade, missing_pairs, roll_out
+from dccot.data.judge import Judge
+from dccot.data.prompts import Prompted
+from dccot.data.rollouts import grade, missing_pairs, roll_out
 from dccot.data.stream import ProblemStream
+from dccot.data.task import task_of
 from dccot.model.sharding import build_model
 from dccot.model.weights import full_parameters
 from dccot.rollout.director import RolloutConfig
@@ -98,22 +98,22 @@ class RL(Trainer[RLConfig]):
 
     def __init__(self, config: RLConfig, runtime: Runtime, stack: ExitStack, engine: Engine | None = None):
         path, tokenizer = check_model(config)
+        self.task = task = task_of(config)
 
-        def asked_of(file: str | None) -> list[Asked]:
+        def prompted(file: str | None) -> list[Prompted]:
             report = log.warning if runtime.is_main else lambda message: None
             if not file:
                 return []
-            problems = load_problems(file, preset=config.data.preset, report=report)
-            return prompts_of(problems, tokenizer, config.prompt, report=report)
+            return task.prompts(task.problems(file, preset=config.data.preset, report=report), tokenizer, report=report)
 
         self.replayed = Batch.replay(config.replay, config.batch.prompts) if config.replay is not None else None
         self.stream: ProblemStream | None = None
         if self.replayed is None:
-            problems = asked_of(config.data.train)
+            problems = prompted(config.data.train)
             self.prompts = {problem.id: ids for problem, ids in problems}
             drawn = config.batch.prompts_rolled_out
             self.stream = ProblemStream([problem for problem, _ in problems], config.seed, drawn)
-            self.validation = asked_of(config.data.validation)[: config.validation.problems]
+            self.validation = prompted(config.data.validation)[: config.validation.problems]
         super().__init__(config, runtime, path, self.stream.rows if self.stream else ())
         self.reference: nn.Module | None = None
         if config.objective.kl_coefficient:
@@ -122,7 +122,7 @@ class RL(Trainer[RLConfig]):
             self.reference = build_model(path, frozen, device=runtime.device).requires_grad_(False).eval()
         self.engine: Engine | None = None
         if self.replayed is None:
-            self.judge: Judge = stack.enter_context(open_judge(config.grading))
+            self.judge: Judge = stack.enter_context(task.open_judge())
             started = open_engine(path, config.engine, engine, logs=self.run, sleeps=True)
             self.engine = sampler = stack.enter_context(started)
             self.phases.pending = lambda: list(sampler.pending)
@@ -134,7 +134,7 @@ class RL(Trainer[RLConfig]):
         """An empty one to fill; in a replay, the saved one."""
         return self.replayed or Batch(self.config.batch.prompts)
 
-    def draw(self, batch: Batch) -> list[Asked]:
+    def draw(self, batch: Batch) -> list[Prompted]:
         """The next problems, each once; an error if the batch has had its share."""
         config = self.config.batch
         if batch.rollout_batches == config.max_rollout_batches:
@@ -148,7 +148,7 @@ class RL(Trainer[RLConfig]):
         drawn = {problem.id: problem for problem in self.stream.next_batch()}
         return [(problem, self.prompts[problem.id]) for problem in drawn.values()]
 
-    def roll_out(self, problems: Sequence[Asked], seed: tuple[int | str, ...]) -> list[Rollout]:
+    def roll_out(self, problems: Sequence[Prompted], seed: tuple[int | str, ...]) -> list[Rollout]:
         """This replica's share of the responses. Until a step has changed a weight, the run can stop immediately: every
         rank comes here, and all stop if one was told to.
         """
@@ -168,12 +168,12 @@ class RL(Trainer[RLConfig]):
         with self.phases("grade"):
             return self._judged(rollouts)
 
-    def reward(self, rollouts: Sequence[Rollout], problems: Sequence[Asked]) -> list[Group]:
+    def reward(self, rollouts: Sequence[Rollout], problems: Sequence[Prompted]) -> list[Group]:
         """Rewarded responses in groups, in the order in which the problems were drawn."""
         groups: dict[str, list[Graded]] = {problem.id: [] for problem, _ in problems}
         for rollout in rollouts:
             rollout.step = self.phases.step
-            reward = reward_of(rollout, self.config.reward, self.config.rollout.budget)
+            reward = reward_of(rollout, self.config.reward, self.config.rollout.budget, self.task.reward)
             groups[rollout.problem].append(Graded(**vars(rollout), reward=reward))
         return list(groups.values())
 
@@ -283,7 +283,7 @@ class RL(Trainer[RLConfig]):
         return {"stream": self.stream.state()} if self.stream else {}
 
     def _sample(
-        self, problems: Sequence[Asked], samples: range, config: RolloutConfig, seed: tuple, watch: Watch
+        self, problems: Sequence[Prompted], samples: range, config: RolloutConfig, seed: tuple, watch: Watch
     ) -> list[Rollout]:
         """This replica's share of the responses."""
         assert self.engine is not None

@@ -12,6 +12,7 @@ from dccot.core.config import ConfigError, at_least, lookup, one_of, require
 from dccot.data.judge import GradingConfig
 from dccot.data.problems import PRESETS
 from dccot.data.prompts import PromptConfig
+from dccot.data.task import find_task
 from dccot.model.config import ModelConfig
 from dccot.model.sharding import ShardingConfig
 from dccot.rollout.director import RolloutConfig
@@ -94,6 +95,7 @@ class RLConfig:
     # a rank without progress for this long is ended; engine.stall_seconds is for single calls
     stall_seconds: float = 3600.0
     wandb: str | None = None  # Weights & Biases project that also gets the metrics; None: off
+    task: str = "math"  # or your own: my_package.my_module:MyTask
     model: ModelPath = field(default_factory=ModelPath)
     data: RLData = field(default_factory=RLData)
     prompt: PromptConfig = field(default_factory=PromptConfig)
@@ -112,6 +114,7 @@ class RLConfig:
     def check(self) -> None:
         lookup(FILTERS, self.filter, "filter")
         lookup(ADVANTAGES, self.advantage, "advantage")
+        find_task(self.task)
         check_run(self)
         require(bool(self.data.train or self.replay), "data.train is not set; name a JSONL or parquet file of problems")
         require(

@@ -25,6 +25,7 @@ from dccot.core.files import BadData, read_jsonl, write_jsonl_atomic
 from dccot.core.runtime import Runtime
 from dccot.data.prompts import PromptConfig, UnusablePrompt
 from dccot.data.stream import ProblemStream
+from dccot.data.task import find_task, task_of
 from dccot.model.sharding import ShardingConfig
 from dccot.rollout.response import Response, Round, Segment
 from dccot.rollout.tags import THINK_OPEN, IllFormed, TagIds, parse
@@ -77,6 +78,7 @@ class SFTConfig:
     timeout_seconds: float = 1800.0  # of a collective
     stall_seconds: float = 3600.0  # a rank without progress for this long is ended
     wandb: str | None = None  # Weights & Biases project that also gets the metrics; None: off
+    task: str = "math"  # or your own: my_package.my_module:MyTask
     model: ModelPath = field(default_factory=ModelPath)
     data: SFTData = field(default_factory=SFTData)
     prompt: PromptConfig = field(default_factory=lambda: PromptConfig(open_think=False))
@@ -88,6 +90,7 @@ class SFTConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def check(self) -> None:
+        find_task(self.task)
         check_run(self)
         for name in ("batch", "token_budget", "workers", "validate_every"):
             at_least(1, getattr(self, name), name)
@@ -140,7 +143,7 @@ def load_examples(
 ) -> list[Example]:
     """Every usable demonstration of a file; skipped rows are counted and reported."""
     tags = TagIds.of(tokenizer, config.workers)
-    prompt, examples, left_out = config.prompt, list[Example](), Counter[object]()
+    prompt, examples, left_out = task_of(config).prompting, list[Example](), Counter[object]()
     for line, row in read_jsonl(path, report=report):
         missing = [name for name in ("question", "completion") if not isinstance(row.get(name), str)]
         if missing:

@@ -1,5 +1,6 @@
 """docs/extending.md, done: one of each thing is added from a package outside the repository, and used."""
 
+import asyncio
 import importlib
 import re
 import sys
@@ -10,19 +11,27 @@ import torch
 
 from dccot.core.config import ConfigError, load_config, lookup
 from dccot.core.files import write_jsonl_atomic
+from dccot.data import rewrite, sequential
 from dccot.data.judge import GradingConfig, Verdict, open_judge
 from dccot.data.prompts import PromptConfig
+from dccot.data.task import task_of
 from dccot.eval import benchmarks
+from dccot.eval.evaluate import evaluate
 from dccot.kernels import tree_attention as attention
 from dccot.lab.bench import __main__ as bench
+from dccot.lab.worlds.exact_task import make_model
 from dccot.model import config as model_config
+from dccot.model.tokenizer import open_tokenizer
 from dccot.model.transformer import Transformer
 from dccot.model.weights import load_weights
 from dccot.pipeline import run_recipe
+from dccot.recipe import load_recipe
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
 from dccot.rollout.response import Finish, Response, Rollout, Segment
-from dccot.stages import KINDS, Kind
+from dccot.serve.launch import OWN, overrides
+from dccot.stages import KINDS, Kind, load_stage
+from dccot.train import sft
 from dccot.train.objectives import ObjectiveConfig, objective_loss
 from dccot.train.rewards import FILTERS, RewardConfig, advantages_of, reward_of
 from dccot.train.rl_config import RLConfig
@@ -32,9 +41,12 @@ PAGE = (ROOT / "docs" / "extending.md").read_text()
 
 MODULE = """
 from dataclasses import dataclass
+from pathlib import Path
 
 from dccot.data.judge import Judge, Verdict
+from dccot.data.problems import Problem
 from dccot.data.prompts import PromptFormat
+from dccot.data.task import Task
 
 
 def my_loss(config, logprob, old_logprob, advantage):
@@ -62,6 +74,24 @@ class MyJudge(Judge):
 
 
 MY_FORMAT = PromptFormat("Q: ", " A:")
+
+
+class Spelling(Task):
+    instruction = "Spell it backwards within <answer></answer>."
+
+    def problems(self, path, *, report=print, **_):
+        lines = Path(path).read_text().splitlines()  # each `word drow`
+        return [Problem(word, f"The word is {word}.", gold) for word, gold in map(str.split, lines)]
+
+    def open_judge(self):
+        return MyJudge(self.grading)
+
+    def reward(self, rollout, config, budget):
+        return 0.25 if rollout.correct else 0.0
+
+    def rewrite(self, problem, text, *, attempt):
+        inside = "".join(f"<worker_{i}>{problem.id}</worker_{i}>" for i in (1, 2, 3))
+        return text.replace("</think>", f"<spawn_workers>{inside}</spawn_workers></think>")
 
 
 @dataclass
@@ -130,6 +160,8 @@ class Parrot:
     def written(self):
         return {key: [] for key in self.pending}
 
+    def forget_prefixes(self): ...
+
     def abort(self, keys):
         for key in keys:
             del self.pending[key]
@@ -181,6 +213,50 @@ def test_an_objective():
     logprob, advantage = torch.tensor([-1.0, -2.0]), torch.tensor([1.0, 0.5])
     found = objective_loss(config, logprob, logprob, advantage, logprob, None)
     assert found.tolist() == [2.0, 2.0]
+
+
+RECIPE = """
+output: {folder}
+task: my_package.my_module:Spelling
+model: {folder}/model
+train: {folder}/words.txt
+benchmarks: ["{folder}/words.txt"]
+stages:
+  sequential: {{run: sequential, set: {{prompt.kind: sequential, rollout.budget: 50}}}}
+  rewrite: {{run: rewrite, set: {{source: "{{run}}/sequential/solutions.jsonl", output: "{folder}/sft.jsonl"}}}}
+  sft: {{run: sft, set: {{data.train: "{folder}/sft.jsonl"}}}}
+  rl: {{run: rl, set: {{validation.every: 0}}}}
+  eval: {{run: eval, set: {{model: sft, budget: 50, n: 2}}}}
+"""
+
+
+def test_a_task_is_one_file_and_one_line_of_configuration(tmp_path):
+    words = {"tree": "eert", "leaf": "fael"}
+    (tmp_path / "words.txt").write_text("".join(f"{word} {gold}\n" for word, gold in words.items()))
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(folder=tmp_path))
+    make_model(tmp_path / "model")
+    recipe, plans = load_recipe(tmp_path / "recipe.yaml")
+    configs = {plan.name: load_stage(plan) for plan in plans}
+    assert {config.task for config in configs.values()} == {mine("Spelling")}
+    engine = importlib.import_module("my_package.my_engine").Parrot(
+        open_tokenizer(tmp_path / "model"), "x</think><answer>eert</answer>"
+    )
+    (recipe.folder / "sequential").mkdir(parents=True)
+    assert sequential.run(configs["sequential"], engine).kept == 1  # by its judge, on problems that it read itself
+    asyncio.run(rewrite.run(configs["rewrite"], lambda done, total: None))
+    [example] = sft.load_examples(tmp_path / "sft.jsonl", configs["sft"], engine.tokenizer)  # by its rewriting
+    said = engine.tokenizer.decode(example.response.prompt)
+    assert "The word is tree." in said and "Spell it backwards" in said and r"\boxed" not in said
+    task = task_of(configs["rl"])
+    assert reward_of(rollout(30), configs["rl"].reward, 300, task.reward) == 0.25
+    found = evaluate(
+        tmp_path / "model", configs["eval"].named(), configs["eval"].evaluation(), tmp_path / "e", engine=engine
+    )
+    assert found.results["words"].estimate("accuracy").value == 0.5
+    (tmp_path / "model" / "config.yaml").write_text(f"task: {mine('Spelling')}\n")
+    assert any(
+        "Spell it backwards" in line for line in overrides(str(tmp_path / "model"), dict.fromkeys(OWN))
+    )  # of `dccot serve`
 
 
 def test_a_reward():
@@ -297,7 +373,8 @@ def test_every_registry_that_the_page_names_is_where_it_says():
 
 
 @pytest.mark.parametrize(
-    "thing", ["model family", "objective", "reward", "filter", "advantage", "judge", "engine", "benchmark", "kernel"]
+    "thing",
+    ["task", "model family", "objective", "reward", "filter", "advantage", "judge", "engine", "benchmark", "kernel"],
 )
 def test_the_page_explains_each(thing):
     assert re.search(rf"\*\*An? {thing}\.\*\*", PAGE)
