@@ -27,9 +27,8 @@ from dccot.core.provenance import describe_code
 from dccot.core.runtime import Runtime
 from dccot.data import rewrite, sequential
 from dccot.eval import latency
-from dccot.eval.benchmarks import BENCHMARKS, Benchmark, named_benchmark, own_benchmark
 from dccot.eval.evaluate import METHODS, EvalConfig, eval_config, evaluate
-from dccot.eval.results import Evaluation
+from dccot.eval.results import BENCHMARKS, Benchmark, Evaluation, named_benchmark, own_benchmark
 from dccot.eval.tables import row_labels
 from dccot.model.folder import resolve_model
 from dccot.model.weights import stored_parameters

@@ -29,15 +29,23 @@ from typing import Any
 from dccot.core.command import positive, run_cleanly
 from dccot.core.config import RENAMED, ConfigError, load_config, require, to_plain
 from dccot.core.files import BadData, JsonlWriter, checksum, read_jsonl, write_atomic, write_jsonl_atomic
+from dccot.core.progress import Progress
 from dccot.core.provenance import record
 from dccot.core.runtime import Runtime, require_shared
 from dccot.data.judge import GradingConfig, Judge
 from dccot.data.prompts import PromptConfig, Prompted
 from dccot.data.rollouts import Pair, missing_pairs, roll_out
 from dccot.data.task import find_task, task_of
-from dccot.eval.benchmarks import BENCHMARKS, Benchmark, named_benchmark, own_benchmark
-from dccot.eval.results import Evaluation, Sample, by_problem, summarise
-from dccot.eval.terminal import LengthProgress, show
+from dccot.eval.results import (
+    BENCHMARKS,
+    Benchmark,
+    Evaluation,
+    Sample,
+    by_problem,
+    named_benchmark,
+    own_benchmark,
+    summarise,
+)
 from dccot.model.config import read_config
 from dccot.model.folder import explain_best, model_checksums, resolve_model, step_of
 from dccot.model.tokenizer import open_tokenizer
@@ -218,6 +226,18 @@ def read_samples(out: Path, benchmark: Benchmark, asked: Sequence[Prompted]) -> 
 # ---- generate, grade, classes ----
 
 
+class LengthProgress(Progress):
+    """Counts finished responses and shows their mean longest path."""
+
+    def __init__(self, title: str, total: int, active: bool):
+        super().__init__(title, total, active=active and total > 0)
+        self.tokens = 0
+
+    def advance(self, longest_path: int) -> None:
+        self.tokens += longest_path
+        self.show(self.done + 1, f"longest path {self.tokens / (self.done + 1):,.0f}")
+
+
 def _generate(
     engine: Engine,
     benchmark: Benchmark,
@@ -332,7 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(best)
         evaluation = evaluate(arguments.model, benchmarks, config, arguments.out, strict=arguments.strict)
         if os.environ.get("RANK", "0") == "0":
-            show(evaluation)
+            evaluation.print()
             out = arguments.out or RESULTS / evaluation.name
             print(f"{out}/summary.json; `dccot report {out}` makes a page of it")
 

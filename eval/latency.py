@@ -35,8 +35,7 @@ from dccot.core.files import write_atomic, write_jsonl_atomic
 from dccot.core.statistics import ByProblem, Estimate, fit_line, mean, over_problems, plain, relative_change
 from dccot.data.prompts import Prompted
 from dccot.data.task import task_of
-from dccot.eval.evaluate import METHODS, EvalConfig, default_name, eval_config
-from dccot.eval.terminal import LengthProgress
+from dccot.eval.evaluate import METHODS, EvalConfig, LengthProgress, default_name, eval_config
 from dccot.model.folder import resolve_model
 from dccot.rollout.engine import Engine, open_engine
 from dccot.rollout.generate import Request, Watch, generate

@@ -2,10 +2,13 @@
 wall-clock.
 
     dccot report runs/eval/dc-cot runs/eval/dsr runs/stage1 runs/stage2 --baseline dsr --out report/
+    dccot report runs/mini runs/mini-seed1
 
-A RUN is an evaluation (summary.json), a training run (metrics.jsonl) or a latency measurement (latency.json). Training
-runs share one axis in the order given, as long as each starts from the one before it; one that does not gets its own
-figure.
+A RUN is an evaluation (summary.json), a training run (metrics.jsonl), a latency measurement (latency.json) or the
+folder of a finished recipe (recipe.yaml). Training runs share one axis in the order given, as long as each starts from
+the one before it; one that does not gets its own figure. Of a recipe, the evaluations in its own report are shown; of
+several, which may differ in their seed only, those of the first and the spread over all. A seed changes the task, the
+base model and every later draw, so the spread is that of the whole method, not just of the test problems.
 
 Writes report.html, one file that opens offline, and report.md with its figures next to it.
 """
@@ -22,34 +25,20 @@ from dccot.core.command import run_cleanly
 from dccot.core.config import read_yaml, require
 from dccot.core.files import BadData, read_jsonl
 from dccot.core.statistics import ByProblem, Estimate, over_problems
-from dccot.eval import latency, paper, plots
-from dccot.eval.benchmarks import BENCHMARKS
-from dccot.eval.document import Block, Cell, Document, Figure, Heading, Paragraph, Row, Table
-from dccot.eval.results import SUMMARY, Evaluation
-from dccot.eval.tables import (
-    Method,
-    checkpoints_table,
-    compared_pairs,
-    kinds_table,
-    methods_of,
-    papers_tables,
-    responses_table,
-    seeds_table,
-    stages_table,
-    table_1,
-    table_2,
-    totals_table,
-)
+from dccot.eval import latency, paper, plots, tables
+from dccot.eval.document import Block, Cell, Document, Figure, Grid, Heading, Row, Table
+from dccot.eval.results import BENCHMARKS, SUMMARY, Evaluation, rows_of
 
 ERRORS = (
-    "± is the standard error of the mean with problems as the independent unit, however many responses each has; changes are paired by "
-    "problem, and coloured where they exceed two standard errors."
-)
-PAPERS_ERRORS = (
-    "In brackets: the standard error as the paper has it, which takes every response, or every subset of three, as independent, and is "
+    "± is the standard error of the mean with problems as the independent unit, however many responses each has; "
+    "changes are paired by problem, and coloured where they exceed two standard errors. In brackets: the standard "
+    "error as the paper has it, which takes every response, or every subset of three, as independent, and is "
     "therefore smaller; for changes that of two independent sides."
 )
-CURVES = "Thin lines are single steps, thick ones running means, marks validation. Each stage begins where the one before it ended."
+CURVES = (
+    "Thin lines are single steps, thick ones running means, marks validation. "
+    "Each stage begins where the one before it ended."
+)
 
 
 def write_report(
@@ -72,22 +61,14 @@ def write_report(
     """
     names = [evaluation.name for evaluation in evaluations]
     repeated = [name for name in names if names.count(name) > 1]
-    require(
-        not repeated, f"two evaluations are called {repeated[0] if repeated else ''!r}; rename one of their folders"
-    )
-    blocks: list[Block] = [Paragraph(note) for note in notes]
+    require(not repeated, f"two evaluations are called {(*repeated, '')[0]!r}; rename one of their folders")
+    blocks: list[Block] = list(notes)
     if evaluations:
         blocks += _results(evaluations, baseline, kind, seeds)
     for folder in latencies:
         blocks += _latency(Path(folder))
     if training_runs:
-        figures = chains([Path(run) for run in training_runs])
-        blocks += [Heading("Training"), Paragraph(CURVES), *map(_training, figures), *_penalised(figures)]
-        learnt = [stage for stages in figures for stage in stages if "reward/correct" in stage.rows[0]]
-        if learnt:
-            blocks.append(stages_table([(stage.name, stage.config, stage.rows) for stage in learnt]))
-        if checkpoints := [table for run in training_runs if (table := checkpoints_table(Path(run)))]:
-            blocks += [Heading("Checkpoints"), *checkpoints]
+        blocks += _training([Path(run) for run in training_runs])
     document = Document(title, blocks)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -100,45 +81,35 @@ def write_report(
 def _results(
     evaluations: Sequence[Evaluation], baseline: str | Mapping[str, str] | None, kind: str | None, seeds: Sequence[Path]
 ) -> list[Block]:
-    titles = {name: result.title for evaluation in evaluations for name, result in evaluation.results.items()}
-    order = [*(name for name in BENCHMARKS if name in titles), *(name for name in titles if name not in BENCHMARKS)]
-    titles = {name: titles[name] for name in order}
-    methods = methods_of(evaluations)
+    found = {name: result.title for evaluation in evaluations for name, result in evaluation.results.items()}
+    titles = {name: found[name] for name in dict.fromkeys([*BENCHMARKS, *found]) if name in found}
+    methods = tables.methods_of(evaluations)
     known = bool(set(titles) & set(paper.COLUMNS))
-    pairs = compared_pairs(methods, baseline)
-    errors = Paragraph(f"{ERRORS} {PAPERS_ERRORS}")
-    blocks: list[Block] = [Heading("Accuracy and longest path"), table_1(methods, titles), errors]
-    blocks += [Paragraph(text) for text in _unjudged(evaluations)]
-    if pairs:
-        blocks += [Heading("Change against the baseline"), table_2(pairs, titles)]
-    hollow = "; hollow marks are the paper's." if known else "."
-    how = Paragraph(f"Up and to the left is better. The dashed line is the Pareto front of our points{hollow}")
+    blocks: list[Block] = [Heading("Accuracy and longest path"), tables.table_1(methods, titles), ERRORS]
     blocks += [
-        Heading("Accuracy against longest path"),
-        how,
-        *(_tradeoff(name, titles[name], methods) for name in titles),
-    ]
-    blocks += [Heading("The responses"), totals_table(methods, titles), responses_table(evaluations, titles)]
-    if kind:
-        blocks.append(kinds_table(evaluations, titles, kind))
-    if seeds:
-        blocks += [Heading("Seeds"), *(seeds_table(seeds, name, title) for name, title in titles.items())]
-    if known:
-        blocks.append(papers_tables())
-    return blocks
-
-
-def _unjudged(evaluations: Sequence[Evaluation]) -> list[str]:
-    return [
-        f"{evaluation.name} on {result.title}: {result.unjudged:,} of {sum(result.verdicts.values()):,} answers could not be judged "
-        "(the grader ran out of time or memory); they count as wrong in the accuracies."
+        f"{evaluation.name} on {result.title}: {result.unjudged:,} of {sum(result.verdicts.values()):,} answers could "
+        "not be judged (the grader ran out of time or memory); they count as wrong in the accuracies."
         for evaluation in evaluations
         for result in evaluation.results.values()
         if result.unjudged
     ]
+    if pairs := tables.compared_pairs(methods, baseline):
+        blocks += [Heading("Change against the baseline"), tables.table_2(pairs, titles)]
+    hollow = "; hollow marks are the paper's." if known else "."
+    how = f"Up and to the left is better. The dashed line is the Pareto front of our points{hollow}"
+    figures = Grid([_tradeoff(name, titles[name], methods) for name in titles])
+    blocks += [Heading("Accuracy against longest path"), how, figures, Heading("The responses")]
+    blocks += [tables.totals_table(methods, titles), tables.responses_table(evaluations, titles)]
+    if kind:
+        blocks.append(tables.kinds_table(evaluations, titles, kind))
+    if seeds:
+        blocks += [Heading("Seeds"), *(tables.seeds_table(seeds, name, title) for name, title in titles.items())]
+    if known:
+        blocks.append(tables.papers_tables())
+    return blocks
 
 
-def _tradeoff(name: str, title: str, methods: Sequence[Method]) -> Figure:
+def _tradeoff(name: str, title: str, methods: Sequence[tables.Method]) -> Figure:
     def percent(means: ByProblem) -> Estimate:
         return over_problems({problem: 100 * value for problem, value in means.items()})
 
@@ -147,12 +118,9 @@ def _tradeoff(name: str, title: str, methods: Sequence[Method]) -> Figure:
         for method in methods
         if (found := method.point(name))
     ]
-    theirs = [
-        plots.Point(label, *rows[name], vote="Maj" in label) for label, rows in paper.RESULTS.items() if name in rows
-    ]
-    return Figure(
-        f"tradeoff_{name}", f"{title}: accuracy against longest path", *plots.tradeoff(title, [*points, *theirs])
-    )
+    theirs = {label: rows[name] for label, rows in paper.RESULTS.items() if name in rows}
+    points += [plots.Point(label, *result, vote="Maj" in label) for label, result in theirs.items()]
+    return Figure(f"tradeoff_{name}", f"{title}: accuracy against longest path", *plots.tradeoff(title, points))
 
 
 def _latency(folder: Path) -> list[Block]:
@@ -161,25 +129,40 @@ def _latency(folder: Path) -> list[Block]:
         rows = [latency.cells(level) for level in found["levels"]]
         timings = [row for _, row in read_jsonl(folder / "timings.jsonl")]
     except (ValueError, KeyError, FileNotFoundError) as error:
-        raise BadData(
-            f"{folder} is not what `dccot eval latency` writes ({type(error).__name__}: {error}); run it again"
-        ) from None
+        what = f"{folder} is not what `dccot eval latency` writes ({type(error).__name__}: {error})"
+        raise BadData(f"{what}; run it again") from None
     corner, *columns = rows[0]
-    caption = f"{found['name']}, on {found['device']}: the same problems both ways. Pairs of figures are parallel / sequential."
-    table = Table(
-        caption, corner, [("", columns)], [Row(row[corner], [Cell(row[column]) for column in columns]) for row in rows]
-    )
+    how = "the same problems both ways. Pairs of figures are parallel / sequential."
+    cells = [Row(row[corner], [Cell(row[column]) for column in columns]) for row in rows]
+    table = Table(f"{found['name']}, on {found['device']}: {how}", corner, [("", columns)], cells)
     caption = "Every measured response: how well longest path predicts seconds."
-    return [
-        Heading("Wall-clock per response"),
-        table,
-        Figure(f"latency_{folder.name}", caption, *plots.latency(timings), wide=True),
-    ]
+    figure = Figure(f"latency_{folder.name}", caption, *plots.latency(timings))
+    return [Heading("Wall-clock per response"), table, figure]
+
+
+# ---- training ----
+
+
+def _training(runs: Sequence[Path]) -> list[Block]:
+    figures = chains(runs)
+    every = [stage for stages in figures for stage in stages]
+    blocks: list[Block] = [Heading("Training"), CURVES]
+    for stages in figures:
+        names = " → ".join(stage.name for stage in stages)
+        blocks.append(Figure(f"training_{stages[-1].name}", names, *plots.training(stages)))
+    if figure := penalised(every):
+        blocks.append(figure)
+    learnt = [(stage.name, stage.config, stage.rows) for stage in every if "reward/correct" in stage.rows[0]]
+    if learnt:
+        blocks.append(tables.stages_table(learnt))
+    if checkpoints := [table for run in runs if (table := tables.checkpoints_table(run))]:
+        blocks += [Heading("Checkpoints"), *checkpoints]
+    return blocks
 
 
 def chains(runs: Sequence[Path]) -> list[list[plots.Stage]]:
-    """Training runs as figures: a run stays in the figure of the run before it if it says, or does not deny, that it
-    started from it.
+    """Training runs by figure: a run joins that of the run before it if it says, or does not deny, that it started
+    from it.
     """
     found: list[list[plots.Stage]] = []
     for index, run in enumerate(runs):
@@ -189,35 +172,21 @@ def chains(runs: Sequence[Path]) -> list[list[plots.Stage]]:
             raise BadData(f"{run} has no metrics.jsonl; a training run writes it from its first step on") from None
         require(bool(rows), f"{run}/metrics.jsonl holds no step yet")
         stage = plots.Stage(run.name, rows, read_yaml(run / "config.yaml") if (run / "config.yaml").exists() else {})
-        if index and _starts_from(stage, runs[index - 1]):
+        start = (stage.config.get("model") or {}).get("path")
+        if index and (start is None or Path(start).resolve().is_relative_to(runs[index - 1].resolve())):
             found[-1].append(stage)
         else:
             found.append([stage])
     return found
 
 
-def _starts_from(stage: plots.Stage, before: Path) -> bool:
-    path = (stage.config.get("model") or {}).get("path")
-    return path is None or Path(path).resolve().is_relative_to(before.resolve())
-
-
-def _training(stages: Sequence[plots.Stage]) -> Figure:
-    names = " → ".join(stage.name for stage in stages)
-    return Figure(f"training_{stages[-1].name}", names, *plots.training(stages), wide=True)
-
-
-def _penalised(figures: Sequence[Sequence[plots.Stage]]) -> list[Figure]:
+def penalised(stages: Sequence[plots.Stage]) -> Figure | None:
     """The runs under the high length penalty in one figure, if there are several."""
-    runs = [
-        stage
-        for stages in figures
-        for stage in stages
-        if (stage.config.get("reward") or {}).get("kind") == "high_length_penalty"
-    ]
+    runs = [stage for stage in stages if (stage.config.get("reward") or {}).get("kind") == "high_length_penalty"]
     if len(runs) < 2:
-        return []
+        return None
     caption = "Under the high length penalty: " + ", ".join(run.name for run in runs) + "; marks are validation."
-    return [Figure("penalised", caption, *plots.penalised(runs), wide=True)]
+    return Figure("penalised", caption, *plots.penalised(runs))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -225,30 +194,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Tables, plots and training curves of runs as one HTML page and as Markdown.",
         epilog="example: dccot report runs/eval/dc-cot runs/eval/dsr runs/stage1 runs/stage2 --baseline dsr",
     )
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="folder of an evaluation, a training run or a latency run"
-    )
+    holds = "folder of an evaluation, a training run, a latency run or a finished recipe"
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=f"{holds}; recipes differ in their seed only")
     parser.add_argument("--baseline", help="name of the evaluation to compare with; default: the first sequential one")
     parser.add_argument("--title", default="Divide-and-Conquer CoT")
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder to write to (default: report)")
-    arguments = parser.parse_args(argv)
+    return run_cleanly(lambda: _report(parser.parse_args(argv)))
 
-    def work() -> None:
-        kinds: dict[str, list[Path]] = {SUMMARY: [], "metrics.jsonl": [], latency.REPORT: []}
-        for run in arguments.runs:
-            here = [folders for file, folders in kinds.items() if (run / file).is_file()]
-            require(
-                bool(here),
-                f"{run} holds neither {', '.join(kinds)}; name folders that `dccot eval`, `dccot rl` or `dccot sft` wrote",
-            )
-            for folders in here:
-                folders.append(run)
-        evaluations = [Evaluation.load(folder) for folder in kinds[SUMMARY]]
-        page = write_report(evaluations, kinds["metrics.jsonl"], arguments.out, arguments.title, baseline=arguments.baseline,
-                            latencies=kinds[latency.REPORT])  # fmt: skip
-        print(f"{page} (and report.md next to it)")
 
-    return run_cleanly(work)
+def _report(arguments: argparse.Namespace) -> None:
+    kinds: dict[str, list[Path]] = {SUMMARY: [], "metrics.jsonl": [], latency.REPORT: [], "recipe.yaml": []}
+    for run in arguments.runs:
+        here = [folders for file, folders in kinds.items() if (run / file).is_file()]
+        remedy = "name folders that `dccot eval`, `dccot rl`, `dccot sft` or a recipe wrote"
+        require(bool(here), f"{run} holds neither {', '.join(kinds)}; {remedy}")
+        for folders in here:
+            folders.append(run)
+    recipes = kinds["recipe.yaml"]
+    evaluations = [Evaluation.load(folder) for folder in kinds[SUMMARY]]
+    evaluations += rows_of(recipes[0]).values() if recipes else []
+    also = {"baseline": arguments.baseline, "latencies": kinds[latency.REPORT], "seeds": recipes[1:] and recipes}
+    page = write_report(evaluations, kinds["metrics.jsonl"], arguments.out, arguments.title, **also)
+    print(f"{page} (and report.md next to it)")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Results of an evaluation: measures per problem, their means with standard errors, and the file that holds them.
+"""Benchmarks and what was measured on them: means per problem with standard errors, and the file that holds them.
 
-    runs/eval/NAME/rollouts/aime24.rank0.jsonl      every response, one line each            written by run.py
+    runs/eval/NAME/rollouts/aime24.rank0.jsonl      every response, one line each            written by evaluate.py
     runs/eval/NAME/settings.json                    what decides a response: model, prompt, sampling, seed
     runs/eval/NAME/summary.json                     this file's Evaluation                   read by reports
 
@@ -18,13 +18,48 @@ from dataclasses import dataclass, field
 from math import comb
 from pathlib import Path
 
+from dccot.core.command import print_table
+from dccot.core.config import one_of, read_yaml, require
 from dccot.core.files import BadData, write_atomic
 from dccot.core.statistics import ByProblem, Estimate, mean, over_problems
-from dccot.eval.benchmarks import Benchmark
 from dccot.eval.majority import majority_of_three
 from dccot.rollout.response import UNJUDGED, Finish, Verdict
 
 SUMMARY = "summary.json"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    name: str
+    title: str
+    samples: int  # responses per problem
+    file: Path = Path()
+
+
+BENCHMARKS = {  # the paper's; `dccot data fetch NAME` writes runs/data/NAME.jsonl
+    "aime24": Benchmark("aime24", "AIME 24", 200),
+    "amc23": Benchmark("amc23", "AMC 23", 200),
+    "hmmt25": Benchmark("hmmt25", "HMMT 25", 200),
+    "math500": Benchmark("math500", "MATH 500", 16),
+    "minerva": Benchmark("minerva", "Minerva", 16),
+    "olympiadbench": Benchmark("olympiadbench", "OlympiadBench", 16),
+}
+
+
+def named_benchmark(name: str, folder: str | Path = "runs/data", samples: int | None = None) -> Benchmark:
+    """A benchmark of the paper; its problems are expected in `folder`."""
+    one_of(name, BENCHMARKS, "--bench")
+    known = BENCHMARKS[name]
+    return Benchmark(name, known.title, samples or known.samples, Path(folder) / f"{name}.jsonl")
+
+
+def own_benchmark(file: str | Path, samples: int | None = None) -> Benchmark:
+    """A JSONL or parquet file with the fields id, question and gold, named after itself."""
+    file = Path(file)
+    return Benchmark(file.stem, file.stem.replace("_", " "), samples or 16, file)
+
+
+# ---- measures ----
 
 
 @dataclass(frozen=True)
@@ -45,10 +80,9 @@ class Sample:
     def from_row(cls, row: dict) -> Sample:
         """From a line of a rollout JSONL."""
         lengths, answered = row["lengths"], row["response"]["finish"] == Finish.ANSWERED
-        return cls(
-            row["problem"], row["sample"], row["text"], row["verdict"], row["flaw"] is None, answered,
-            len(lengths["workers"]), lengths["longest_path"], lengths["total_tokens"],
-        )  # fmt: skip
+        form = row["flaw"] is None, answered, len(lengths["workers"])
+        written = lengths["longest_path"], lengths["total_tokens"]
+        return cls(row["problem"], row["sample"], row["text"], row["verdict"], *form, *written)
 
     @property
     def correct(self) -> bool:
@@ -81,9 +115,8 @@ LABELS = {
 def shown(measure: str, estimate: Estimate) -> tuple[str, str]:
     """Value and standard error in human-readable form; the error is empty if there is none."""
     scale, decimals = (100, 2) if "%" in LABELS[measure] else (1, 2) if measure == "parallelism" else (1, 0)
-    value, error = (
-        "" if math.isnan(number) else f"{scale * number:.{decimals}f}" for number in (estimate.value, estimate.stderr)
-    )
+    numbers = estimate.value, estimate.stderr
+    value, error = ("" if math.isnan(number) else f"{scale * number:.{decimals}f}" for number in numbers)
     return value, error
 
 
@@ -94,8 +127,7 @@ class BenchmarkResult:
     samples: int  # per problem
     verdicts: dict[str, int]
     by_problem: dict[str, dict[str, float]]  # measure → problem → mean over its responses
-    # measure → standard error as the paper computes it: every response independent
-    pooled: dict[str, float] = field(default_factory=dict)
+    pooled: dict[str, float] = field(default_factory=dict)  # measure → the paper's standard error: `pooled_errors`
 
     @property
     def problems(self) -> int:
@@ -111,29 +143,27 @@ class BenchmarkResult:
 
     def to_json(self) -> dict:
         measures = {name: over_problems(means).to_json() for name, means in self.by_problem.items() if means}
-        return {"name": self.name, "title": self.title, "problems": self.problems, "samples": self.samples, "verdicts": self.verdicts,
-                "measures": measures, "pooled": self.pooled, "by_problem": self.by_problem}  # fmt: skip
+        asked = {"name": self.name, "title": self.title, "problems": self.problems, "samples": self.samples}
+        found = {"measures": measures, "pooled": self.pooled, "by_problem": self.by_problem}
+        return {**asked, "verdicts": self.verdicts, **found}
 
 
 def summarise(benchmark: Benchmark, samples: Iterable[Sample], classes: Mapping[str, Sequence[int]]) -> BenchmarkResult:
-    """The table of one benchmark. `classes` has, per problem, the equivalence class of every answer in order of its
-    sample.
-    """
+    """The table of one benchmark. `classes`: per problem, the equivalence class of every answer in sample order."""
     groups = by_problem(samples)
     verdicts = Counter(s.verdict for group in groups.values() for s in group)
     table: dict[str, dict[str, float]] = {}
     for name, measure in MEASURES.items():
         table[name] = {problem: mean([measure(s) for s in group]) for problem, group in groups.items()}
-    votes = {}
-    for problem, group in groups.items():
-        if len(group) >= 3:
-            votes[problem] = majority_of_three(
-                classes[problem], [s.correct for s in group], [s.longest_path for s in group]
-            )
+    votes = {
+        problem: majority_of_three(classes[problem], [s.correct for s in group], [s.longest_path for s in group])
+        for problem, group in groups.items()
+        if len(group) >= 3
+    }
     table["maj3_accuracy"] = {problem: vote.accuracy for problem, vote in votes.items()}
     table["maj3_longest_path"] = {problem: vote.longest_path for problem, vote in votes.items()}
     table["maj3_total_tokens"] = {problem: 3 * table["total_tokens"][problem] for problem in votes}
-    pooled = pooled_errors(list(groups.values()), {problem: vote.accuracy for problem, vote in votes.items()})
+    pooled = pooled_errors(list(groups.values()), table["maj3_accuracy"])
     return BenchmarkResult(benchmark.name, benchmark.title, benchmark.samples, dict(verdicts), table, pooled)
 
 
@@ -145,22 +175,21 @@ def pooled_errors(groups: Sequence[Sequence[Sample]], votes: ByProblem) -> dict[
     every = [sample for group in groups for sample in group]
     right = [sample.correct for sample in every]
     found = {
-        "accuracy": _share_error(mean(right), len(right)),
+        "accuracy": share_error(mean(right), len(right)),
         "longest_path": _length_error([(sample.longest_path, 1) for sample in every]),
         "total_tokens": _length_error([(sample.total_tokens, 1) for sample in every]),
     }
     if votes:
-        subsets = {group[0].problem: comb(len(group), 3) for group in groups if len(group) >= 3}
+        voting = [group for group in groups if len(group) >= 3]
+        subsets = {group[0].problem: comb(len(group), 3) for group in voting}
         count = sum(subsets.values())
-        found["maj3_accuracy"] = _share_error(sum(votes[problem] * n for problem, n in subsets.items()) / count, count)
-        paths = [sorted(sample.longest_path for sample in group) for group in groups if len(group) >= 3]
-        found["maj3_longest_path"] = _length_error(
-            [(path, comb(rank, 2)) for group in paths for rank, path in enumerate(group)]
-        )
+        found["maj3_accuracy"] = share_error(sum(votes[problem] * n for problem, n in subsets.items()) / count, count)
+        ranked = [enumerate(sorted(sample.longest_path for sample in group)) for group in voting]
+        found["maj3_longest_path"] = _length_error([(path, comb(rank, 2)) for group in ranked for rank, path in group])
     return {name: error for name, error in found.items() if not math.isnan(error)}
 
 
-def _share_error(share: float, count: int) -> float:
+def share_error(share: float, count: int) -> float:
     return math.sqrt(max(0.0, share * (1 - share)) / count) if count else math.nan
 
 
@@ -179,6 +208,9 @@ def by_problem(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
     for sample in sorted(samples, key=lambda s: (s.problem, s.sample)):
         groups.setdefault(sample.problem, []).append(sample)
     return groups
+
+
+# ---- an evaluation ----
 
 
 @dataclass
@@ -207,17 +239,40 @@ class Evaluation:
     @classmethod
     def load(cls, folder: str | Path) -> Evaluation:
         path = Path(folder) / SUMMARY
+        known = BenchmarkResult.__dataclass_fields__
         try:
             found = json.loads(path.read_text())
-            rows = [
-                {name: row[name] for name in BenchmarkResult.__dataclass_fields__ if name in row}
-                for row in found["benchmarks"]
-            ]
+            rows = [{name: row[name] for name in known if name in row} for row in found["benchmarks"]]
             results = {row["name"]: BenchmarkResult(**row) for row in rows}
             return cls(found["name"], found["model"], found["method"], found["budget"], results)
         except FileNotFoundError:
             raise BadData(f"{path} does not exist; `dccot eval` writes it when all responses are there") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise BadData(
-                f"{path} is not what `dccot eval` writes ({type(error).__name__}: {error}); run it again"
-            ) from None
+            what = f"{path} is not what `dccot eval` writes ({type(error).__name__}: {error})"
+            raise BadData(f"{what}; run it again") from None
+
+    def print(self) -> None:
+        """Measures down, benchmarks across."""
+        results = list(self.results.values())
+        rows = []
+        for measure, label in LABELS.items():
+            estimates = [result.estimate(measure) for result in results]
+            if any(estimates):
+                cells = [shown(measure, estimate) if estimate else ("", "") for estimate in estimates]
+                rows.append([label, *(f"{value} ± {error}" if error else value for value, error in cells)])
+        if any(result.unjudged for result in results):
+            rows.append(["answers that could not be judged", *(str(result.unjudged) for result in results)])
+        columns = [f"{result.title}\n{result.problems} × {result.samples}" for result in results]
+        title = f"{self.name}: {self.method}, budget {self.budget:,}"
+        print_table(title, ["mean ± standard error over problems", *columns], rows)
+
+
+def rows_of(run: Path) -> dict[str, Evaluation]:
+    """Name in the tables → evaluation, as the report stage of the recipe in `run` has it."""
+    recipe = read_yaml(run / "recipe.yaml")
+    reports = [stage for stage in recipe["stages"].values() if stage["run"] == "report"]
+    require(bool(reports), f"{run}/recipe.yaml has no report stage, which says what the rows are")
+    found = {name: Evaluation.load(run / stage) for stage, name in reports[0]["set"]["rows"].items()}
+    for name, evaluation in found.items():
+        evaluation.name = name
+    return found

@@ -18,14 +18,12 @@ from __future__ import annotations
 
 import base64
 import gzip
-import html
 import json
 import math
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +31,7 @@ from dccot.core.command import run_cleanly
 from dccot.core.config import ConfigError
 from dccot.core.files import BadData, read_jsonl, write_atomic
 from dccot.data.run_settings import settings_of
+from dccot.eval.document import render
 from dccot.eval.solve import Parser, answer_in
 from dccot.rollout.response import Response
 from dccot.rollout.tags import SPAWN_CLOSE, SPAWN_OPEN, overshoots, worker_close, worker_open
@@ -185,17 +184,7 @@ class Page:
             "columns": self.columns,
         }
         data = {"index": packed(index)} | {f"block-{number}": block for number, block in enumerate(self._blocks)}
-        scripts = "\n".join(
-            f'<script type="text/plain" id="{name}">{content}</script>' for name, content in data.items()
-        )
-        pages = files("dccot.eval") / "pages"
-        part = {
-            name: (pages / name).read_text("utf-8") for name in ("view.html", "view.css", "view.response.js", "view.js")
-        }
-        filling = {"title": html.escape(title), "data": scripts, "style": part["view.css"]}
-        filling["script"] = part["view.response.js"] + part["view.js"]
-        page = re.sub(r"\{\{(\w+)\}\}", lambda blank: filling[blank[1]], part["view.html"])
-        write_atomic(path, page)
+        write_atomic(path, render("view.html", title=title, data=data))
         return Path(path).stat().st_size
 
     def _close_block(self) -> None:

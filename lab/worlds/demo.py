@@ -24,8 +24,7 @@ from dccot.core.config import read_yaml
 from dccot.core.files import BadData
 from dccot.core.signals import CONTINUE
 from dccot.core.statistics import Estimate
-from dccot.eval.results import Evaluation
-from dccot.eval.seeds import rows_of
+from dccot.eval.results import Evaluation, rows_of
 from dccot.pipeline import checked_recipe, run_recipe
 from dccot.recipe import load_recipe
 

@@ -16,9 +16,8 @@ import dccot.eval.evaluate as run_module
 from dccot.cli import main as dccot
 from dccot.core.config import ConfigError
 from dccot.core.files import BadData, read_jsonl
-from dccot.eval.benchmarks import Benchmark, own_benchmark
 from dccot.eval.evaluate import EvalConfig, eval_config, evaluate, main
-from dccot.eval.results import Evaluation, Sample, summarise
+from dccot.eval.results import Benchmark, Evaluation, Sample, own_benchmark, summarise
 from dccot.rollout.response import Rollout
 
 SAMPLES, BUDGET = 8, 120

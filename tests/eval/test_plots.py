@@ -7,10 +7,10 @@ import pytest
 
 from dccot.core.statistics import Estimate
 from dccot.eval import plots
-from dccot.eval.report import _penalised, chains
+from dccot.eval.report import chains, penalised
 
 
-def run(folder, name, steps, start=None, penalised=False):
+def run(folder, name, steps, start=None, penalty=False):
     """A training run of made-up metrics: validation every third step, an entropy that reaches 0."""
     rng = random.Random(name)
     rows = []
@@ -31,7 +31,7 @@ def run(folder, name, steps, start=None, penalised=False):
     where = folder / name
     where.mkdir(parents=True)
     (where / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    reward = "reward: {kind: high_length_penalty}\n" if penalised else ""
+    reward = "reward: {kind: high_length_penalty}\n" if penalty else ""
     (where / "config.yaml").write_text(f"model: {{path: {start or 'elsewhere'}}}\n{reward}")
     return where
 
@@ -86,7 +86,7 @@ def test_two_validations_are_drawn_as_they_are_and_nothing_else_is_marked(tmp_pa
 
 def test_penalised_runs_share_one_figure_over_their_own_steps(tmp_path):
     runs = [
-        run(tmp_path, name, steps, penalised=True)
+        run(tmp_path, name, steps, penalty=True)
         for name, steps in (("hlp", 12), ("dsr_hlp_12k", 9), ("dsr_hlp_24k", 15))
     ]
     stages = [stage for figure in chains(runs) for stage in figure]
@@ -100,12 +100,13 @@ def test_penalised_runs_share_one_figure_over_their_own_steps(tmp_path):
         lines = drawn(axes, "Longest path (tokens)")
         assert (*measured(where, "length/longest_path"), False) in lines
         assert (*measured(where, "validation/longest_path"), True) in lines
-    [figure] = _penalised(chains([run(tmp_path, "stage4", 5), *runs]))
+    figure = penalised([stage for figure in chains([run(tmp_path, "stage4", 5), *runs]) for stage in figure])
     assert figure.caption.endswith("hlp, dsr_hlp_12k, dsr_hlp_24k; marks are validation.")
 
 
 def test_one_penalised_run_needs_no_figure_of_its_own(tmp_path):
-    assert _penalised(chains([run(tmp_path, "stage4", 5), run(tmp_path, "hlp", 5, penalised=True)])) == []
+    figures = chains([run(tmp_path, "stage4", 5), run(tmp_path, "hlp", 5, penalty=True)])
+    assert penalised([stage for figure in figures for stage in figure]) is None
 
 
 @pytest.mark.parametrize("name", ["$x_{1$", r"\$", "$\\frac$ costs $5"])

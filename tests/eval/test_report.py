@@ -15,13 +15,20 @@ import pytest
 from dccot.core.config import ConfigError, read_yaml
 from dccot.data.run_settings import settings_of
 from dccot.eval import paper
-from dccot.eval.benchmarks import BENCHMARKS, Benchmark
 from dccot.eval.document import Cell
 from dccot.eval.latency import Timing
 from dccot.eval.latency import save as save_latency
 from dccot.eval.plots import smoothed
 from dccot.eval.report import chains, main, write_report
-from dccot.eval.results import BenchmarkResult, Evaluation, Sample, _share_error, summarise
+from dccot.eval.results import (
+    BENCHMARKS,
+    Benchmark,
+    BenchmarkResult,
+    Evaluation,
+    Sample,
+    share_error,
+    summarise,
+)
 from dccot.eval.tables import (
     checkpoints_table,
     compared_pairs,
@@ -161,7 +168,9 @@ def test_a_stage_begins_with_its_first_quarter_and_ends_with_its_last():
 
 
 def test_an_unknown_baseline_names_the_known_ones():
-    with pytest.raises(ConfigError, match="no evaluation is called 'sequential'; there are seq, seq, maj@3, par"):
+    with pytest.raises(
+        ConfigError, match="no evaluation is called 'sequential'; the evaluations are seq, seq, maj@3, par"
+    ):
         compared_pairs(methods_of([evaluation("seq"), evaluation("par")]), "sequential")
 
 
@@ -230,7 +239,7 @@ def test_the_papers_error_of_votes_takes_every_subset_of_three_as_independent():
 )
 def test_the_formula_gives_the_errors_that_the_paper_prints(method, benchmark, count):
     printed = paper.RESULTS[method][benchmark][0]
-    assert round(100 * _share_error(printed.value / 100, count), 2) == printed.stderr
+    assert round(100 * share_error(printed.value / 100, count), 2) == printed.stderr
 
 
 def test_the_error_of_a_change_in_the_papers_way_adds_two_independent_sides():

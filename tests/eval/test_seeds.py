@@ -3,9 +3,8 @@
 import pytest
 
 from dccot.core.config import ConfigError
-from dccot.eval.report import write_report
-from dccot.eval.results import BenchmarkResult, Evaluation
-from dccot.eval.seeds import main, rows_of, table
+from dccot.eval.report import main
+from dccot.eval.results import BenchmarkResult, Evaluation, rows_of
 from dccot.lab.worlds.demo import COLUMNS, cell, plain_words
 
 ROWS = {
@@ -35,20 +34,17 @@ def finished(folder, accuracies, lengths):
     return folder
 
 
-def test_a_cell_is_the_mean_over_seeds_and_every_seeds_value(tmp_path):
+def test_recipes_with_several_seeds_show_their_mean_and_every_seeds_value(tmp_path):
     one = finished(tmp_path / "one", [0.6, 0.5, 0.7, 0.7, 0.6], [200, 150, 100, 80, 160])
     two = finished(tmp_path / "two", [0.8, 0.5, 0.9, 0.8, 0.6], [220, 150, 110, 80, 160])
-    lines = table([one, two], "test").splitlines()
-    assert lines[2].startswith("| DSR-12K | 70.0 (60.0, 80.0) | – | 210.0 (200.0, 220.0) |")
-    assert lines[4].startswith("| DC-CoT | 80.0 (70.0, 90.0) | – | 105.0 (100.0, 110.0) |")
-
-
-def test_the_report_shows_the_spread_over_seeds(tmp_path):
-    one = finished(tmp_path / "one", [0.6, 0.5, 0.7, 0.7, 0.6], [200, 150, 100, 80, 160])
-    two = finished(tmp_path / "two", [0.8, 0.5, 0.9, 0.8, 0.6], [220, 150, 110, 80, 160])
-    write_report(list(rows_of(one).values()), [], tmp_path / "report", seeds=[one, two])
+    assert main([str(one), str(two), "--out", str(tmp_path / "report")]) == 0
     text = (tmp_path / "report" / "report.md").read_text()
-    assert "2 seeds" in text and "one, two" in text and "| DC-CoT | 80.0 (70.0, 90.0) |" in text
+    assert "2 seeds" in text and "one, two" in text
+    assert "| DSR-12K | 70.0 (60.0, 80.0) | – | 210.0 (200.0, 220.0) |" in text
+    assert "| DC-CoT | 80.0 (70.0, 90.0) | – | 105.0 (100.0, 110.0) |" in text
+    assert main([str(one), "--out", str(tmp_path / "alone")]) == 0
+    text = (tmp_path / "alone" / "report.md").read_text()
+    assert "| DC-CoT | 70.00 ± 0.70 |" in text and "seeds" not in text
 
 
 def trained(folder, stage, start="base", **changes):
@@ -102,6 +98,7 @@ def test_a_recipe_without_a_report_and_a_folder_without_a_recipe_cost_one_line(t
     (tmp_path / "recipe.yaml").write_text("stages: {}\n")
     with pytest.raises(ConfigError, match="no report stage"):
         rows_of(tmp_path)
-    assert main([str(tmp_path / "nothing")]) == 2 and "nothing" in capsys.readouterr().err
     one = finished(tmp_path / "one", [0.6, 0.5, 0.7, 0.7, 0.6], [200, 150, 100, 80, 160])
-    assert main([str(one), "--benchmark", "larger"]) == 2 and "no results of DSR-12K" in capsys.readouterr().err
+    two = finished(tmp_path / "two", [0.6, 0.5], [200, 150])
+    (two / "recipe.yaml").write_text((one / "recipe.yaml").read_text().split("        eval_dc:")[0])
+    assert main([str(one), str(two)]) == 2 and "has no results of DC-CoT, DC-CoT-HLP, DSR" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from dccot.data import rewrite, sequential
 from dccot.data.judge import GradingConfig, Verdict, open_judge
 from dccot.data.prompts import PromptConfig
 from dccot.data.task import task_of
-from dccot.eval import benchmarks
+from dccot.eval import results as evaluation
 from dccot.eval.evaluate import evaluate
 from dccot.kernels import tree_attention as attention
 from dccot.lab.bench import __main__ as bench
@@ -287,9 +287,9 @@ def test_a_prompt_format():
 
 
 def test_a_benchmark(tmp_path, monkeypatch):
-    monkeypatch.setitem(benchmarks.BENCHMARKS, "mine", benchmarks.Benchmark("mine", "Mine", 3))
+    monkeypatch.setitem(evaluation.BENCHMARKS, "mine", evaluation.Benchmark("mine", "Mine", 3))
     write_jsonl_atomic(tmp_path / "mine.jsonl", [{"id": "a", "question": "1+1?", "gold": "2"}])
-    found = benchmarks.named_benchmark("mine", tmp_path)
+    found = evaluation.named_benchmark("mine", tmp_path)
     assert (found.title, found.samples, found.file) == ("Mine", 3, tmp_path / "mine.jsonl")
 
 

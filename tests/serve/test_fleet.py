@@ -16,9 +16,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from dccot.core.config import ConfigError, load_config
-from dccot.eval.benchmarks import own_benchmark
 from dccot.eval.evaluate import eval_config, evaluate
 from dccot.eval.evaluate import main as eval_main
+from dccot.eval.results import own_benchmark
 from dccot.lab.worlds import bigram as tiny
 from dccot.rollout import fleet as remote
 from dccot.rollout.director import RolloutConfig
