@@ -23,6 +23,7 @@ import gc
 import importlib
 import io
 import json
+import multiprocessing.process
 import os
 import runpy
 import select
@@ -304,8 +305,10 @@ def become(request: dict, streams: list[int], given: dict[str, str]) -> NoReturn
     set_paths(kind, program, given, wanted)
     if arguments[:1] == ["serve"] or program.startswith("vllm.entrypoints"):
         sys.modules["vllm.logger"]._configure_vllm_root_logger()
+        # vLLM forks its engine, too, where there is no reason not to; on a CPU it gives none
+        sys.modules["vllm.v1.engine.utils"].get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[attr-defined]
     sys.modules["transformers.utils.logging"]._reset_library_root_logger()  # TRANSFORMERS_VERBOSITY is read again
-    sys.modules["multiprocessing.process"].ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
     if program == "torch.distributed.run" or (program == "dccot.cli" and arguments[:1] == ["demo"]):
         fork_ranks(given)
     main = sys.modules["__main__"] = types.ModuleType("__main__")

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dccot.serve.launch import ONE_PROCESS
+from tests.support import programs
 
 ROOT = Path(__file__).parents[2]
 KEY = "a key for tests"
@@ -51,7 +52,7 @@ class Server:
             "OMP_NUM_THREADS": "1"
         }  # enough for tiny models, and several servers do not wait for each other's threads
         with open(log, "w") as out:
-            self.process = subprocess.Popen(
+            self.process = programs.Popen(
                 command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
