@@ -34,7 +34,7 @@ COMMANDS = {
         "dccot.lab.critic.inspect",
         "registers, shared memory and instruction mix of the kernels, without a GPU",
     ),
-    "gpu-check": ("dccot.lab.gpu_check.run", "check a machine with GPUs: independent checks, one report"),
+    "gpu-check": ("dccot.lab.gpu_check.checks", "check a machine with GPUs: independent checks, one report"),
     "bench": ("dccot.lab.bench.__main__", "every benchmark, or one of them"),
 }
 

@@ -56,11 +56,9 @@ def engine_of(context: Context, dtype: str, sleeps: bool = False) -> Any:
     return VllmEngine(model_folder(context), engine_settings(context, dtype), sleeps=sleeps)
 
 
-def engine_settings(context: Context, dtype: str, tensor_parallel: int = 1) -> EngineConfig:
+def engine_settings(context: Context, dtype: str, **others: Any) -> EngineConfig:
     cache = 1.0 if context.cuda else 0.125
-    return EngineConfig(
-        dtype=dtype, context=1024, max_sequences=64, tensor_parallel=tensor_parallel, gpu_memory=0.5, kv_cache_gb=cache
-    )
+    return EngineConfig(dtype=dtype, context=1024, max_sequences=64, gpu_memory=0.5, kv_cache_gb=cache, **others)
 
 
 def prompts(tokenizer: Any) -> list[list[int]]:
@@ -71,15 +69,9 @@ def rollouts(engine: Any, samples: int = 1, **settings: Any) -> list[Any]:
     """Responses to every prompt; sequential and greedy by default."""
     config = RolloutConfig(**{"budget": GREEDY_TOKENS, "temperature": 0.0} | settings)
     parallel = config.temperature > 0
-    requests = [
-        Request(f"p{i}", s, ids, parallel=parallel)
-        for i, ids in enumerate(prompts(engine.tokenizer))
-        for s in range(samples)
-    ]
-    done = {
-        (request.problem, request.sample): response
-        for request, response in generate(engine, requests, config, seed=(0,))
-    }
+    asked = enumerate(prompts(engine.tokenizer))
+    requests = [Request(f"p{i}", s, ids, parallel=parallel) for i, ids in asked for s in range(samples)]
+    done = {(each.problem, each.sample): response for each, response in generate(engine, requests, config, seed=(0,))}
     return [done[request.problem, request.sample] for request in requests]
 
 
@@ -88,11 +80,11 @@ def greedy(engine: Any) -> list[list[int]]:
 
 
 def greedy_of_transformers(model: Any, tokenizer: Any) -> list[list[int]]:
-    found = []
+    end, found = tokenizer.eos_token_id, []
     for ids in prompts(tokenizer):
         given = torch.tensor([ids], device=model.device)
-        out = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=GREEDY_TOKENS, do_sample=False,
-                             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id)  # fmt: skip
+        options = {"max_new_tokens": GREEDY_TOKENS, "do_sample": False, "eos_token_id": end, "pad_token_id": end}
+        out = model.generate(given, attention_mask=torch.ones_like(given), **options)
         found.append(out[0, len(ids) :].tolist())
     return found
 
@@ -107,9 +99,8 @@ def transformers_model(context: Context) -> Any:
 def same_ids(have: list[list[int]], expected: list[list[int]], what: str) -> str:
     for number, (mine, theirs) in enumerate(zip(have, expected, strict=True)):
         first = next((i for i, pair in enumerate(zip(mine, theirs)) if pair[0] != pair[1]), min(len(mine), len(theirs)))
-        assert mine == theirs, (
-            f"prompt {number} differs from token {first} on: {mine[first : first + 5]}, {what} {theirs[first : first + 5]}"
-        )
+        differ = f"{mine[first : first + 5]}, {what} {theirs[first : first + 5]}"
+        assert mine == theirs, f"prompt {number} differs from token {first} on: {differ}"
     return f"{sum(map(len, have))} ids of {len(have)} prompts, {what}"
 
 
@@ -122,19 +113,15 @@ def engine_start(context: Context) -> str:
     core = engine._engine.engine_core.engine_core
     runner, scheduler = core.model_executor.driver_worker.worker.model_runner, core.scheduler
     blocks = core.vllm_config.cache_config.num_gpu_blocks
-    return (
-        f"up in {took:.0f} s, {sum(r.sampled_tokens for r in responses):,} tokens of {len(responses)} responses sampled\n"
-        f"{type(runner).__module__}.{type(runner).__name__}, {type(scheduler).__name__}, {blocks:,} KV-cache blocks"
-    )
+    tokens = f"{sum(r.sampled_tokens for r in responses):,} tokens of {len(responses)} responses sampled"
+    kind = f"{type(runner).__module__}.{type(runner).__name__}, {type(scheduler).__name__}"
+    return f"up in {took:.0f} s, {tokens}\n{kind}, {blocks:,} KV-cache blocks"
 
 
 def greedy_equality(context: Context) -> str:
     engine = engine_of(context, "float32")
-    return same_ids(
-        greedy(engine),
-        greedy_of_transformers(transformers_model(context), engine.tokenizer),
-        "the same as transformers",
-    )
+    expected = greedy_of_transformers(transformers_model(context), engine.tokenizer)
+    return same_ids(greedy(engine), expected, "the same as transformers")
 
 
 def in_place_sync(context: Context) -> str:
@@ -149,19 +136,16 @@ def in_place_sync(context: Context) -> str:
         engine.verify(model.named_parameters())
         after = greedy(engine)
         assert after != before, "other weights gave the same ids"
-        return same_ids(
-            after, greedy_of_transformers(model, engine.tokenizer), "the same as transformers with the new weights"
-        )
+        expected = greedy_of_transformers(model, engine.tokenizer)
+        return same_ids(after, expected, "the same as transformers with the new weights")
     finally:
         engine.load(original.items())
 
 
 def trainer(context: Context, compute_dtype: str) -> tuple[Any, Any]:
     """The model as training holds it: sharded, fp32 masters."""
-    runtime = Runtime.start()
-    return build_model(
-        model_folder(context), ShardingConfig(compute_dtype=compute_dtype), device=runtime.device
-    ), runtime
+    runtime, sharding = Runtime.start(), ShardingConfig(compute_dtype=compute_dtype)
+    return build_model(model_folder(context), sharding, device=runtime.device), runtime
 
 
 def sleep_and_wake(context: Context) -> str:
@@ -179,10 +163,9 @@ def sleep_and_wake(context: Context) -> str:
     engine.wake()
     engine.load(full_parameters(model))
     engine.verify(full_parameters(model))
-    assert asleep > awake + 5e8, (
-        f"asleep, the engine released {(asleep - awake) / 1e9:.2f} GB; its KV cache alone has 1 GiB"
-    )
-    return f"{(asleep - awake) / 1e9:.2f} GB released; " + same_ids(greedy(engine), expected, "the same as before")
+    released = f"{(asleep - awake) / 1e9:.2f} GB"
+    assert asleep > awake + 5e8, f"asleep, the engine released {released}; its KV cache alone has 1 GiB"
+    return f"{released} released; " + same_ids(greedy(engine), expected, "the same as before")
 
 
 def logprob_gap(context: Context) -> str:
@@ -197,16 +180,12 @@ def logprob_gap(context: Context) -> str:
 
 
 def training_step(context: Context) -> str:
-    """FSDP on this device and these ranks, in fp32, against the plain model on the CPU: loss, gradients, norm,
-    AdamW.
-    """
+    """FSDP on this device and these ranks, in fp32, against the plain model on the CPU: loss, gradients, AdamW."""
     model, runtime = trainer(context, "float32")
     plain = Transformer(read_config(model_folder(context)))
     load_weights(plain, model_folder(context), torch.float32)
-    responses, config = (
-        made_up_responses(plain.config.vocab_size),
-        OptimizerConfig(learning_rate=0.01, max_grad_norm=1e6),
-    )
+    responses = made_up_responses(plain.config.vocab_size)
+    config = OptimizerConfig(learning_rate=0.01, max_grad_norm=1e6)
     mine = pack(responses, 200, runtime.ranks).forests(runtime.rank)
     whole = pack(responses, 10**6).forests()
     loss, tokens = accumulate(model, mine, negative_logprob, 0.6, runtime)
@@ -222,21 +201,17 @@ def training_step(context: Context) -> str:
         worst, parameter.grad = max(worst, error), gradient
     reference = torch.optim.AdamW(plain.parameters(), lr=0.01, betas=(0.9, 0.999), weight_decay=config.weight_decay)
     norm, applied = apply_gradients(model, make_optimizer(model, config), loss, 0.01, config.max_grad_norm)
-    assert (
-        applied
-        and abs(norm - float(nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])))
-        < 1e-4 * norm
-    )
+    exact = float(nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
+    assert applied and abs(norm - exact) < 1e-4 * norm, f"gradient norm {norm}, on the CPU {exact}"
     reference.step()
     for (name, sharded), parameter in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(
-            sharded.full_tensor().cpu(), parameter, rtol=1e-4, atol=1e-5, msg=f"{name} after AdamW differs"
-        )
-    return f"{runtime.ranks} rank(s) over {dist.get_backend()}: loss {loss:.4f}, {tokens} tokens; gradients within {worst:.1e} of the CPU's"
+        whole_parameter, differs = sharded.full_tensor().cpu(), f"{name} after AdamW differs"
+        torch.testing.assert_close(whole_parameter, parameter, rtol=1e-4, atol=1e-5, msg=differs)
+    where = f"{runtime.ranks} rank(s) over {dist.get_backend()}"
+    return f"{where}: loss {loss:.4f}, {tokens} tokens; gradients within {worst:.1e} of the CPU's"
 
 
-def training_step_of_two(context: Context) -> str:
-    return training_step(context)
+training_step_of_two = training_step
 
 
 def made_up_responses(vocab: int) -> list[Any]:
@@ -255,9 +230,7 @@ def tensor_parallel(context: Context) -> str:
     engine.load(full_parameters(model))
     ids = greedy(engine)
     engine.shutdown()
-    assert len({json.dumps(each) for each in runtime.gather(ids)}) == 1, (
-        "the two ranks of one engine have different ids"
-    )
+    assert len({json.dumps(each) for each in runtime.gather(ids)}) == 1, "two ranks of one engine have different ids"
     expected = greedy_of_transformers(transformers_model(context), engine.tokenizer)
     return same_ids(ids, expected, "the same as transformers")
 
@@ -274,10 +247,6 @@ def mini_rl(context: Context) -> str:
     for metrics in (first, second):
         assert metrics["policy/skipped_updates"] == 0 and 0 < metrics["policy/grad_norm"] < 1e6, metrics
         assert metrics["gap/max_abs_logprob"] < (0.5 if context.cuda else 1e-4), metrics["gap/max_abs_logprob"]
-    shown = {
-        "reward/mean": "reward",
-        "policy/grad_norm": "gradient norm",
-        "gap/max_abs_logprob": "largest log-prob gap",
-        "time/step": "seconds",
-    }
+    shown = {"reward/mean": "reward", "policy/grad_norm": "gradient norm"}
+    shown |= {"gap/max_abs_logprob": "largest log-prob gap", "time/step": "seconds"}
     return "; ".join(f"{what} {first[name]:.3g} → {second[name]:.3g}" for name, what in shown.items())

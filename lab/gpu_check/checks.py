@@ -1,13 +1,13 @@
 """`dccot gpu-check` (= `make gpu-check`): checks a machine with GPUs; one report to paste into an issue.
 
-    dccot gpu-check                                         about 15 minutes at most on one GPU; more checks with two
-    dccot gpu-check --model MODEL                           the engine's checks on a real model instead of a tiny one
-    dccot gpu-check attention lm_head                       some of the checks
-    dccot gpu-check --device cpu                            the part that runs without a GPU
+    dccot gpu-check                      about 15 minutes at most on one GPU; more checks with two
+    dccot gpu-check --model MODEL        the engine's checks on a real model instead of a tiny one
+    dccot gpu-check attention lm_head    some of the checks
+    dccot gpu-check --device cpu         the part that runs without a GPU
 
-Each check runs in its own process (gpu_worker.py) with a time limit, so that a failure, crash or hang never hides the
-next. On a CPU checks share a process until one fails. A check that cannot run here is "not run", never passed. Exits
-with 1 if a check failed.
+Each check runs in its own process (worker.py) with a time limit, so that a failure, crash or hang never hides the next.
+On a CPU checks share a process until one fails. A check that cannot run here is "not run", never passed. Exits with 1
+if a check failed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dccot import __version__
 from dccot.core.command import run_cleanly
-from dccot.core.config import ConfigError
+from dccot.core.config import one_of
 from dccot.core.files import write_atomic
 
 KERNELS, ENGINE = "dccot.lab.gpu_check.kernels", "dccot.lab.gpu_check.engine"
 CPU_PATIENCE = 5  # times the limit
+VERDICTS = ("passed", "failed", "not run")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Check:
     ranks: int = 1
     interpreted: bool = False  # on a CPU it needs Triton's interpreter
     cuda_only: bool = False
-    diagnosis: bool = False  # runs where no GPU is found, too, and says why
+    diagnosis: bool = False  # also runs where no GPU is found, and says why
 
     def obstacle(self, gpus: int, device: str) -> str:
         """Why it cannot run here, if it cannot."""
@@ -50,16 +52,11 @@ class Check:
         return f"needs {self.ranks} GPUs, found {gpus}" if gpus < self.ranks and not self.diagnosis else ""
 
 
+ORACLE = "against the fp64 oracle, and twice the same bits"
 CHECKS = (
     Check("environment", KERNELS, "driver, CUDA, versions, which GPUs reach each other", 30, diagnosis=True),
-    Check(
-        "attention",
-        KERNELS,
-        "attention kernels against the fp64 oracle, and twice the same bits",
-        180,
-        interpreted=True,
-    ),
-    Check("lm_head", KERNELS, "LM head against the fp64 oracle, and twice the same bits", 40, interpreted=True),
+    Check("attention", KERNELS, f"attention kernels {ORACLE}", 180, interpreted=True),
+    Check("lm_head", KERNELS, f"LM head {ORACLE}", 40, interpreted=True),
     Check("engine_start", ENGINE, "the engine starts and samples parallel responses", 100),
     Check("greedy_equality", ENGINE, "greedy ids equal transformers', fp32", 75),
     Check("in_place_sync", ENGINE, "weights streamed in place: greedy ids equal transformers' with them", 75),
@@ -76,7 +73,7 @@ CHECKS = (
 @dataclass
 class Result:
     check: Check
-    verdict: str  # "passed", "failed" or "not run"
+    verdict: str  # one of VERDICTS
     found: str = ""  # first line: summary
     seconds: float = 0.0
 
@@ -96,23 +93,20 @@ def run_together(checks: Sequence[Check], folder: Path, device: str, model: str)
     results: list[Result] = []
     left = list(checks)
     while left:
-        for check in left:
-            for file in reports(check, folder):
-                file.unlink()
+        for file in [file for check in left for file in reports(check, folder)]:
+            file.unlink()
         ended = run_process(left, folder, device, model)
-        while left and (files := reports(left[0], folder)):
+        failed = False
+        while left and not failed and (files := reports(left[0], folder)):
             said = [json.loads(file.read_text()) for file in files]
-            # the first failure, which causes the others
-            found = min(said, key=lambda each: ("error" not in each, each["seconds"]))
-            verdict, text = (
-                ("failed", f"{found['error']}\n{found['trace']}") if "error" in found else ("passed", found["found"])
-            )
-            results.append(Result(left.pop(0), verdict, text, found["seconds"]))
-            if verdict == "failed":
-                break
-        else:
-            if left:  # it left no result: a crash or a hang
-                results.append(Result(left.pop(0), "failed", ended))
+            found = min(
+                said, key=lambda each: ("error" not in each, each["seconds"])
+            )  # the first failure causes others
+            failed = "error" in found
+            text = f"{found['error']}\n{found['trace']}" if failed else found["found"]
+            results.append(Result(left.pop(0), "failed" if failed else "passed", text, found["seconds"]))
+        if left and not failed:  # it left no result: a crash or a hang
+            results.append(Result(left.pop(0), "failed", ended))
     return results
 
 
@@ -126,29 +120,13 @@ def run_process(checks: Sequence[Check], folder: Path, device: str, model: str) 
     ranks, limit = checks[0].ranks, sum(check.limit for check in checks) * (1 if device == "cuda" else CPU_PATIENCE)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     names = [f"{check.module}:{check.name}" for check in checks]
-    command = [
-        sys.executable,
-        *launcher,
-        "-m",
-        "dccot.lab.gpu_check.worker",
-        str(folder),
-        device,
-        model,
-        str(limit),
-        *names,
-    ]
-    log = folder / f"{checks[0].name}.log"
-    environment = dict(os.environ)
+    worker = ["-m", "dccot.lab.gpu_check.worker", str(folder), device, model, str(limit), *names]
+    command, log, env = [sys.executable, *launcher, *worker], folder / f"{checks[0].name}.log", dict(os.environ)
     if device == "cpu":
-        environment |= {
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            **({"TRITON_INTERPRET": "1"} if checks[0].interpreted else {}),
-        }
+        env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        env |= {"TRITON_INTERPRET": "1"} if checks[0].interpreted else {}
     with open(log, "wb") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True)
         try:
             ended = f"its process ended with code {process.wait(limit)}"
         except subprocess.TimeoutExpired:
@@ -162,30 +140,20 @@ def run_process(checks: Sequence[Check], folder: Path, device: str, model: str) 
 
 def page(results: Sequence[Result], device: str, model: str, seconds: float) -> str:
     """Markdown: a table, then the details of each check."""
-    counts = {
-        verdict: sum(result.verdict == verdict for result in results) for verdict in ("passed", "failed", "not run")
-    }
-    lines = [
-        "# GPU check",
-        "",
-        f"dccot {__version__}{_commit()}, device {device}, model {model or 'a tiny one'}, {time.strftime('%Y-%m-%d %H:%M %Z')}, "
-        f"{seconds:.0f} s: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()),
-        "",
-        "| check | result | s | found |",
-        "|---|---|---|---|",
-    ]
+    counts = Counter(result.verdict for result in results)
+    what = f"dccot {__version__}{_commit()}, device {device}, model {model or 'a tiny one'}"
+    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
+    head = f"{what}, {time.strftime('%Y-%m-%d %H:%M %Z')}, {seconds:.0f} s: {summary}"
+    lines = ["# GPU check", "", head, "", "| check | result | s | found |", "|---|---|---|---|"]
     for result in results:
         summary = (result.found.splitlines() or [""])[0].replace("|", "\\|")[:300]
         took = f"{result.seconds:.0f}" if result.verdict != "not run" else ""
-        lines.append(f"| {result.check.what} (`{result.check.name}`) | {_mark(result.verdict)} | {took} | {summary} |")
+        shown = f"**{result.verdict}**" if result.verdict == "failed" else result.verdict
+        lines.append(f"| {result.check.what} (`{result.check.name}`) | {shown} | {took} | {summary} |")
     for result in results:
         if "\n" in result.found:
             lines += ["", f"## {result.check.name}: {result.verdict}", "", "```text", *result.found.splitlines(), "```"]
     return "\n".join(lines) + "\n"
-
-
-def _mark(verdict: str) -> str:
-    return f"**{verdict}**" if verdict == "failed" else verdict
 
 
 def _commit() -> str:
@@ -205,48 +173,43 @@ def check_all(checks: Sequence[Check], folder: Path, device: str, model: str) ->
     folder.mkdir(parents=True, exist_ok=True)
     gpus, began = count_gpus() if device == "cuda" else 0, time.perf_counter()
     results = {check.name: Result(check, "not run", f"not run: {check.obstacle(gpus, device)}") for check in checks}
+
+    def report() -> None:
+        write_atomic(folder / "report.md", page(list(results.values()), device, model, time.perf_counter() - began))
+
+    report()
     for group in processes([check for check in checks if not check.obstacle(gpus, device)], device):
         print(f"[gpu-check] {', '.join(check.name for check in group)} …", flush=True)
         for result in run_together(group, folder, device, model):
             results[result.check.name] = result
-            print(
-                f"[gpu-check] {result.check.name}: {result.verdict}, {result.seconds:.0f} s: {result.found.splitlines()[0][:160]}",
-                flush=True,
-            )
-            write_atomic(folder / "report.md", page(list(results.values()), device, model, time.perf_counter() - began))
-    write_atomic(folder / "report.md", page(list(results.values()), device, model, time.perf_counter() - began))
+            found = result.found.splitlines()[0][:160]
+            print(f"[gpu-check] {result.check.name}: {result.verdict}, {result.seconds:.0f} s: {found}", flush=True)
+        report()
     return list(results.values())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    known = {check.name: check for check in CHECKS}
     parser = argparse.ArgumentParser(
         description="Check a machine with GPUs: kernels, engine, training, each on its own; ends in one page.",
         epilog="example: dccot gpu-check --model runs/sft/latest/hf",
     )
-    parser.add_argument(
-        "checks", nargs="*", metavar="CHECK", help=f"all, or some of {', '.join(check.name for check in CHECKS)}"
-    )
+    parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"all, or some of {', '.join(known)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument(
-        "--model", default="", help="a model folder for the engine's checks (default: a tiny one is made)"
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/gpu-check"), help="for the report and logs (default: %(default)s)"
-    )
+    parser.add_argument("--model", default="", help="a model folder for the engine's checks (default: a tiny one)")
+    where = "for the report and logs (default: %(default)s)"
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu-check"), help=where)
     arguments = parser.parse_args(argv)
-    code = 0
+    results: list[Result] = []
 
     def work() -> None:
-        nonlocal code
-        known = {check.name: check for check in CHECKS}
-        if unknown := [name for name in arguments.checks if name not in known]:
-            raise ConfigError(f"no check {unknown[0]!r}; there are {', '.join(known)}")
+        for name in arguments.checks:
+            one_of(name, known, "CHECK")
         chosen = [known[name] for name in arguments.checks] or list(CHECKS)
-        results = check_all(chosen, arguments.output.resolve(), arguments.device, arguments.model)
+        results.extend(check_all(chosen, arguments.output.resolve(), arguments.device, arguments.model))
         print(f"[gpu-check] the page to paste into an issue: {arguments.output / 'report.md'}")
-        code = int(any(result.verdict == "failed" for result in results))
 
-    return run_cleanly(work) or code
+    return run_cleanly(work) or int(any(result.verdict == "failed" for result in results))
 
 
 if __name__ == "__main__":
