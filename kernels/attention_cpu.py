@@ -74,9 +74,8 @@ def cut(visible_until: Tensor) -> Paths:
         full += [(slice(*rows), slice(start, rows[0])) for rows in itertools.pairwise(corners[1:])]
         full.append((slice(stop, int(ends[start])), slice(start, stop)))
     chains = _chains(ends, np.repeat(~long, stops - starts))
-    return Paths(
-        chains, [piece for piece in causal if piece[1]], [piece for piece in full if piece[0].start < piece[0].stop]
-    )
+    below = [(rows, keys) for rows, keys in full if rows.start < rows.stop]
+    return Paths(chains, [piece for piece in causal if piece[1]], below)
 
 
 def _above_any(marked: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -122,9 +121,8 @@ def _pad(batch: list[tuple[np.ndarray, int]]) -> Chains:
     first = np.cumsum(lengths, axis=0) - lengths
     tokens = np.concatenate([chain for chain, _ in batch])[first + np.minimum(column, lengths - 1)]
     slots = np.flatnonzero((seen <= column) & (column < lengths))
-    return Chains(
-        torch.from_numpy(tokens.ravel()), tokens.shape, torch.from_numpy(slots), torch.from_numpy(tokens.ravel()[slots])
-    )
+    flat, own, rows = map(torch.from_numpy, (tokens.ravel(), slots, tokens.ravel()[slots]))
+    return Chains(flat, tokens.shape, own, rows)
 
 
 def _gather(x: Tensor, chains: Chains) -> Tensor:
@@ -168,17 +166,15 @@ def backward(
     dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in (q, k, v))
     for chains in paths.chains:
         # Rows of other chains, and padding, get no gradient here.
-        own = grad.new_zeros(chains.tokens.shape + grad.shape[1:]).index_copy_(
-            0, chains.slots, grad.index_select(0, chains.rows)
-        )
+        own = grad.new_zeros(chains.tokens.shape + grad.shape[1:])
+        own.index_copy_(0, chains.slots, grad.index_select(0, chains.rows))
         own = own.unflatten(0, chains.shape).transpose(1, 2)
         chain_lse = lse.index_select(1, chains.tokens).unflatten(1, chains.shape).transpose(0, 1)
         parts = _flash_backward(own, *(_gather(x, chains) for x in (q, k, v, out)), chain_lse, 0.0, True, scale=scale)
         for total, part in zip((dq, dk, dv), parts, strict=True):
             total.index_add_(0, chains.tokens, _rows_first(part).to(total.dtype))
-    for rows, keys, count in [(rows, rows, count) for rows, count in paths.causal] + [
-        (*piece, 0) for piece in paths.full
-    ]:
+    slices_of = [(rows, rows, count) for rows, count in paths.causal] + [(*piece, 0) for piece in paths.full]
+    for rows, keys, count in slices_of:
         slices = (_heads_first(x, max(1, count)) for x in (grad[rows], q[rows], k[keys], v[keys], out[rows]))
         row_lse = lse[:, rows].unflatten(1, (max(1, count), -1)).transpose(0, 1)
         parts = _flash_backward(*slices, row_lse, 0.0, count > 0, scale=scale)

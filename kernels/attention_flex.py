@@ -1,5 +1,4 @@
-"""Tree attention by torch's FlexAttention: the same tiles, passed as a BlockMask built from `visible_until` tile by
-tile.
+"""Tree attention by torch's FlexAttention: the same tiles, as a BlockMask built from `visible_until` tile by tile.
 
 FlexAttention picks its own kernel for them: with flash-attn's CuTe kernels installed, FLASH on Hopper and Blackwell,
 its Triton template elsewhere. Its tiles start at multiples of BLOCK, so unlike in the schedule no new tile starts
@@ -30,17 +29,14 @@ def block_mask(visible_until: Tensor, block: int = BLOCK) -> BlockMask:
     visited, full = classify(ends, bounds, bounds)
     full &= np.diff(bounds) == block
 
-    def lists(tiles: np.ndarray) -> tuple[Tensor, Tensor]:
-        counts, order = tiles.sum(1), np.argsort(~tiles, axis=1, kind="stable")
-        tensors = (torch.from_numpy(array.astype(np.int32)).to(visible_until.device) for array in (counts, order))
-        first, second = (tensor[None, None] for tensor in tensors)
-        return first, second
+    def lists(tiles: np.ndarray) -> list[Any]:
+        """How many tiles each row visits, and all of them, the visited ones first."""
+        arrays = tiles.sum(1), np.argsort(~tiles, axis=1, kind="stable")
+        return [torch.from_numpy(array.astype(np.int32)).to(visible_until.device)[None, None] for array in arrays]
 
     visible = lambda b, h, q, k: (k <= q) & (q < visible_until[k])
-    size = len(ends), len(ends)
-    return BlockMask.from_kv_blocks(
-        *lists(visited & ~full), *lists(full), BLOCK_SIZE=block, mask_mod=visible, seq_lengths=size
-    )
+    edge, sizes = lists(visited & ~full), (len(ends), len(ends))
+    return BlockMask.from_kv_blocks(*edge, *lists(full), BLOCK_SIZE=block, mask_mod=visible, seq_lengths=sizes)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> Tensor:
@@ -60,8 +56,5 @@ def _compiled() -> Any:
 
 @functools.cache
 def _has_cute(device: torch.device) -> bool:
-    return (
-        torch.cuda.get_device_capability(device)[0] >= 9
-        and importlib.util.find_spec("flash_attn") is not None
-        and (importlib.util.find_spec("flash_attn.cute") is not None)
-    )
+    found = lambda module: importlib.util.find_spec(module) is not None
+    return torch.cuda.get_device_capability(device)[0] >= 9 and found("flash_attn") and found("flash_attn.cute")

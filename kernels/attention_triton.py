@@ -1,5 +1,4 @@
-"""The Triton kernels of tree attention: forward, dQ and dK/dV.  FlashAttention-2 over the tiles of a schedule
-(schedule.py, balance.py).
+"""The Triton kernels of tree attention: forward, dQ and dK/dV.  FlashAttention-2 over the tiles of a schedule.
 
     S = scale·QKᵀ   P = exp(S − lse)   O = P V
     dP = dO Vᵀ   Δ = rowsum(dO∘O)   dS = P∘(dP − Δ)   dQ = scale·dS K   dK = scale·dSᵀ Q   dV = Pᵀ dO
@@ -24,44 +23,40 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dccot.kernels import balance
-from dccot.kernels.balance import Plan
+from dccot.kernels import schedule
 from dccot.kernels.mask import TreeMask
-from dccot.kernels.schedule import build
+from dccot.kernels.schedule import Plan
 from dccot.kernels.tuning import Tile, architecture, tile_for
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-MASKED = tl.constexpr(-1.0e30)
+LOG2_E = constexpr(1.4426950408889634)
+MASKED = constexpr(-1.0e30)
 # Arguments that change with the tree must not trigger recompilation, neither by value nor by alignment.
 DYNAMIC = ["N", "starts", "stops", "slots", "firsts", "middles", "lasts", "tile_start", "tile_stop"]
 
 
 @triton.jit
-def _dot(a, b, acc, UPCAST: tl.constexpr):
-    """a b + acc in fp32.  Triton's interpreter cannot multiply bf16: there, operands are widened first, which changes
-    no result.
-    """
+def _dot(a, b, acc, UPCAST: constexpr):
+    """a b + acc in fp32.  Triton's interpreter cannot multiply bf16: UPCAST widens first, which changes no result."""
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
-def _rows(base, stride, start, N, ROWS: tl.constexpr, D: tl.constexpr, CLAMPED: tl.constexpr):
-    """Pointers to `ROWS` rows of one head.  Rows past the end are clamped to the last one; the caller masks them.
-
-    Only the offset of the whole tile can grow past 32 bits.
-    """
+def _rows(base, stride, start, N, ROWS: constexpr, D: constexpr, CLAMPED: constexpr):
+    """Pointers to `ROWS` rows of one head.  Rows past the end are clamped to the last one; the caller masks them."""
     rows = tl.arange(0, ROWS)
     if CLAMPED:
         rows = tl.minimum(rows, N - 1 - start)
+    # Only the offset of the whole tile can grow past 32 bits.
     return base + start.to(tl.int64) * stride + (rows[:, None] * stride + tl.arange(0, D)[None, :])
 
 
 @triton.jit
-def _load(source, n, h, head, start, N, ROWS: tl.constexpr, D: tl.constexpr, CLAMPED: tl.constexpr, TMA: tl.constexpr):
+def _load(source, n, h, head, start, N, ROWS: constexpr, D: constexpr, CLAMPED: constexpr, TMA: constexpr):
     """`ROWS` rows of one head, from a descriptor (rows past the end are 0) or from a tensor with these strides."""
     if TMA:
         rows = source.load([start, head * h])
@@ -71,63 +66,30 @@ def _load(source, n, h, head, start, N, ROWS: tl.constexpr, D: tl.constexpr, CLA
 
 
 @triton.jit
-def _store(base, stride, start, stop, N, value, ROWS: tl.constexpr, D: tl.constexpr):
+def _store(base, stride, start, stop, N, value, ROWS: constexpr, D: constexpr):
     inside = start + tl.arange(0, ROWS) < stop
     tl.store(_rows(base, stride, start, N, ROWS, D, False), value.to(base.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
-def _slot(base, slot, head, ROWS: tl.constexpr, D: tl.constexpr):
+def _slot(base, slot, head, ROWS: constexpr, D: constexpr):
     """Pointers to one head of a slot, [ROWS, D]; slots are [slots, heads, ROWS, D]."""
     tile = (slot * tl.num_programs(0) + head).to(tl.int64) * ROWS * D
     return base + tile + (tl.arange(0, ROWS)[:, None] * D + tl.arange(0, D)[None, :])
 
 
 @triton.jit
-def _per_key(values, start, stop, BLOCK_K: tl.constexpr):
-    """Keys of a tile and their `visible_until` or `subtree`; 0 (never visible) for those that belong to the next
-    tile.
-    """
+def _per_key(values, start, stop, BLOCK_K: constexpr):
+    """Keys of a tile and their `visible_until` or `subtree`; 0 (never visible) for those of the next tile."""
     keys = start + tl.arange(0, BLOCK_K)
     return keys, tl.load(values + keys, mask=keys < stop, other=0)
 
 
-@triton.jit
-def _attend(
-    best, total, acc, q, K, V, k_n, k_h, v_n, v_h, head, subtree, tile_start, tile_stop, first, last, queries, N, scale,
-    BLOCK_K: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    start, stop = tl.load(tile_start + first), tl.load(tile_stop + first)
-    for index in tl.range(first, last):
-        next_start, next_stop = tl.load(tile_start + index + 1), tl.load(tile_stop + index + 1)
-        k = _load(K, k_n, k_h, head, start, N, BLOCK_K, D, EDGE, TMA)
-        scores = _dot(q, k.T, None, UPCAST)
-        if EDGE:
-            # 0 ≤ query − key < subtree is one unsigned comparison. It becomes a number before the scores are there:
-            # kept as 64 predicates, which an sm_100 packs into bits and unpacks, the mask costs more than the rest of
-            # the tile.
-            _, subtrees = _per_key(subtree, start, stop, BLOCK_K)
-            after = (queries - start)[:, None] - tl.arange(0, BLOCK_K)[None, :]
-            visible = after.to(tl.uint32) < subtrees.to(tl.uint32)[None, :]
-            scores = scores * scale + tl.where(visible, 0.0, MASKED)
-            higher = tl.maximum(best, tl.max(scores, 1))
-            p = tl.math.exp2(scores - higher[:, None])
-        else:
-            higher = tl.maximum(best, tl.max(scores, 1) * scale)
-            p = tl.math.exp2(scores * scale - higher[:, None])
-        shrink = tl.math.exp2(best - higher)
-        total = total * shrink + tl.sum(p, 1)
-        v = _load(V, v_n, v_h, head, start, N, BLOCK_K, D, EDGE, TMA)
-        acc = _dot(p.to(v.dtype), v, acc * shrink[:, None], UPCAST)
-        best, start, stop = higher, next_start, next_stop
-    return best, total, acc
-
-
 @triton.jit(do_not_specialize=DYNAMIC)
 def forward_kernel(
-    Q, K, V, OUT, LSE, PART, PART_LSE, subtree, starts, stops, slots, firsts, middles, lasts, tile_start, tile_stop, N, scale,
-    q_n, q_h, k_n, k_h, v_n, v_h, o_n, o_h,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
+    Q, K, V, OUT, LSE, PART, PART_LSE, subtree, starts, stops, slots, firsts, middles, lasts, tile_start, tile_stop, N,
+    scale, q_n, q_h, k_n, k_h, v_n, v_h, o_n, o_h,
+    GROUP: constexpr, D: constexpr, BLOCK_Q: constexpr, BLOCK_K: constexpr, UPCAST: constexpr, TMA: constexpr,
 ):  # fmt: skip
     head, program = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(starts + program), tl.load(stops + program)
@@ -138,14 +100,32 @@ def forward_kernel(
     best = tl.full([BLOCK_Q], MASKED, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, D], tl.float32)
-    best, total, acc = _attend(
-        best, total, acc, q, K, V, k_n, k_h, v_n, v_h, head // GROUP, subtree, tile_start, tile_stop, first, middle, queries, N,
-        scale, BLOCK_K, D, False, UPCAST, TMA,
-    )  # fmt: skip
-    best, total, acc = _attend(
-        best, total, acc, q, K, V, k_n, k_h, v_n, v_h, head // GROUP, subtree, tile_start, tile_stop, middle, last, queries, N,
-        scale, BLOCK_K, D, True, UPCAST, TMA,
-    )  # fmt: skip
+    key_head = head // GROUP
+    for EDGE in tl.static_range(2):
+        visit, past = (middle, last) if EDGE else (first, middle)
+        at, to = tl.load(tile_start + visit), tl.load(tile_stop + visit)
+        for index in tl.range(visit, past):
+            next_at, next_to = tl.load(tile_start + index + 1), tl.load(tile_stop + index + 1)
+            k = _load(K, k_n, k_h, key_head, at, N, BLOCK_K, D, EDGE, TMA)
+            scores = _dot(q, k.T, None, UPCAST)
+            if EDGE:
+                # 0 ≤ query − key < subtree is one unsigned comparison. It becomes a number before the scores are there:
+                # kept as 64 predicates, which an sm_100 packs into bits and unpacks, the mask costs more than the rest
+                # of the tile.
+                _, subtrees = _per_key(subtree, at, to, BLOCK_K)
+                after = (queries - at)[:, None] - tl.arange(0, BLOCK_K)[None, :]
+                visible = after.to(tl.uint32) < subtrees.to(tl.uint32)[None, :]
+                scores = scores * scale + tl.where(visible, 0.0, MASKED)
+                higher = tl.maximum(best, tl.max(scores, 1))
+                p = tl.math.exp2(scores - higher[:, None])
+            else:
+                higher = tl.maximum(best, tl.max(scores, 1) * scale)
+                p = tl.math.exp2(scores * scale - higher[:, None])
+            shrink = tl.math.exp2(best - higher)
+            total = total * shrink + tl.sum(p, 1)
+            v = _load(V, v_n, v_h, key_head, at, N, BLOCK_K, D, EDGE, TMA)
+            acc = _dot(p.to(v.dtype), v, acc * shrink[:, None], UPCAST)
+            best, at, to = higher, next_at, next_to
     lse, out, slot = best + tl.math.log2(total), acc / total[:, None], tl.load(slots + program)
     if slot < 0:
         tl.store(LSE + head * N + queries, lse, mask=queries < stop)
@@ -156,9 +136,7 @@ def forward_kernel(
 
 
 @triton.jit(do_not_specialize=DYNAMIC)
-def merge_kernel(
-    PART, PART_LSE, OUT, LSE, starts, stops, firsts, lasts, N, o_n, o_h, D: tl.constexpr, BLOCK: tl.constexpr
-):
+def merge_kernel(PART, PART_LSE, OUT, LSE, starts, stops, firsts, lasts, N, o_n, o_h, D: constexpr, BLOCK: constexpr):
     """Output and log-sum-exp of one query tile from those of the pieces of its list."""
     head, program = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(starts + program), tl.load(stops + program)
@@ -178,7 +156,7 @@ def merge_kernel(
 
 
 @triton.jit(do_not_specialize=DYNAMIC)
-def sum_kernel(PART, OUT, starts, stops, firsts, lasts, N, o_n, o_h, D: tl.constexpr, BLOCK: tl.constexpr):
+def sum_kernel(PART, OUT, starts, stops, firsts, lasts, N, o_n, o_h, D: constexpr, BLOCK: constexpr):
     """One tile of a gradient from the pieces of its list, added in a fixed order."""
     head, program = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(starts + program), tl.load(stops + program)
@@ -188,33 +166,11 @@ def sum_kernel(PART, OUT, starts, stops, firsts, lasts, N, o_n, o_h, D: tl.const
     _store(OUT + head * o_h, o_n, start, stop, N, total, BLOCK, D)
 
 
-@triton.jit
-def _grad_query(
-    dq, q, grad, lse, delta, K, V, k_n, k_h, v_n, v_h, head, visible_until, tile_start, tile_stop, first, last, queries, N, scale,
-    BLOCK_K: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
-):  # fmt: skip
-    start, stop = tl.load(tile_start + first), tl.load(tile_stop + first)
-    for index in tl.range(first, last, warp_specialize=WARP_SPECIALIZE):
-        next_start, next_stop = tl.load(tile_start + index + 1), tl.load(tile_stop + index + 1)
-        k = _load(K, k_n, k_h, head, start, N, BLOCK_K, D, EDGE, TMA)
-        v = _load(V, v_n, v_h, head, start, N, BLOCK_K, D, EDGE, TMA)
-        p = tl.math.exp2(_dot(q, k.T, None, UPCAST) * scale - lse[:, None])
-        if EDGE:
-            keys, until = _per_key(visible_until, start, stop, BLOCK_K)
-            p = tl.where((keys[None, :] <= queries[:, None]) & (queries[:, None] < until[None, :]), p, 0.0)
-        ds = p * (_dot(grad, v.T, None, UPCAST) - delta[:, None])
-        dq = _dot(ds.to(k.dtype), k, dq, UPCAST)
-        start, stop = next_start, next_stop
-    return dq
-
-
 @triton.jit(do_not_specialize=DYNAMIC)
 def grad_query_kernel(
-    Q, K, V, OUT, GRAD, LSE, DELTA, DQ, PART, visible_until, starts, stops, slots, firsts, middles, lasts, tile_start, tile_stop, N, scale,
-    q_n, q_h, k_n, k_h, v_n, v_h, o_n, o_h, g_n, g_h, dq_n, dq_h,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
+    Q, K, V, OUT, GRAD, LSE, DELTA, DQ, PART, visible_until, starts, stops, slots, firsts, middles, lasts, tile_start,
+    tile_stop, N, scale, q_n, q_h, k_n, k_h, v_n, v_h, o_n, o_h, g_n, g_h, dq_n, dq_h,
+    GROUP: constexpr, D: constexpr, BLOCK_Q: constexpr, BLOCK_K: constexpr, UPCAST: constexpr, TMA: constexpr,
 ):  # fmt: skip
     """dQ, and Δ along the way, which the dK/dV kernel reads."""
     head, program = tl.program_id(0), tl.program_id(1)
@@ -228,14 +184,21 @@ def grad_query_kernel(
     tl.store(DELTA + head * N + queries, delta, mask=queries < stop)
     lse = tl.load(LSE + head * N + tl.minimum(queries, N - 1))
     dq = tl.zeros([BLOCK_Q, D], tl.float32)
-    dq = _grad_query(
-        dq, q, grad, lse, delta, K, V, k_n, k_h, v_n, v_h, head // GROUP, visible_until, tile_start, tile_stop, first, middle, queries, N,
-        scale * LOG2_E, BLOCK_K, D, False, UPCAST, TMA, WARP_SPECIALIZE,
-    )  # fmt: skip
-    dq = _grad_query(
-        dq, q, grad, lse, delta, K, V, k_n, k_h, v_n, v_h, head // GROUP, visible_until, tile_start, tile_stop, middle, last, queries, N,
-        scale * LOG2_E, BLOCK_K, D, True, UPCAST, TMA, WARP_SPECIALIZE,
-    )  # fmt: skip
+    key_head, scale_2 = head // GROUP, scale * LOG2_E
+    for EDGE in tl.static_range(2):
+        visit, past = (middle, last) if EDGE else (first, middle)
+        at, to = tl.load(tile_start + visit), tl.load(tile_stop + visit)
+        for index in tl.range(visit, past):
+            next_at, next_to = tl.load(tile_start + index + 1), tl.load(tile_stop + index + 1)
+            k = _load(K, k_n, k_h, key_head, at, N, BLOCK_K, D, EDGE, TMA)
+            v = _load(V, v_n, v_h, key_head, at, N, BLOCK_K, D, EDGE, TMA)
+            p = tl.math.exp2(_dot(q, k.T, None, UPCAST) * scale_2 - lse[:, None])
+            if EDGE:
+                keys, until = _per_key(visible_until, at, to, BLOCK_K)
+                p = tl.where((keys[None, :] <= queries[:, None]) & (queries[:, None] < until[None, :]), p, 0.0)
+            ds = p * (_dot(grad, v.T, None, UPCAST) - delta[:, None])
+            dq = _dot(ds.to(k.dtype), k, dq, UPCAST)
+            at, to = next_at, next_to
     slot = tl.load(slots + program)
     if slot < 0:
         _store(DQ + head * dq_h, dq_n, start, stop, N, dq * scale, BLOCK_Q, D)
@@ -243,62 +206,49 @@ def grad_query_kernel(
         tl.store(_slot(PART, slot, head, BLOCK_Q, D), dq * scale)
 
 
-@triton.jit
-def _grad_key(
-    dk, dv, k, v, Q, GRAD, LSE, DELTA, q_n, q_h, g_n, g_h, tile_start, tile_stop, first, last, head, keys, until, N, scale,
-    GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    # One loop over tiles and heads: nested loops would drain the pipeline and flush the accumulators once per head.
-    start = tl.load(tile_start + first // GROUP)
-    for index in tl.range(first, last):
-        next_start = tl.load(tile_start + (index + 1) // GROUP)
-        h = head + index % GROUP
-        queries = start + tl.arange(0, BLOCK_Q)
-        rows = h * N + (tl.minimum(queries, N - 1) if EDGE else queries)
-        q = _load(Q, q_n, q_h, h, start, N, BLOCK_Q, D, EDGE, TMA)
-        scores = _dot(k, q.T, None, UPCAST)
-        # Row statistics are loaded as late as possible: in this orientation each thread holds one for every column.
-        lse = tl.load(LSE + rows)
-        p = tl.math.exp2(scores * scale - lse[None, :])
-        if EDGE:
-            within = tl.minimum(until, tl.load(tile_stop + index // GROUP))  # later queries belong to the next tile
-            p = tl.where((keys[:, None] <= queries[None, :]) & (queries[None, :] < within[:, None]), p, 0.0)
-        grad = _load(GRAD, g_n, g_h, h, start, N, BLOCK_Q, D, EDGE, TMA)
-        dv = _dot(p.to(grad.dtype), grad, dv, UPCAST)
-        dp = _dot(v, grad.T, None, UPCAST)
-        delta = tl.load(DELTA + rows)
-        ds = p * (dp - delta[None, :])
-        dk = _dot(ds.to(q.dtype), q, dk, UPCAST)
-        start = next_start
-    return dk, dv
-
-
 @triton.jit(do_not_specialize=DYNAMIC)
 def grad_key_kernel(
-    Q, K, V, GRAD, LSE, DELTA, DK, DV, PART_K, PART_V, visible_until, starts, stops, slots, firsts, middles, lasts, tile_start, tile_stop,
-    N, scale, q_n, q_h, k_n, k_h, v_n, v_h, g_n, g_h, dk_n, dk_h, dv_n, dv_h,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
+    Q, K, V, GRAD, LSE, DELTA, DK, DV, PART_K, PART_V, visible_until, starts, stops, slots, firsts, middles, lasts,
+    tile_start, tile_stop, N, scale, q_n, q_h, k_n, k_h, v_n, v_h, g_n, g_h, dk_n, dk_h, dv_n, dv_h,
+    GROUP: constexpr, D: constexpr, BLOCK_Q: constexpr, BLOCK_K: constexpr, UPCAST: constexpr, TMA: constexpr,
 ):  # fmt: skip
-    """dK and dV of one key tile, summed over the GROUP query heads that share its key head: a visit is a query tile and
-    one of them.
+    """dK and dV of one key tile, summed over the GROUP query heads of its key head: a visit is a query tile and one.
+
+    One loop over tiles and heads: nested loops would drain the pipeline and flush the accumulators once per head.
     """
     key_head, program = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(starts + program), tl.load(stops + program)
     first, middle, last = tl.load(firsts + program), tl.load(middles + program), tl.load(lasts + program)
     keys, until = _per_key(visible_until, start, stop, BLOCK_K)
-    head = key_head * GROUP
+    first_head = key_head * GROUP
     k = _load(K, k_n, k_h, key_head, start, N, BLOCK_K, D, True, TMA)
     v = _load(V, v_n, v_h, key_head, start, N, BLOCK_K, D, True, TMA)
     dk = tl.zeros([BLOCK_K, D], tl.float32)
     dv = tl.zeros([BLOCK_K, D], tl.float32)
-    dk, dv = _grad_key(
-        dk, dv, k, v, Q, GRAD, LSE, DELTA, q_n, q_h, g_n, g_h, tile_start, tile_stop, first, middle, head, keys, until, N, scale * LOG2_E,
-        GROUP, BLOCK_Q, D, False, UPCAST, TMA,
-    )  # fmt: skip
-    dk, dv = _grad_key(
-        dk, dv, k, v, Q, GRAD, LSE, DELTA, q_n, q_h, g_n, g_h, tile_start, tile_stop, middle, last, head, keys, until, N, scale * LOG2_E,
-        GROUP, BLOCK_Q, D, True, UPCAST, TMA,
-    )  # fmt: skip
+    scale_2 = scale * LOG2_E
+    for EDGE in tl.static_range(2):
+        visit, past = (middle, last) if EDGE else (first, middle)
+        at = tl.load(tile_start + visit // GROUP)
+        for index in tl.range(visit, past):
+            next_at = tl.load(tile_start + (index + 1) // GROUP)
+            head = first_head + index % GROUP
+            queries = at + tl.arange(0, BLOCK_Q)
+            rows = head * N + (tl.minimum(queries, N - 1) if EDGE else queries)
+            q = _load(Q, q_n, q_h, head, at, N, BLOCK_Q, D, EDGE, TMA)
+            scores = _dot(k, q.T, None, UPCAST)
+            # Row statistics are loaded as late as possible: in this orientation each thread holds one for every column.
+            lse = tl.load(LSE + rows)
+            p = tl.math.exp2(scores * scale_2 - lse[None, :])
+            if EDGE:
+                within = tl.minimum(until, tl.load(tile_stop + index // GROUP))  # later queries belong to the next tile
+                p = tl.where((keys[:, None] <= queries[None, :]) & (queries[None, :] < within[:, None]), p, 0.0)
+            grad = _load(GRAD, g_n, g_h, head, at, N, BLOCK_Q, D, EDGE, TMA)
+            dv = _dot(p.to(grad.dtype), grad, dv, UPCAST)
+            dp = _dot(v, grad.T, None, UPCAST)
+            delta = tl.load(DELTA + rows)
+            ds = p * (dp - delta[None, :])
+            dk = _dot(ds.to(q.dtype), q, dk, UPCAST)
+            at = next_at
     slot = tl.load(slots + program)
     if slot < 0:
         _store(DK + key_head * dk_h, dk_n, start, stop, N, dk * scale, BLOCK_K, D)
@@ -316,7 +266,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> tu
     part, part_lse = _slots(plan, lse, heads, tile.block_q, dim), _slots(plan, lse, heads, tile.block_q)
     forward_kernel[heads, len(plan.programs.start)](
         *_sources(tile, q=(q,), k=(k, v)), out, lse, part, part_lse, mask.subtree, *plan.programs, tokens, scale,
-        *_strides(q, k, v, out), heads // k.shape[1], dim, *_constants(tile, q, k, v), num_warps=tile.warps, num_stages=tile.stages,
+        *_strides(q, k, v, out), heads // k.shape[1], dim, *_constants(tile, q, k, v), num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
     if plan.slots:
         merge_kernel[heads, len(plan.merges.start)](
@@ -335,10 +286,9 @@ def backward(
     plan = _plan(mask, tile, "by_query", heads, 1)
     part = _slots(plan, lse, heads, tile.block_q, dim)
     (described_q, described_grad, *described_kv) = _sources(tile, q=(q, grad), k=(k, v))
-    constants = _constants(tile, q, grad, k, v)
     grad_query_kernel[heads, len(plan.programs.start)](
-        described_q, *described_kv, out, described_grad, lse, delta, dq, part, mask.visible_until, *plan.programs, tokens, scale,
-        *_strides(q, k, v, out, grad, dq), heads // key_heads, dim, *constants, tile.warp_specialize and constants[-1],
+        described_q, *described_kv, out, described_grad, lse, delta, dq, part, mask.visible_until, *plan.programs,
+        tokens, scale, *_strides(q, k, v, out, grad, dq), heads // key_heads, dim, *_constants(tile, q, grad, k, v),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     _sum_slots(plan, part, dq, tile.block_q)
@@ -347,9 +297,9 @@ def backward(
     part_k, part_v = (_slots(plan, lse, key_heads, tile.block_k, dim) for _ in range(2))
     (described_q, described_grad, *described_kv) = _sources(tile, q=(q, grad), k=(k, v))
     grad_key_kernel[key_heads, len(plan.programs.start)](
-        described_q, *described_kv, described_grad, lse, delta, dk, dv, part_k, part_v, mask.visible_until, *plan.programs, tokens, scale,
-        *_strides(q, k, v, grad, dk, dv), heads // key_heads, dim, *_constants(tile, q, grad, k, v),
-        num_warps=tile.warps, num_stages=tile.stages,
+        described_q, *described_kv, described_grad, lse, delta, dk, dv, part_k, part_v, mask.visible_until,
+        *plan.programs, tokens, scale, *_strides(q, k, v, grad, dk, dv), heads // key_heads, dim,
+        *_constants(tile, q, grad, k, v), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     _sum_slots(plan, part_k, dk, tile.block_k)
     _sum_slots(plan, part_v, dv, tile.block_k)
@@ -373,8 +323,8 @@ def _slots(plan: Plan, like: Tensor, *shape: int) -> Tensor:
 
 def _plan(mask: TreeMask, tile: Tile, side: Literal["by_query", "by_key"], copies: int, repeat: int) -> Plan:
     blocks, device = (tile.block_q, tile.block_k), mask.visible_until.device
-    schedule = mask.derive(blocks, lambda: build(mask.host, *blocks))
-    make = lambda: balance.plan(getattr(schedule, side), _processors(device), copies, repeat, device)
+    built = mask.derive(blocks, lambda: schedule.build(mask.host, *blocks))
+    make = lambda: schedule.plan(getattr(built, side), _processors(device), copies, repeat, device)
     return mask.derive((*blocks, side, copies, repeat), make)
 
 

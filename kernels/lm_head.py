@@ -7,7 +7,7 @@ The M×V matrix is visited block by block, vocabulary first. The forward keeps r
 backward computes every block again and turns it into its gradient in place; each block yields finished rows of dW.
 Extra memory is one block, regardless of M and V, at the cost of one more matrix product. On a CPU the last blocks of
 few (all of a small head) are kept for the backward and not computed again. Matrix products are torch's; between them
-runs a Triton kernel on a GPU (logprob_triton.py) and cache-sized strips of torch operations on a CPU. Legend: M rows, V
+runs a Triton kernel on a GPU (lm_head_triton.py) and cache-sized strips of torch operations on a CPU. Legend: M rows, V
 vocabulary, d hidden size.
 """
 
@@ -28,20 +28,11 @@ STRIP_ELEMENTS = 2**17  # of logits: fits a CPU core's cache
 
 
 def linear_logprob(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float = 1.0,
-    *,
-    chunk_rows: int | None = None,
-    skip_below: float = 0.0,
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, *, chunk_rows: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """hidden [M, d], weight [V, d], targets int [M] → log-prob and entropy [M] of softmax(hidden weightᵀ /
-    temperature).
+    """hidden [M, d], weight [V, d], targets int [M] → log-prob and entropy [M] under softmax(hidden weightᵀ / T).
 
-    Results are fp32 (fp64 for fp64 inputs); both carry gradients to hidden and weight. `chunk_rows` limits the rows of
-    a block. With `skip_below` the backward skips tokens that no row of a block chose and whose probability is below it
-    in every row.
+    Results are fp32 (fp64 for fp64 inputs) and carry gradients to both. `chunk_rows` limits the rows of a block.
 
     >>> hidden, weight = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [4.0, 0.0]])
     >>> logprob, entropy = linear_logprob(hidden, weight, torch.tensor([2]))  # four equal logits: log 1/4 and log 4
@@ -52,39 +43,26 @@ def linear_logprob(
         shapes = f"{tuple(hidden.shape)}, {tuple(weight.shape)}, {tuple(targets.shape)}"
         raise ValueError(f"linear_logprob takes hidden [M, d], weight [V, d] and targets [M], got {shapes}")
     if hidden.dtype != weight.dtype or not hidden.is_floating_point():
-        raise TypeError(
-            f"hidden and weight must share one floating-point dtype, got {hidden.dtype} and {weight.dtype}: cast one of them"
-        )
+        both = f"{hidden.dtype} and {weight.dtype}"
+        raise TypeError(f"hidden and weight must share one floating-point dtype, got {both}: cast one of them")
     if temperature <= 0 or (chunk_rows is not None and chunk_rows < 1):
         raise ValueError(f"temperature and chunk_rows must be positive, got {temperature} and {chunk_rows}")
-    if not 0 <= skip_below < 1:
-        raise ValueError(f"skip_below is a probability below which gradients are left out, got {skip_below}")
     chunk_rows = chunk_rows or DEFAULT_CHUNK_ROWS
     differentiated = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     blocks = math.prod(map(len, _blocks(len(hidden), len(weight), chunk_rows)))
-    keep = differentiated and blocks <= 2 * KEPT_BLOCKS and not skip_below and _kernels(hidden) is Strips
-    return _forward(
-        hidden, weight, targets, temperature, chunk_rows, skip_below, min(blocks, KEPT_BLOCKS) if keep else 0
-    )[:2]
+    keep = differentiated and blocks <= 2 * KEPT_BLOCKS and _kernels(hidden) is Strips
+    return _forward(hidden, weight, targets, temperature, chunk_rows, min(blocks, KEPT_BLOCKS) if keep else 0)[:2]
 
 
 @torch.library.custom_op("dccot::linear_logprob", mutates_args=())
 def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float,
-    chunk_rows: int,
-    skip_below: float = 0.0,
-    keep: int = 0,
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_rows: int, keep: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """log-prob, entropy and log-sum-exp of every row; z of the last `keep` blocks, block i in row i % keep."""
-    if (
-        targets.device.type == "cpu"
-        and len(targets)
-        and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight)
-    ):
-        raise ValueError(f"targets must lie in [0, {len(weight)}), got {int(targets.min())} to {int(targets.max())}")
+    if targets.device.type == "cpu" and len(targets):
+        lowest, highest = int(targets.min()), int(targets.max())
+        if not 0 <= lowest <= highest < len(weight):
+            raise ValueError(f"targets must lie in [0, {len(weight)}), got {lowest} to {highest}")
     update = _kernels(hidden).update_statistics
     # Per row: the largest z so far, Σ exp(z − largest), Σ exp(z − largest)·(z − largest), the target's z.
     statistics = hidden.new_zeros(4, len(hidden), dtype=_wide(hidden))
@@ -102,7 +80,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(hidden, weight, targets, temperature, chunk_rows, skip_below=0.0, keep=0):
+def _(hidden, weight, targets, temperature, chunk_rows, keep=0):
     rows = [hidden.new_empty(len(hidden), dtype=_wide(hidden)) for _ in range(3)]
     kept = _buffers(hidden, *_blocks(len(hidden), len(weight), chunk_rows), keep) if keep else rows[0].new_empty(0, 0)
     return *rows, kept
@@ -110,67 +88,58 @@ def _(hidden, weight, targets, temperature, chunk_rows, skip_below=0.0, keep=0):
 
 @torch.library.custom_op("dccot::linear_logprob_backward", mutates_args=())
 def _backward(
-    grad_logprob: Tensor, grad_entropy: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, entropy: Tensor,
-    kept: Tensor, temperature: float, chunk_rows: int, skip_below: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`kept` is what the forward kept; other blocks are computed again."""
+    row_values: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    kept: Tensor,
+    temperature: float,
+    chunk_rows: int,
+) -> tuple[Tensor, Tensor]:
+    """`row_values` are log-sum-exp, entropy and the gradients of log-prob and entropy, [4, M]; `kept` is what the
+    forward kept: other blocks are computed again.
+    """
     to_gradient = _kernels(hidden).logits_to_gradient
-    row_values = torch.stack([lse, entropy, grad_logprob, grad_entropy])
     hidden_grad, weight_grad = torch.zeros_like(hidden, dtype=_wide(hidden)), torch.empty_like(weight)
     row_slices, vocab_slices = _blocks(len(hidden), len(weight), chunk_rows)
-    buffers, number, first_kept = (
-        _buffers(hidden, row_slices, vocab_slices),
-        0,
-        len(row_slices) * len(vocab_slices) - len(kept),
-    )
+    first_kept = len(row_slices) * len(vocab_slices) - len(kept)
+    buffers = _buffers(hidden, row_slices, vocab_slices)
+    dtype = hidden.dtype if buffers is None else buffers.dtype
+    numbers = itertools.count()
     for vocab in vocab_slices:
         vocab_grad = torch.zeros_like(weight[vocab], dtype=_wide(weight))
-        for rows in row_slices:
-            chosen, factor, dtype = (
-                targets[rows] - vocab.start,
-                weight[vocab],
-                hidden.dtype if buffers is None else buffers.dtype,
-            )
+        for rows, number in zip(row_slices, numbers):
+            chosen, values = targets[rows] - vocab.start, row_values[:, rows]
             if number >= first_kept and buffers is not None:
                 z, out = (_block(memory, number, hidden[rows], weight[vocab]) for memory in (kept, buffers))
-                gradient, columns = (
-                    to_gradient(z, chosen, row_values[:, rows], 1 / temperature, dtype, scaled_into=out),
-                    None,
-                )
+                gradient = to_gradient(z, chosen, values, 1 / temperature, dtype, scaled_into=out)
             else:
                 logits = _logits(hidden[rows], weight[vocab], buffers, number)
-                columns = _significant(logits, chosen, lse[rows], temperature, skip_below) if skip_below else None
-                if columns is not None:
-                    logits, chosen, factor = logits[:, columns[0]], columns[1], factor[columns[0]]
-                gradient = to_gradient(logits, chosen, row_values[:, rows], 1 / temperature, dtype)
+                gradient = to_gradient(logits, chosen, values, 1 / temperature, dtype)
                 del logits  # before the next ones come, unless they share a buffer
-            _add_product(hidden_grad[rows], gradient, factor)
-            if columns is None:
-                _add_product(vocab_grad, gradient.t(), hidden[rows])
-            else:
-                vocab_grad[columns[0]] += _add_product(
-                    torch.zeros_like(factor, dtype=vocab_grad.dtype), gradient.t(), hidden[rows]
-                )
+            _add_product(hidden_grad[rows], gradient, weight[vocab])
+            _add_product(vocab_grad, gradient.t(), hidden[rows])
             del gradient
-            number += 1
         weight_grad[vocab] = vocab_grad
     return hidden_grad.to(hidden.dtype), weight_grad
 
 
 @_backward.register_fake
-def _(grad_logprob, grad_entropy, hidden, weight, targets, lse, entropy, kept, temperature, chunk_rows, skip_below):
+def _(row_values, hidden, weight, targets, kept, temperature, chunk_rows):
     return torch.empty_like(hidden), torch.empty_like(weight)
 
 
 def _save(ctx, inputs, output) -> None:
-    hidden, weight, targets, *ctx.settings, _ = inputs
+    hidden, weight, targets, ctx.temperature, ctx.chunk_rows, _ = inputs
     _, entropy, lse, kept = output
-    ctx.save_for_backward(hidden, weight, targets, lse, entropy, kept)
+    ctx.save_for_backward(hidden, weight, targets, kept, lse, entropy)
     ctx.mark_non_differentiable(lse, kept)
 
 
 def _gradients(ctx, grad_logprob: Tensor, grad_entropy: Tensor, *_):
-    return *_backward(grad_logprob, grad_entropy, *ctx.saved_tensors, *ctx.settings), *[None] * 5
+    *saved, lse, entropy = ctx.saved_tensors
+    row_values = torch.stack([lse, entropy, grad_logprob, grad_entropy])
+    return *_backward(row_values, *saved, ctx.temperature, ctx.chunk_rows), *[None] * 4
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
@@ -212,37 +181,24 @@ def _block(buffers: Tensor, number: int, hidden: Tensor, weight: Tensor) -> Tens
     return buffers[number % len(buffers), : len(hidden) * len(weight)].view(len(hidden), len(weight))
 
 
-def _add_product(total: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:
+def _add_product(total: Tensor, gradient: Tensor, factor: Tensor) -> None:
     """total += gradient factor, summed inside the product, in the precision of `total`."""
     if gradient.dtype != total.dtype:
-        return torch.addmm(total, gradient, factor, out_dtype=total.dtype, out=total)
-    return total.addmm_(gradient, factor.to(total.dtype))
-
-
-def _significant(
-    logits: Tensor, targets: Tensor, lse: Tensor, temperature: float, bound: float
-) -> tuple[Tensor, Tensor]:
-    """Columns that are a target or whose probability reaches `bound` in some row, and the targets counted among them
-    (−1: elsewhere).
-    """
-    kept = (logits >= temperature * (lse + math.log(bound))[:, None]).any(0)
-    here = (targets >= 0) & (targets < len(kept))
-    kept[targets[here]] = True
-    return kept.nonzero()[:, 0], torch.where(here, (kept.cumsum(0) - 1)[targets.clamp(0, len(kept) - 1)], -1)
+        torch.addmm(total, gradient, factor, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(gradient, factor.to(total.dtype))
 
 
 def _kernels(x: Tensor):
     if x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
-        from dccot.kernels import lm_head_triton as logprob_triton
+        from dccot.kernels import lm_head_triton
 
-        return logprob_triton
+        return lm_head_triton
     return Strips
 
 
 class Strips:
-    """The two steps between matrix products on a CPU, a few rows at a time so that they stay in cache between
-    passes.
-    """
+    """The two steps between matrix products on a CPU, a few rows at a time: they stay in cache between passes."""
 
     @staticmethod
     def update_statistics(logits: Tensor, targets: Tensor, statistics: Tensor, inverse_temperature: float) -> None:
@@ -266,9 +222,8 @@ class Strips:
 
     @staticmethod
     def logits_to_gradient(
-        logits: Tensor, targets: Tensor, row_values: Tensor, inverse_temperature: float, dtype: torch.dtype | None = None,
-        *, scaled_into: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        logits: Tensor, targets: Tensor, row_values: Tensor, inverse_temperature: float, _=None, scaled_into=None
+    ) -> Tensor:
         """In place, or of logits that are divided by the temperature already, into `scaled_into`."""
         lse, entropy, grad_logprob, grad_entropy = (value[:, None] for value in row_values)
         with_entropy = bool(grad_entropy.any())

@@ -1,8 +1,7 @@
-"""The Triton kernels of the fused LM head: what happens to a block of logits between two matrix products
-(linear_logprob.py).
+"""The Triton kernels of the fused LM head: what happens to a block of logits between two matrix products (lm_head.py).
 
     statistics_kernel   folds a block into the running softmax statistics; one program per row
-    gradient_kernel     writes a block's gradient in the precision of the products; one program per row and stretch of columns
+    gradient_kernel     writes a block's gradient in the precision of the products; one program per row and HEAD_COLUMNS
 
 Both stream memory once, so they are bandwidth-bound. Statistics and row values are [4, M], one plane after the other; a
 target outside the block is just a column that never comes up.
@@ -15,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dccot.kernels.tuning import STRETCH, STRETCH_WARPS
+from dccot.kernels.tuning import HEAD_COLUMNS, HEAD_WARPS
 
 # Arguments that change with the number of rows must not trigger recompilation, neither by value nor by alignment. The
 # width of a block follows from the vocabulary, and knowing that it is divisible by 16 allows vector loads.
@@ -67,29 +66,18 @@ def gradient_kernel(
 
 
 def update_statistics(logits: Tensor, targets: Tensor, statistics: Tensor, inverse_temperature: float) -> None:
-    rows, width = logits.shape
-    statistics_kernel[rows,](
-        logits,
-        targets,
-        statistics,
-        width,
-        logits.stride(0),
-        statistics.stride(0),
-        inverse_temperature,
-        STRETCH,
-        num_warps=STRETCH_WARPS,
-    )
+    (rows, width), strides = logits.shape, (logits.stride(0), statistics.stride(0))
+    launch = statistics_kernel[rows,]
+    launch(logits, targets, statistics, width, *strides, inverse_temperature, HEAD_COLUMNS, num_warps=HEAD_WARPS)
 
 
 def logits_to_gradient(
     logits: Tensor, targets: Tensor, row_values: Tensor, inverse_temperature: float, dtype: torch.dtype | None = None
 ) -> Tensor:
     """In place where precisions agree."""
-    rows, width = logits.shape
-    logits = logits.contiguous()
+    (rows, width), logits = logits.shape, logits.contiguous()
     gradient = logits if dtype in (None, logits.dtype) else torch.empty_like(logits, dtype=dtype)
-    gradient_kernel[rows, triton.cdiv(width, STRETCH)](
-        logits, gradient, targets, row_values, width, logits.stride(0), row_values.stride(0), inverse_temperature, STRETCH,
-        num_warps=STRETCH_WARPS,
-    )  # fmt: skip
+    given, strides = (logits, gradient, targets, row_values), (logits.stride(0), row_values.stride(0))
+    launch = gradient_kernel[rows, triton.cdiv(width, HEAD_COLUMNS)]
+    launch(*given, width, *strides, inverse_temperature, HEAD_COLUMNS, num_warps=HEAD_WARPS)
     return gradient

@@ -65,14 +65,11 @@ def _parents(ends: np.ndarray) -> np.ndarray:
 
 
 def validate(visible_until: Tensor) -> None:
-    """Raises ValueError unless `visible_until` is a depth-first forest: k < visible_until[k] ≤ N, intervals nested or
-    disjoint.
-    """
+    """Raises ValueError unless it is a depth-first forest: k < visible_until[k] ≤ N, intervals nested or disjoint."""
     ends = torch.as_tensor(visible_until)
     if ends.ndim != 1 or ends.is_floating_point() or ends.dtype == torch.bool:
-        raise ValueError(
-            f"visible_until must be a one-dimensional integer tensor, got {ends.dtype} of shape {tuple(ends.shape)}"
-        )
+        found = f"{ends.dtype} of shape {tuple(ends.shape)}"
+        raise ValueError(f"visible_until must be a one-dimensional integer tensor, got {found}")
     tokens, index = len(ends), torch.arange(len(ends), device=ends.device)
     _require((index < ends) & (ends <= tokens), ends, f"must lie after the token itself and at most at N = {tokens}")
     above = parents(ends)
@@ -137,9 +134,8 @@ class TreeMask:
     @property
     def subtree(self) -> Tensor:
         """int32 [N]: how many queries see each key, its own among them: q sees k ⇔ 0 ≤ q − k < subtree[k]."""
-        return self.derive(
-            "subtree", lambda: moved(self.host - torch.arange(len(self.host), dtype=torch.int32), self.device)
-        )
+        own = lambda: self.host - torch.arange(len(self.host), dtype=torch.int32)
+        return self.derive("subtree", lambda: moved(own(), self.device))
 
     def to(self, device: torch.device | str) -> TreeMask:
         return self if torch.device(device) == self.device else TreeMask(self.host, device)

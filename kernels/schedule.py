@@ -1,4 +1,4 @@
-"""Which tiles of the attention matrix the Triton kernels visit, and in which order.
+"""Which tiles of the attention matrix the Triton kernels visit, in which order, and how a GPU shares the work.
 
 Queries are cut into tiles of at most block_q, keys into tiles of at most block_k tokens. A new tile starts where one
 long branch ends and another begins, so no tile straddles two branches that cannot see each other, at the cost of one
@@ -7,20 +7,38 @@ tile at once, whether the pair is
     empty   largest ≤ first query, or all keys come after all queries: never visited
     full    smallest > last query, all keys come before all queries, and the streamed tile is whole: no mask arithmetic
     edge    anything else: visited with the mask
-This takes O(N + tiles²) and nothing N×N ever exists. A schedule is a list of tiles per query tile (for the forward and
-dQ) and per key tile (for dK/dV), full ones first, the longest lists first; balance.py splits it to fit a GPU.
+This takes O(N + tiles²) and nothing N×N ever exists. A schedule (`build`) is a list of tiles per query tile (for the
+forward and dQ) and per key tile (for dK/dV), full ones first, the longest lists first.
+
+A key tile of a prompt that many responses share is visited by every one of their query tiles: its list can be longer
+than all the work a multiprocessor should get. `plan` splits such lists into pieces, each a separate program that writes
+fp32 partial results to a slot; a small kernel then adds the slots of a list in a fixed order, so results need no
+atomics and are bit-reproducible. The piece size is decided by simulation: programs start in the order given here, each
+on the first free multiprocessor. The unit of cost is a visit of an unmasked tile. Candidates split what is longer than
+some fraction of a multiprocessor's share of the work, or what runs in the last, incomplete wave; the first that keeps
+the GPU busy wins, otherwise the fastest.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
-# A new tile starts between branches of at least this many tiles each.
-LONG_BRANCH_TILES = 2
+from dccot.kernels.mask import moved
+
+LONG_BRANCH_TILES = 2  # a new tile starts between branches of at least this many tiles each
+EDGE_COST = 1.25  # a visit with the mask; `dccot inspect` counts the instructions
+PROGRAM_COST = 1.5  # loading what a program owns, filling the pipeline, storing the result
+SLOT_COST = 1.0  # storing a piece in fp32 and adding it
+SHARES = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # a piece may take 1/SHARES of a multiprocessor's share of the work
+LAST_WAVE = (2, 3, 4)  # pieces of a list in the last wave
+BUSY = 0.97  # share of time spent on work of the unsplit schedule that ends the search
 
 
 class Lists(NamedTuple):
@@ -87,3 +105,92 @@ def _lists(visited: np.ndarray, full: np.ndarray, own: np.ndarray, streamed: np.
     first = last - counts[order]
     tiles = np.append(tiles, 0)  # kernels read one tile ahead
     return Lists(own[order], own[order + 1], first, first + fulls[order], last, streamed[tiles], streamed[tiles + 1])
+
+
+class Programs(NamedTuple):
+    """Program p owns tokens start[p]:stop[p] and visits [first[p], middle[p]) without, [middle[p], last[p]) with the
+    mask; a visit is tile visit // repeat and head visit % repeat. It writes to slot[p], or to the result if that is −1.
+    """
+
+    start: Tensor
+    stop: Tensor
+    slot: Tensor
+    first: Tensor
+    middle: Tensor
+    last: Tensor
+    tile_start: Tensor
+    tile_stop: Tensor
+
+
+class Merges(NamedTuple):
+    """Tokens start[m]:stop[m] are merged from slots first[m]:last[m]."""
+
+    start: Tensor
+    stop: Tensor
+    first: Tensor
+    last: Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    programs: Programs
+    merges: Merges
+    slots: int
+    busy: float  # simulated share of busy multiprocessors
+    makespan: float  # simulated, in visits of an unmasked tile
+
+
+def plan(lists: Lists, processors: int, copies: int, repeat: int, device: torch.device | str = "cpu") -> Plan:
+    """`copies` programs (heads) run each list, and each program walks it with `repeat` heads."""
+    first, middle, last = (repeat * column.astype(np.int64) for column in (lists.first, lists.middle, lists.last))
+    work = (middle - first) + EDGE_COST * (last - middle)
+    share = copies * (work + PROGRAM_COST).sum() / processors
+    fastest = 0.0, np.inf, np.ones_like(first)
+    for wanted in _wanted(work, share, copies, processors):
+        parts = np.minimum(wanted, last - first).clip(1).astype(np.int64)
+        busy, makespan = simulate(_costs(work, parts), processors, copies)
+        fastest = min(fastest, (busy, makespan, parts), key=lambda candidate: (round(candidate[1], 6), -candidate[0]))
+        if share >= BUSY * makespan:
+            break
+    busy, makespan, parts = fastest
+    programs, merges = _split(lists._replace(first=first, middle=middle, last=last), parts, torch.device(device))
+    return Plan(programs, merges, int(parts[parts > 1].sum()), busy, makespan)
+
+
+def _wanted(work: np.ndarray, share: float, copies: int, processors: int) -> Iterator[np.ndarray]:
+    """Into how many pieces each list would be split; lists are sorted longest first."""
+    yield from (np.ceil(work * n / share) for n in SHARES)
+    in_last_wave = np.arange(len(work)) >= len(work) * copies // processors * processors // copies
+    yield from (np.where(in_last_wave, n, 1) for n in LAST_WAVE)
+
+
+def simulate(costs: np.ndarray, processors: int, copies: int) -> tuple[float, float]:
+    """Share of busy processors, and when the last one stops."""
+    free = [0.0] * processors
+    for cost in np.sort(costs)[::-1].tolist():
+        for _ in range(copies):
+            heapq.heapreplace(free, free[0] + cost)
+    makespan = max(free)
+    return float(copies * costs.sum() / (processors * makespan)), float(makespan)
+
+
+def _costs(work: np.ndarray, parts: np.ndarray) -> np.ndarray:
+    return np.repeat(work / parts + PROGRAM_COST + SLOT_COST * (parts > 1), parts)
+
+
+def _split(lists: Lists, parts: np.ndarray, device: torch.device) -> tuple[Programs, Merges]:
+    owner = np.repeat(np.arange(len(parts)), parts)
+    piece = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
+    bound = lambda number: lists.first[owner] + (lists.last - lists.first)[owner] * number // parts[owner]
+    begin, end = bound(piece), bound(piece + 1)
+    several = parts > 1
+    slot = np.where(several[owner], np.cumsum(several[owner]) - 1, -1)
+    switch = np.clip(lists.middle[owner], begin, end)
+    order = np.argsort(-(switch - begin + EDGE_COST * (end - switch)), kind="stable")
+    columns = lists.start[owner], lists.stop[owner], slot, begin, switch, end
+    past = np.cumsum(parts[several])
+    arrays = [*(column[order] for column in columns), lists.tile_start, lists.tile_stop]
+    arrays += [lists.start[several], lists.stop[several], past - parts[several], past]
+    packed = moved(torch.from_numpy(np.concatenate(arrays).astype(np.int32)), device)
+    tensors = packed.split([len(array) for array in arrays])
+    return Programs(*tensors[:8]), Merges(*tensors[8:])

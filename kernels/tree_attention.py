@@ -2,7 +2,7 @@
 
     triton   GPU; on a CPU only in Triton's interpreter (TRITON_INTERPRET=1), which is for tests
     cpu      fast on a CPU: the tree cut into strips of ordinary attention (attention_cpu.py)
-    flash    torch's FlexAttention with the same tiles (attention_flash.py), whose FLASH kernels may be faster on the newest GPUs
+    flash    torch's FlexAttention with the same tiles (attention_flex.py), whose FLASH kernels may be faster
     dense    the whole N×N matrix: the oracle
 
     mask = TreeMask(visible_until)                   # once per forest, shared by all layers and the backward
@@ -47,11 +47,9 @@ def tree_attention(
     if backend == "dense":
         return dense_attention(q, k, v, mask.visible_until, scale)
     if backend == "flash":
-        from dccot.kernels import (
-            attention_flex as attention_flash,  # takes a second to import, and nothing else needs it
-        )
+        from dccot.kernels import attention_flex  # takes a second to import, and nothing else needs it
 
-        return attention_flash.attend(q, k, v, mask, scale)
+        return attention_flex.attend(q, k, v, mask, scale)
     return _forward(q, k, v, mask.visible_until, mask.handle, scale, backend)[0]
 
 
@@ -64,17 +62,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, backen
     if len(mask) != q.shape[0]:
         raise ValueError(f"the mask describes {len(mask)} tokens, but {shapes}")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise TypeError(
-            f"q, k and v must share one floating-point dtype, got {q.dtype}, {k.dtype}, {v.dtype}: cast them first"
-        )
+        found = f"{q.dtype}, {k.dtype}, {v.dtype}"
+        raise TypeError(f"q, k and v must share one floating-point dtype, got {found}: cast them first")
     if not q.device == k.device == v.device == mask.visible_until.device:
-        raise ValueError(
-            f"q, k, v and the mask must be on one device, got {q.device}, {k.device}, {v.device}, {mask.visible_until.device}"
-        )
+        found = f"{q.device}, {k.device}, {v.device}, {mask.visible_until.device}"
+        raise ValueError(f"q, k, v and the mask must be on one device, got {found}")
     if any(x.stride(-1) != 1 for x in (q, k, v)):
-        raise ValueError(
-            f"the last dimension must be contiguous, got strides {[x.stride() for x in (q, k, v)]}: call .contiguous() first"
-        )
+        strides = [x.stride() for x in (q, k, v)]
+        raise ValueError(f"the last dimension must be contiguous, got strides {strides}: call .contiguous() first")
     if scale <= 0:
         raise ValueError(f"scale must be positive, got {scale}")
     if backend == "triton":
@@ -88,22 +83,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, backen
 
 
 def _check_triton(q: Tensor, k: Tensor, v: Tensor) -> None:
+    ours, remedy = "the Triton kernels", "use backend 'cpu' or 'dense'"
     if q.shape[-1] not in TRITON_HEAD_DIMS:
-        raise ValueError(
-            f"the Triton kernels take head_dim {TRITON_HEAD_DIMS}, got {q.shape[-1]}: use backend 'cpu' or 'dense'"
-        )
+        raise ValueError(f"{ours} take head_dim {TRITON_HEAD_DIMS}, got {q.shape[-1]}: {remedy}")
     if q.dtype not in TRITON_DTYPES:
-        raise TypeError(
-            f"the Triton kernels take {TRITON_DTYPES}, got {q.dtype}: cast, or use backend 'cpu' or 'dense'"
-        )
+        raise TypeError(f"{ours} take {TRITON_DTYPES}, got {q.dtype}: cast, or {remedy}")
     if max(x.shape[1] * x.stride(1) for x in (q, k, v)) >= 2**31:
         raise ValueError(
-            "heads lie more than 2³¹ elements apart, which the Triton kernels cannot address: call .contiguous() first"
+            f"heads lie more than 2³¹ elements apart: {ours} cannot address that, call .contiguous() first"
         )
     if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            "backend 'triton' on a CPU needs TRITON_INTERPRET=1 in the environment before Python starts: use 'cpu'"
-        )
+        raise ValueError("backend 'triton' on a CPU needs TRITON_INTERPRET=1 before Python starts: use 'cpu'")
 
 
 def _triton(mask: TreeMask) -> tuple[Any, Any]:
@@ -135,15 +125,16 @@ def _(q, k, v, visible_until, handle, scale, backend):
 
 @torch.library.custom_op("dccot::tree_attention_backward", mutates_args=())
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible_until: Tensor, handle: Tensor, scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    tensors: list[Tensor], visible_until: Tensor, handle: Tensor, scale: float, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`tensors` are the output's gradient, q, k, v, the output and its log-sum-exp."""
     module, layout = BACKENDS[backend](TreeMask.from_handle(handle, visible_until))
-    return module.backward(grad, q, k, v, out, lse, layout, scale)
+    return module.backward(*tensors, layout, scale)
 
 
 @_backward.register_fake
-def _(grad, q, k, v, out, lse, visible_until, handle, scale, backend):
+def _(tensors, visible_until, handle, scale, backend):
+    _, q, k, v, *_ = tensors
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -154,7 +145,8 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, grad: Tensor, _):
-    return *_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.backend), None, None, None, None
+    *tensors, visible_until, handle = ctx.saved_tensors
+    return *_backward([grad, *tensors], visible_until, handle, ctx.scale, ctx.backend), None, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

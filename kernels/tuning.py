@@ -1,9 +1,8 @@
 """Tile sizes, warps and pipeline stages of every kernel: one small table per architecture and head dim.
 
-Chosen by `dccot inspect --sweep` (its record: tests/kernels/sweep.jsonl): of the tiles that spill no register,
-serialise no product and keep loads one tile ahead of the arithmetic, the largest that is predicted within 2% of the
-fastest. Keys are compile-time constants, so a new length or tree never recompiles. sm_86 stands for GPUs with 100 KB of
-shared memory.
+The table is not measured: no GPU was available. Its tiles spill no register, serialise no product and keep loads one
+tile ahead of the arithmetic (`dccot inspect`); among those they were chosen by an estimate of their speed. Keys are
+compile-time constants, so a new length or tree never recompiles. sm_86 stands for GPUs with 100 KB of shared memory.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ class Tile:
     warps: int
     stages: int
     tma: bool = False  # tiles are loaded through tensor descriptors
-    # other warps load and multiply while these take the softmax: dQ on sm_100 with `tma`; never timed
-    warp_specialize: bool = False
 
 
 ATTENTION_KERNELS = ("forward", "grad_query", "grad_key")
@@ -57,15 +54,8 @@ FP32 = (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 32, 8, 1))
 INTERPRETER = (Tile(32, 16, 1, 1), Tile(16, 32, 1, 1), Tile(16, 32, 1, 1))
 
 # The LM head's kernels: columns per step and warps, on every architecture.
-STRETCH = 4096
-STRETCH_WARPS = 8
-
-
-def check(kernel: str, tile: Tile) -> None:
-    if tile.warp_specialize and (kernel != "grad_query" or not tile.tma):
-        raise ValueError(
-            f"warp_specialize is only for grad_query with tma, others fail or spill (docs/kernels.md); got {kernel}, {tile}"
-        )
+HEAD_COLUMNS = 4096
+HEAD_WARPS = 8
 
 
 def tile_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> Tile:
@@ -75,9 +65,7 @@ def tile_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> Tile:
         tiles = FP32
     else:
         tiles = TABLE[arch][max(head_dim, 64)]
-    tile = tiles[ATTENTION_KERNELS.index(kernel)]
-    check(kernel, tile)
-    return tile
+    return tiles[ATTENTION_KERNELS.index(kernel)]
 
 
 @functools.cache
@@ -89,9 +77,8 @@ def architecture(device: torch.device) -> str:
         return "gfx942"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
-        raise ValueError(
-            f"tree attention needs compute capability 8.0 or newer, {torch.cuda.get_device_name(device)} has {major}.{minor}"
-        )
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"tree attention needs compute capability 8.0 or newer, {name} has {major}.{minor}")
     if (major, minor) == (8, 0):
         return "sm_80"
     return {9: "sm_90", 10: "sm_100"}.get(major, "sm_86")

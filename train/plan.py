@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 from dccot.core.config import ConfigError, load_config
-from dccot.kernels.gpus import GPUS, Gpu
 from dccot.model.config import ModelConfig, parse_config, read_config
 from dccot.rollout.settings import EngineConfig
 from dccot.train.largest import largest_micro_batch
@@ -50,6 +49,27 @@ SHAPES = {  # the DeepSeek-R1-Distill-Qwen family
     "1.5B": _qwen2(1536, 8960, 28, 12, 2, False, 151936),
     "7B": _qwen2(3584, 18944, 28, 28, 4, False, 152064),
     "32B": _qwen2(5120, 27648, 64, 40, 8, False, 152064),
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A vendor's figures."""
+
+    arch: str
+    memory: int  # GB
+    bandwidth: int  # GB/s
+    tflops: float  # bf16, dense
+    multiprocessors: int
+
+
+GPUS = {
+    "A100": Gpu("sm_80", 80, 2039, 312, 108),
+    "A6000": Gpu("sm_86", 48, 768, 155, 84),
+    "H100": Gpu("sm_90", 80, 3350, 989, 132),
+    "H200": Gpu("sm_90", 141, 4800, 989, 132),
+    "B200": Gpu("sm_100", 180, 8000, 2250, 148),
+    "MI300X": Gpu("gfx942", 192, 5300, 1307, 304),
 }
 ASSUMED_MFU = 0.4
 ASSUMED_BANDWIDTH_SHARE = 0.6

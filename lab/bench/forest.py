@@ -2,7 +2,7 @@
 
     dccot bench forest
 
-Responses are like those of the paper's trained model (dccot.lab.critic.trees), about 6,000 tokens with the prompt,
+Responses are like those of the paper's trained model (dccot.lab.bench.trees), about 6,000 tokens with the prompt,
 seven to a prompt. The figures are CPU time of one core for everything between responses and the model: packing is a
 plan over lengths, building copies every token once, and positions and parents are derived from `visible_until`. Larger
 batches hold the same responses repeatedly. Rows are the turns of agents: seven to a prompt, each leaving the first of
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from dccot.core.runtime import keep_freed_memory
-from dccot.lab.critic.trees import paper_shape
+from dccot.lab.bench.trees import paper_shape
 from dccot.rollout.response import Response, Round, Segment
 from dccot.train.forest import Forest, pack
 

@@ -24,13 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dccot.kernels import balance, schedule
 from dccot.kernels import lm_head as fused
+from dccot.kernels import schedule
 from dccot.kernels.mask import TreeMask, positions
 from dccot.kernels.reference import dense_mask
 from dccot.kernels.tree_attention import tree_attention
 from dccot.kernels.tuning import TABLE
-from dccot.lab.critic import trees
+from dccot.lab.bench import trees
 
 OUTPUT = Path("runs/bench")
 THREADS = min(4, os.cpu_count() or 1)
@@ -53,7 +53,6 @@ def run(quick: bool = False) -> list[dict]:
         + schedule_rows(tokens)
         + balance_rows(trees.MEASURED[:1] if quick else trees.MEASURED)
     )
-    rows += [] if quick else predicted_rows()
     if GPU:
         from dccot.lab.bench import kernels_on_gpu as bench_gpu
 
@@ -114,7 +113,7 @@ def balance_rows(measured: Sequence[tuple[str, int]]) -> list[dict]:
         for name, blocks in (("forward", (128, 128)), ("dQ", (128, 64)), ("dK/dV", (64, 128))):
             built = schedule.build(visible_until, *blocks)
             busy = [
-                balance.plan(
+                schedule.plan(
                     *(
                         (built.by_key, gpu, key_heads, heads // key_heads)
                         if name == "dK/dV"
@@ -127,41 +126,6 @@ def balance_rows(measured: Sequence[tuple[str, int]]) -> list[dict]:
             rows.append(
                 row(f"attention: balance of {name}, {kind}, {len(visible_until):,} tokens", min(busy), "share", 0.95)
             )
-    return rows
-
-
-def predicted_rows() -> list[dict]:
-    """What the critic predicts for head dim 128 and 12/2 heads; masked tiles count at the cost of their own loop."""
-    from dccot.lab.critic import inspect
-    from dccot.lab.critic.compiling import configurations
-    from dccot.lab.critic.predict import backward_tflops
-
-    rows = []
-    configs = [config for config in configurations(["sm_90", "sm_100"]) if config.head_dim == 128]
-    for tree, tokens in (("paper", WORK_TOKENS), ("shared-7x200", 0), ("packs", 2 * WORK_TOKENS)):
-        reports = inspect.inspect(configs, inspect.Workload(tree, tokens))
-        for gpu, arch in (("H100", "sm_90"), ("B200", "sm_100")):
-            found = {
-                each.configuration.kernel: each.prediction
-                for each in reports
-                if each.configuration.arch == arch and each.prediction
-            }
-            target = (
-                (400, 260, 0.85)
-                if (tree, gpu) == ("paper", "H100")
-                else (None, None, 0.85 if tree == "paper" else None)
-            )
-            useful = min(each.useful for each in found.values())
-            rows += [
-                row(f"predicted, not measured: {gpu} forward, {tree}", found["forward"].tflops, "TFLOP/s", target[0]),
-                row(f"predicted, not measured: {gpu} backward, {tree}", backward_tflops(found), "TFLOP/s", target[1]),
-                row(
-                    f"predicted, not measured: {gpu} useful work with masked tiles at their cost, {tree}",
-                    useful,
-                    "share",
-                    target[2],
-                ),
-            ]
     return rows
 
 

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from dccot.kernels import lm_head as fused
-from dccot.kernels.gpus import GPUS
 from dccot.kernels.mask import TreeMask, positions
 from dccot.kernels.reference import dense_logprob
 from dccot.kernels.tree_attention import tree_attention
+from dccot.lab.bench import trees
 from dccot.lab.bench.kernels import attention_inputs, dense_sdpa, forward_backward, row
-from dccot.lab.critic import trees
+from dccot.train.plan import GPUS
 
 Attention = Callable[[Tensor, Tensor, Tensor], Any]
 CAUSAL, TREE = "own kernel, plain causal", "tree"

@@ -1,41 +1,60 @@
-"""The critic: compiles every kernel for GPUs that are not present, reads the machine code, lists problems, and predicts
-the speed.
+"""The critic: compiles every kernel for GPUs that are not present, reads the machine code and lists problems.
 
     dccot inspect                                     # the whole table: sm_80, sm_90, sm_100, gfx942
-    dccot inspect --arch sm_90 --tree shared-7x200 --json inspect.json --roofline roofline.png
-    dccot inspect --sweep --arch sm_90                # tile sizes, warps and stages, ranked by the prediction
+    dccot inspect --arch sm_90 --json inspect.json
     dccot inspect --sass forward --arch sm_90         # machine code of the inner loops next to its source lines
     dccot inspect --diff HEAD~1 HEAD                  # two commits (or two JSON files), kernel by kernel
 
-Per kernel: registers, spills, shared memory, resident warps, matrix instructions, the instruction mix of the loop over
-unmasked tiles, how many iterations loads run ahead, the cost of a masked tile, what bounds the loop (predict.py) and
-TFLOP/s on the visible pairs of a tree.
+Per kernel: registers, spills, shared memory, resident warps, matrix instructions, the instructions of the loops over
+unmasked and over masked tiles, and how many iterations loads run ahead. Facts of the code, nothing about its speed:
+`dccot bench` measures that on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-
-from torch import Tensor
+from typing import NamedTuple
 
 from dccot.core.files import write_atomic
-from dccot.kernels.gpus import GPUS, Gpu, of_architecture
-from dccot.kernels.tuning import TABLE, Tile
-from dccot.lab.critic import trees
-from dccot.lab.critic.assembly import Partition
-from dccot.lab.critic.compiling import Configuration, Examined, configurations, examine
-from dccot.lab.critic.predict import Prediction, backward_tflops, cycles, predict
+from dccot.kernels.tuning import TABLE
+from dccot.lab.critic import assembly
+from dccot.lab.critic.compiling import Configuration, Examined, compile_kernel, configurations, examine
 
 DEFAULT_ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 TENSOR_MEMORY_COLUMNS = 512  # of a Blackwell multiprocessor
+MEASURE = """measure on a GPU:
+  ncu --set full --import-source on -k 'regex:(forward|grad_query|grad_key)_kernel' -o attention dccot bench attention
+  dccot bench attention --profile && proton-viewer -m time/ms runs/bench/attention.trace.proton.hatchet"""
+
+
+class Multiprocessor(NamedTuple):
+    """Limits of a multiprocessor (AMD: compute unit)."""
+
+    max_warps: int
+    threads_per_warp: int
+    registers: int  # 32-bit
+    shared_memory: int  # bytes
+    reserved: int  # bytes of it per program
+
+
+LIMITS = {
+    "sm_80": Multiprocessor(64, 32, 65536, 164 * 1024, 1024),
+    "sm_86": Multiprocessor(48, 32, 65536, 100 * 1024, 1024),
+    "sm_90": Multiprocessor(64, 32, 65536, 228 * 1024, 1024),
+    "sm_100": Multiprocessor(64, 32, 65536, 228 * 1024, 1024),
+    "gfx942": Multiprocessor(32, 64, 4 * 512 * 64, 64 * 1024, 0),
+}
 
 
 @dataclass(frozen=True)
@@ -49,109 +68,68 @@ class Report:
     warps: int
     occupancy: float
     matrix_instruction: str | None
-    loop: dict[str, int]  # instructions of the inner loop over unmasked tiles, by class
-    edge_loop: dict[str, int] | None
-    load_bytes: dict[str, int]
-    prefetch: list[int | None]  # per inner loop
-    cycles: dict[str, float]  # estimated, per iteration of the inner loop
-    bound: str
+    loops: list[assembly.Loop]  # over unmasked, over masked tiles
     findings: list[str]
-    prediction: Prediction | None = None
-    partitions: list[list[Partition]] = field(default_factory=list)  # of each warp-specialised loop
-
-    @property
-    def tile(self) -> Tile:
-        """Of an attention kernel; the LM head's have none."""
-        assert self.configuration.tile is not None
-        return self.configuration.tile
 
 
-@dataclass(frozen=True)
-class Workload:
-    """The workload that predictions are for."""
-
-    tree: str = "paper"
-    tokens: int = 16_384
-    heads: int = 12
-    key_heads: int = 2
-
-    def visible_until(self) -> Tensor:
-        return trees.tree(self.tree, self.tokens)
-
-
-def inspect(configs: Sequence[Configuration], workload: Workload | None = None) -> list[Report]:
+def inspect(configs: Sequence[Configuration]) -> list[Report]:
     """Compiles on all cores; earlier results come from Triton's cache."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        raise RuntimeError(
-            "TRITON_INTERPRET=1 replaces the compiler by an interpreter: unset it to inspect compiled kernels"
-        )
+        raise RuntimeError("TRITON_INTERPRET=1 replaces the compiler by an interpreter: unset it to inspect kernels")
     with ProcessPoolExecutor(min(len(configs), os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        examined = list(pool.map(examine, configs))
-    visible_until = workload.visible_until() if workload else None
-    return [
-        report(config, each, visible_until, workload or Workload())
-        for config, each in zip(configs, examined, strict=True)
-    ]
+        return list(map(report, configs, pool.map(examine, configs)))
 
 
-def report(config: Configuration, examined: Examined, visible_until: Tensor | None, workload: Workload) -> Report:
-    code, gpu = examined.code, of_architecture(config.arch)
-    programs = resident(gpu, examined)
-    # The model adds up what one group of warps does: it does not apply to partitions that run side by side.
-    estimated = {} if code.partitions else cycles(config, gpu, code.loop, programs, bool(code.advisories))
-    prediction = None
-    if visible_until is not None and config.tile and programs and not code.partitions:
-        prediction = predict(config, examined, programs, gpu, visible_until, workload.heads, workload.key_heads)
+def report(config: Configuration, examined: Examined) -> Report:
+    code, programs = examined.code, resident(config.arch, examined)
+    warps = programs * examined.warps
     return Report(
-        config, code.registers, code.stack, code.spill_instructions, examined.shared_memory, programs, programs * examined.warps,
-        programs * examined.warps / gpu.max_warps, code.matrix_instruction, code.loop.mix, code.edge.mix if code.edge else None,
-        code.loop.load_bytes, [loop.prefetch for loop in (code.loop, code.edge) if loop], estimated,
-        max(estimated, key=lambda name: estimated[name], default=""), criticise(config, examined, programs), prediction, code.partitions,
-    )  # fmt: skip
+        configuration=config,
+        registers=code.registers,
+        stack=code.stack,
+        spill_instructions=code.spill_instructions,
+        shared_memory=examined.shared_memory,
+        programs=programs,
+        warps=warps,
+        occupancy=warps / LIMITS[config.arch].max_warps,
+        matrix_instruction=code.matrix_instruction,
+        loops=code.loops,
+        findings=criticise(config, examined, programs),
+    )
+
+
+def resident(arch: str, examined: Examined) -> int:
+    """Programs that fit on a multiprocessor at once."""
+    limits, warps = LIMITS[arch], examined.warps
+    granted = -(examined.code.registers // -8) * 8 * limits.threads_per_warp * warps
+    by_memory = limits.shared_memory // max(examined.shared_memory + limits.reserved, 1)
+    fit = [limits.max_warps // warps, limits.registers // granted, by_memory]
+    if examined.tensor_memory:
+        fit.append(TENSOR_MEMORY_COLUMNS // examined.tensor_memory)
+    return min(fit)
 
 
 def criticise(config: Configuration, examined: Examined, programs: int) -> list[str]:
     """The problems found, one sentence each."""
-    code, nvidia = examined.code, not config.arch.startswith("gfx")
+    code = examined.code
     found = [f"ptxas {advisory}" for advisory in code.advisories]
     if code.stack or code.spill_instructions:
-        found.append(
-            f"{code.stack} bytes of registers spill ({code.spill_instructions} instructions): use smaller tiles or more warps"
-        )
+        spilt = f"{code.stack} bytes of registers spill ({code.spill_instructions} instructions)"
+        found.append(f"{spilt}: use smaller tiles or more warps")
     if not programs:
-        found.append(
-            f"no multiprocessor has room for it ({examined.shared_memory / 1024:.0f} KB of shared memory): use fewer stages"
-        )
-    if config.tile and config.tile.warp_specialize and not code.partitions:
-        found.append("warp_specialize is set, but the compiler made no partitions of it")
-    for name, loop in (("full", code.loop), ("edge", code.edge)):
-        if loop is None or not nvidia:
-            continue
+        memory = f"{examined.shared_memory / 1024:.0f} KB of shared memory"
+        found.append(f"no multiprocessor has room for it ({memory}): use fewer stages")
+    if config.arch.startswith("gfx"):
+        return found
+    for name, loop in zip(("full", "edge"), code.loops):
         if config.tile and loop.prefetch == 0:
             found.append(f"the {name} loop waits for the tile it has just requested: add a stage")
-        if not {"16", "32", "tile"} & set(loop.load_bytes) and not code.partitions:  # there, other warps load
-            found.append(
-                f"the {name} loop loads no vectors of 16 bytes ({loop.load_bytes}): something is not known to be a multiple of 16"
-            )
-        found += [
-            f"line {line}: a fused multiply-add takes a masked score, which may overflow" for line in loop.fused_masked
-        ]
+        if not {"16", "32", "tile"} & set(loop.load_bytes):
+            remedy = "something is not known to be a multiple of 16"
+            found.append(f"the {name} loop loads no vectors of 16 bytes ({loop.load_bytes}): {remedy}")
+        masked = "a fused multiply-add takes a masked score, which may overflow"
+        found += [f"line {line}: {masked}" for line in loop.fused_masked]
     return found
-
-
-def resident(gpu: Gpu, examined: Examined) -> int:
-    """Programs that fit on a multiprocessor at once."""
-    warps = examined.warps
-    granted = -(examined.code.registers // -8) * 8 * gpu.threads_per_warp * warps
-    reserved = 1024 if gpu.threads_per_warp == 32 else 0
-    limits = [
-        gpu.max_warps // warps,
-        gpu.registers // granted,
-        gpu.shared_memory // max(examined.shared_memory + reserved, 1),
-    ]
-    if examined.tensor_memory:
-        limits.append(TENSOR_MEMORY_COLUMNS // examined.tensor_memory)
-    return min(limits)
 
 
 def table(reports: Sequence[Report]) -> str:
@@ -159,126 +137,114 @@ def table(reports: Sequence[Report]) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    columns = "arch kernel D tile warps stages registers spills shared resident ahead matrix mix edge bound TFLOP/s"
+    columns = "arch kernel D tile warps stages registers spills shared resident ahead matrix full edge mix"
     grid = Table(*columns.split())
     for each in reports:
-        config, tile, prediction = each.configuration, each.configuration.tile, each.prediction
-        size = ("", "", "", "")
+        config, tile, (full, *edge) = each.configuration, each.configuration.tile, each.loops
+        size = ["", "", "", ""]
         if tile:
-            stages = f"{tile.stages}{' TMA' * tile.tma}{' WS' * tile.warp_specialize}"
-            size = str(config.head_dim), f"{tile.block_q}×{tile.block_k}", str(tile.warps), stages
-        mix = " ".join(f"{name} {count / sum(each.loop.values()):.0%}" for name, count in each.loop.items() if count)
-        grid.add_row(
-            config.arch, config.kernel, *size, str(each.registers), str(each.spill_instructions), f"{each.shared_memory / 1024:.0f} KB",
-            f"{each.warps} warps, {each.occupancy:.0%}", "/".join("–" if p is None else str(p) for p in each.prefetch),
-            each.matrix_instruction or "", mix, f"{prediction.edge_cost:.2f}×" if prediction else "", each.bound,
-            f"{prediction.tflops:.0f}" if prediction else "",
-        )  # fmt: skip
-    console = Console(width=220)
+            shape, stages = f"{tile.block_q}×{tile.block_k}", f"{tile.stages}{' TMA' * tile.tma}"
+            size = [str(config.head_dim), shape, str(tile.warps), stages]
+        used = [str(each.registers), str(each.spill_instructions), f"{each.shared_memory / 1024:.0f} KB"]
+        ahead = "/".join("–" if loop.prefetch is None else str(loop.prefetch) for loop in each.loops)
+        instructions = sum(full.mix.values())
+        mix = " ".join(f"{name} {count / instructions:.0%}" for name, count in full.mix.items() if count)
+        loops = [str(instructions), "".join(str(sum(loop.mix.values())) for loop in edge), mix]
+        fits = f"{each.warps} warps, {each.occupancy:.0%}"
+        grid.add_row(config.arch, config.kernel, *size, *used, fits, ahead, each.matrix_instruction or "", *loops)
+    console = Console(width=200)
     with console.capture() as captured:
         console.print(grid)
-    return captured.get()
+    found = [f"{each.configuration}: {finding}" for each in reports for finding in each.findings]
+    return captured.get() + "\n".join(found or ["no findings"])
 
 
-def describe(partitions: Sequence[Sequence[Partition]]) -> list[str]:
-    """One line per warp-specialised loop."""
-    said = lambda loop: ", ".join(f"{each.work}: {each.warps} × {each.registers}" for each in loop)
-    return [
-        f"loop {number} has {len(loop)} partitions (warps × registers): {said(loop)}"
-        for number, loop in enumerate(partitions, 1)
-    ]
+def sass(kernel: str, arch: str) -> str:
+    """The inner loops of every shipped configuration of `kernel`, under the source lines they come from."""
+    from dccot.kernels import attention_triton, lm_head_triton
 
-
-def summary(reports: Sequence[Report], workload: Workload) -> str:
-    """Findings, and forward and backward per architecture and head dim."""
-    lines = [f"{each.configuration}: {finding}" for each in reports for finding in each.findings] or [
-        "nothing to object to"
-    ]
-    lines += [f"{each.configuration}: {line}" for each in reports for line in describe(each.partitions)]
-    lines.append(
-        f"predicted, not measured: {workload.tree} tree, {workload.heads}/{workload.key_heads} heads, TFLOP/s on visible pairs"
-    )
-    groups: dict[tuple[str, int], dict[str, Prediction]] = {}
-    for each in reports:
-        if each.prediction:
-            groups.setdefault((each.configuration.arch, each.configuration.head_dim), {})[each.configuration.kernel] = (
-                each.prediction
-            )
-    for (arch, head_dim), kernels in groups.items():
-        if {"forward", "grad_query", "grad_key"} <= set(kernels):
-            name = next(name for name, gpu in GPUS.items() if gpu.arch == arch)
-            forward = kernels["forward"]
-            lines.append(
-                f"  {name} ({arch}), head dim {head_dim}: forward {forward.tflops:.0f}, backward {backward_tflops(kernels):.0f}; "
-                f"useful work {min(each.useful for each in kernels.values()):.2f}, busy {min(each.busy for each in kernels.values()):.2f}"
-            )
+    shipped = configurations([arch])
+    found = [config for config in shipped if config.kernel == kernel]
+    if not found or arch.startswith("gfx"):
+        choice = f"choose one of {', '.join(dict.fromkeys(each.kernel for each in shipped))} and an sm_ architecture"
+        raise ValueError(f"no NVIDIA machine code of kernel {kernel!r} for {arch}: {choice}")
+    module = attention_triton if found[0].tile else lm_head_triton
+    source = ["", *Path(str(module.__file__)).read_text().splitlines()]
+    lines = []
+    for config in found:
+        stream = assembly.nvidia_stream(assembly.disassemble(compile_kernel(config).asm["cubin"]))
+        for name, body in zip(("full", "edge"), assembly.inner_loops(stream, assembly.NVIDIA, "BRA")):
+            lines.append(f"═══ {config}: {name} loop, {len(body)} instructions")
+            for line, group in itertools.groupby(body, key=lambda item: item.line):
+                lines.append(f"── {line}: {source[line].strip() if line < len(source) else ''}")
+                lines += [f"      {item.mnemonic:<28} {item.operands}" for item in group]
     return "\n".join(lines)
 
 
-def profile_commands() -> str:
-    """Commands for anyone with the GPU."""
-    return (
-        "measure on a GPU:\n"
-        "  ncu --set full --import-source on -k 'regex:(forward|grad_query|grad_key)_kernel' -o tree_attention dccot bench attention\n"
-        "  dccot bench attention --profile && proton-viewer -m time/ms runs/bench/attention.trace.proton.hatchet"
-    )
+def diff(before: str, after: str, archs: str) -> str:
+    """What changed between two commits, or two files written with --json, kernel by kernel."""
+    old, new = (_rows(each, archs) for each in (before, after))
+    lines = []
+    for key in dict.fromkeys([*old, *new]):
+        if key not in old or key not in new:
+            lines.append(f"{key}: only in {before if key in old else after}")
+            continue
+        facts = [name for name in dict.fromkeys([*old[key], *new[key]]) if name != "configuration"]
+        values = [(name, old[key].get(name), new[key].get(name)) for name in facts]
+        changes = [f"{name} {was} → {now}" for name, was, now in values if was != now]
+        lines += [f"{key}: {'; '.join(changes)}"] if changes else []
+    return "\n".join(lines) or "no difference"
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
-        prog="dccot inspect", description="Compile every kernel without a GPU; say what is wrong, and predict its speed.",
-        epilog="example: dccot inspect --arch sm_90,gfx942 --json inspect.json",
-    )  # fmt: skip
-    top.add_argument("--arch", default=",".join(DEFAULT_ARCHITECTURES), help=f"comma-separated, of {', '.join(TABLE)}")
-    top.add_argument(
-        "--tree", default="paper", help="paper, one, shared-7x200, packs, causal, or the path of a rollout JSONL"
-    )
-    top.add_argument("--tokens", type=int, default=16_384)
-    top.add_argument("--heads", type=int, default=12, help="query heads")
-    top.add_argument("--key-heads", type=int, default=2)
-    top.add_argument(
-        "--json", type=Path, metavar="FILE", help="write everything found as JSON; with --sweep, the tiles to ship"
-    )
-    top.add_argument("--roofline", type=Path, metavar="FILE", help="draw the predictions below their ceilings (PNG)")
-    top.add_argument("--sweep", action="store_true", help="compile other tile sizes, warps and stages, and rank them")
-    top.add_argument(
-        "--sass", metavar="KERNEL", help="print the inner loops of a kernel as machine code with source lines"
-    )
-    top.add_argument(
-        "--diff", nargs=2, metavar=("A", "B"), help="compare two commits, or two files written with --json"
-    )
-    return top
+def _rows(origin: str, archs: str) -> dict[str, dict]:
+    rows = json.loads(Path(origin).read_text()) if Path(origin).is_file() else _inspect_commit(origin, archs)
+    name = lambda config: f"{config['arch']} {config['kernel']} {config['head_dim'] or ''}".strip()
+    return {name(row["configuration"]): row for row in rows}
+
+
+def _inspect_commit(commit: str, archs: str) -> list[dict]:
+    root = Path(__file__).resolve().parents[2]
+    with tempfile.TemporaryDirectory() as folder:
+        tree, file = Path(folder) / "tree", Path(folder) / "inspect.json"
+        git = ["git", "-C", str(root), "worktree"]
+        added = subprocess.run([*git, "add", "--detach", str(tree), commit], capture_output=True, text=True)
+        if added.returncode:
+            raise ValueError(f"{commit!r} is neither a file nor a commit of {root}: {added.stderr.strip()}")
+        try:
+            command = [sys.executable, "-m", "dccot.cli", "inspect", "--arch", archs, "--json", str(file)]
+            environment = os.environ | {"PYTHONPATH": str(tree)}
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tree)
+            if not file.is_file():
+                raise RuntimeError(f"dccot inspect failed at {commit}: {done.stderr[-500:]}")
+            return json.loads(file.read_text())
+        finally:
+            subprocess.run([*git, "remove", "--force", str(tree)], capture_output=True)
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
-    workload = Workload(arguments.tree, arguments.tokens, arguments.heads, arguments.key_heads)
+    parser = argparse.ArgumentParser(
+        prog="dccot inspect",
+        description="Compile every kernel without a GPU, and say what is wrong with its machine code.",
+        epilog="example: dccot inspect --arch sm_90,gfx942 --json inspect.json",
+    )
+    archs = ",".join(DEFAULT_ARCHITECTURES)
+    parser.add_argument("--arch", default=archs, help=f"comma-separated, of {', '.join(TABLE)}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything found as JSON")
+    parser.add_argument("--sass", metavar="KERNEL", help="print a kernel's inner loops: machine code by source line")
+    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two commits, or two files of --json")
+    arguments = parser.parse_args(argv)
+    archs = arguments.arch
     try:
-        if arguments.diff or arguments.sass or arguments.sweep:
-            from dccot.lab.critic import inspect_tools as tools
-
-            archs = arguments.arch.split(",")
-            if arguments.diff:
-                before, after = arguments.diff
-                print(tools.diff(before, after, arguments.arch))
-            else:
-                print(
-                    tools.sass(arguments.sass, archs[0])
-                    if arguments.sass
-                    else tools.sweep(archs, workload, arguments.json)
-                )
+        if arguments.diff or arguments.sass:
+            print(diff(*arguments.diff, archs) if arguments.diff else sass(arguments.sass, archs.split(",")[0]))
             return 0
-        reports = inspect(configurations(arguments.arch.split(",")), workload)
+        reports = inspect(configurations(archs.split(",")))
     except (ValueError, RuntimeError) as error:
         print(f"dccot inspect: {error}", file=sys.stderr)
         return 2
-    print(table(reports), summary(reports, workload), profile_commands(), sep="\n")
+    print(table(reports), MEASURE, sep="\n")
     if arguments.json:
         write_atomic(arguments.json, json.dumps([asdict(each) for each in reports], indent=1) + "\n")
-    if arguments.roofline:
-        from dccot.lab.critic.inspect_tools import roofline
-
-        roofline(reports, arguments.roofline)
     return 1 if any(each.findings for each in reports) else 0
 
 

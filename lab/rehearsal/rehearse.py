@@ -27,11 +27,10 @@ from pathlib import Path
 from dccot.core.command import positive, print_table, run_cleanly
 from dccot.core.config import ConfigError
 from dccot.core.files import write_atomic
-from dccot.kernels.gpus import GPUS
 from dccot.model.config import ModelConfig
 from dccot.train.largest import largest_micro_batch, load_training
 from dccot.train.memory import TrainingMemory
-from dccot.train.plan import GB, SHAPES, read_shape
+from dccot.train.plan import GB, GPUS, SHAPES, read_shape
 from dccot.train.rl_config import RLConfig
 from dccot.train.sft import SFTConfig
 

@@ -34,7 +34,6 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dccot.core.runtime import Runtime
-from dccot.kernels.gpus import GPUS
 from dccot.lab.rehearsal.fake_gpu import FakeGpu
 from dccot.model.config import ModelConfig, parse_config
 from dccot.model.sharding import ShardingConfig, empty_model
@@ -44,6 +43,7 @@ from dccot.rollout.response import Response
 from dccot.train.batch import Batch
 from dccot.train.largest import largest_micro_batch, load_training
 from dccot.train.phases import Phases
+from dccot.train.plan import GPUS
 from dccot.train.rewards import Graded, Group
 from dccot.train.rl import RL
 from dccot.train.rl_config import RLConfig

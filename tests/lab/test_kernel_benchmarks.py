@@ -10,9 +10,9 @@ from dccot.kernels.mask import TreeMask, validate
 from dccot.kernels.tree_attention import tree_attention
 from dccot.lab.bench import kernels as bench
 from dccot.lab.bench import kernels_on_gpu as kernels_gpu
+from dccot.lab.bench import trees
 from dccot.lab.bench.__main__ import table
-from dccot.lab.critic import trees
-from dccot.lab.critic.trees import Shape, forest, paper_like
+from dccot.lab.bench.trees import Shape, forest, paper_like
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from kernel_forests import SHAPES, forests
 
 from dccot.kernels import attention_triton, tuning
 from dccot.kernels.attention_triton import _descriptor as described
-from dccot.kernels.balance import Plan
+from dccot.kernels.schedule import Plan
 from dccot.kernels.tree_attention import TreeMask, tree_attention
 from dccot.kernels.tuning import Tile
 from dccot.lab.gpu_check.kernels import attention_with_gradients as with_gradients
@@ -73,9 +73,8 @@ def test_a_gpu_larger_than_the_forest_cuts_all_three_kernels(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tensor_descriptors_and_specialised_warps_give_the_same_results(dtype, monkeypatch):
-    forward, grad_query, grad_key = (replace(tile, tma=True) for tile in tuning.INTERPRETER)
-    monkeypatch.setattr(tuning, "INTERPRETER", (forward, replace(grad_query, warp_specialize=True), grad_key))
+def test_tensor_descriptors_give_the_same_results(dtype, monkeypatch):
+    monkeypatch.setattr(tuning, "INTERPRETER", tuple(replace(tile, tma=True) for tile in tuning.INTERPRETER))
     made = []
     monkeypatch.setattr(attention_triton, "_descriptor", lambda x, block: made.append(block) or described(x, block))
     check(SHARED_PROMPT, inputs(113, 2, 32, dtype, key_heads=2))

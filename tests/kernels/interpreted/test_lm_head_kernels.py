@@ -5,14 +5,13 @@ import torch
 
 from dccot.kernels import lm_head as fused
 from dccot.kernels import lm_head_triton as logprob_triton
-from dccot.kernels import tuning
 
 
 @pytest.mark.parametrize(("rows", "vocab", "block"), [(5, 40, 10_000), (13, 150, 13 * 64), (9, 100, 3 * 33)])
 @pytest.mark.parametrize("upstream", [(1.0, 0.5), (0.0, 1.0)])
 def test_values_and_gradients_equal_the_definition(rows, vocab, block, upstream, monkeypatch):
     monkeypatch.setattr(fused, "BLOCK_ELEMENTS", block)
-    monkeypatch.setattr(logprob_triton, "STRETCH", 32)
+    monkeypatch.setattr(logprob_triton, "HEAD_COLUMNS", 32)
     generator = torch.Generator().manual_seed(vocab)
     hidden, weight = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (rows, vocab))
     targets = torch.randint(vocab, (rows,), generator=generator)
@@ -28,7 +27,7 @@ def test_values_and_gradients_equal_the_definition(rows, vocab, block, upstream,
 
 
 def test_very_peaked_distributions_have_finite_results(monkeypatch):
-    monkeypatch.setattr(logprob_triton, "STRETCH", 16)
+    monkeypatch.setattr(logprob_triton, "HEAD_COLUMNS", 16)
     hidden, weight = torch.full((1, 1), 300.0, requires_grad=True), torch.tensor([[1.0], [-1.0], [0.0]])
     logprob, entropy = fused.linear_logprob(hidden, weight, torch.tensor([1]))
     assert (logprob.item(), entropy.item()) == (-600.0, 0.0)
@@ -42,12 +41,8 @@ def test_a_target_out_of_range_is_an_error_not_a_wrong_number():
     assert statistics[3, 0] == 0 and statistics[3, 1].isnan()
 
 
-def test_the_shipped_stretch_is_a_power_of_two_as_triton_demands():
-    assert tuning.STRETCH & (tuning.STRETCH - 1) == 0
-
-
 def test_gradients_are_written_in_the_precision_of_the_products(monkeypatch):
-    monkeypatch.setattr(logprob_triton, "STRETCH", 16)
+    monkeypatch.setattr(logprob_triton, "HEAD_COLUMNS", 16)
     torch.manual_seed(0)
     logits, targets, values = torch.randn(5, 40), torch.randint(40, (5,)), torch.rand(4, 5)
     exact = fused.Strips.logits_to_gradient(logits.clone(), targets, values, 1.5)
