@@ -29,10 +29,10 @@ def block_mask(visible_until: Tensor, block: int = BLOCK) -> BlockMask:
     visited, full = classify(ends, bounds, bounds)
     full &= np.diff(bounds) == block
 
-    def lists(tiles: np.ndarray) -> list[Any]:
+    def lists(tiles: np.ndarray) -> tuple[Tensor, Tensor]:
         """How many tiles each row visits, and all of them, the visited ones first."""
-        arrays = tiles.sum(1), np.argsort(~tiles, axis=1, kind="stable")
-        return [torch.from_numpy(array.astype(np.int32)).to(visible_until.device)[None, None] for array in arrays]
+        moved = lambda array: torch.from_numpy(array.astype(np.int32)).to(visible_until.device)[None, None]
+        return moved(tiles.sum(1)), moved(np.argsort(~tiles, axis=1, kind="stable"))
 
     visible = lambda b, h, q, k: (k <= q) & (q < visible_until[k])
     edge, sizes = lists(visited & ~full), (len(ends), len(ends))

@@ -235,8 +235,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     archs = arguments.arch
     try:
-        if arguments.diff or arguments.sass:
-            print(diff(*arguments.diff, archs) if arguments.diff else sass(arguments.sass, archs.split(",")[0]))
+        if arguments.diff:
+            print(diff(arguments.diff[0], arguments.diff[1], archs))
+            return 0
+        if arguments.sass:
+            print(sass(arguments.sass, archs.split(",")[0]))
             return 0
         reports = inspect(configurations(archs.split(",")))
     except (ValueError, RuntimeError) as error:
