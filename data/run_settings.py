@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,5 @@ def settings_of(model: str | Path) -> tuple[PromptConfig, RolloutConfig]:
         names = {f.name for f in dataclasses.fields(kind)}
         return kind(**{name: value for name, value in (tree.get(key) or {}).items() if name in names})
 
-    rollout = own(RolloutConfig, "rollout")
     task = find_task(tree.get("task", "math"))(own(PromptConfig, "prompt"))
-    # an SFT run has no rollouts
-    return task.prompting, replace(rollout, workers=tree.get("workers", rollout.workers))
+    return task.prompting, own(RolloutConfig, "rollout")

@@ -54,7 +54,7 @@ def changes(plan: StagePlan, config: Any, mark: dict[str, Any]) -> list[tuple[st
     if before is None:
         return []
     now, defaults = made_from(plan, config, before), to_plain(kind_of(plan.stage.run).config())
-    saved = with_new_names(before["configuration"])
+    saved = with_new_names(before["configuration"], defaults)
     settings = differences(_completed(saved, now["configuration"], defaults), now["configuration"])
     found = [(key, f"was {was!r} when the stage was finished and is {new!r} now") for key, was, new in settings]
     for key, files in now["inputs"].items():

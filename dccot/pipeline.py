@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from dccot.core.command import run_cleanly
+from dccot.core.command import launch_parser, log_to_terminal, run_cleanly
 from dccot.core.config import ConfigError, one_of, to_yaml
 from dccot.core.files import write_atomic
 from dccot.core.provenance import record
@@ -30,7 +30,7 @@ from dccot.marks import changes, finished, made_from, move_aside, write_mark
 from dccot.preflight import Checked, check_recipe
 from dccot.recipe import Recipe, StagePlan, load_recipe
 from dccot.stages import Context, SharedEngine, kind_of, load_stage
-from dccot.train.run import claim, launch_parser, log_to_terminal
+from dccot.train.run import claim
 
 
 def run_recipe(path: str | Path, overrides: Sequence[str] = (), redo: Sequence[str] = ()) -> Recipe:

@@ -28,10 +28,8 @@ from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import find_model
 from dccot.recipe import SHARED, Recipe, StagePlan
 from dccot.stages import Need, kind_of, load_stage
+from dccot.train.config import RLConfig, SFTConfig, check_context, open_folder
 from dccot.train.plan import GB, checkpoint_bytes, parameters, training_peak
-from dccot.train.rl_config import RLConfig, check_context
-from dccot.train.run import open_folder
-from dccot.train.sft import SFTConfig
 
 
 @dataclass(frozen=True)
@@ -245,8 +243,7 @@ def _estimate(found: Checked, plan: StagePlan, config: Any, model: tuple[Path, M
         return
     folder, shape = model
     try:
-        workers = config.rollout.workers if isinstance(config, RLConfig) else config.workers
-        open_folder(folder, config.prompt, workers)
+        open_folder(folder, config.prompt, config.rollout.workers)
         if isinstance(config, RLConfig):
             check_context(config, shape)
     except (ConfigError, BadData) as error:

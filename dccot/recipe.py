@@ -175,7 +175,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe
         )
         config = _config_file(file.parent, each.config, name) if each.config else None
         plan = StagePlan(recipe, name, each, config, start, [])
-        shared = [f"task={recipe.task}"] if "task" in kind_of(each.run).config.__annotations__ else []
+        shared = [f"task={recipe.task}"] if "task" in vars(kind_of(each.run).config()) else []
         plan.overrides = shared + kind_of(each.run).given(plan) + _chosen(recipe, name, each) + extra.get(name, [])
         if kind_of(each.run).trains and name in recipe.stages:
             trained = str(plan.folder)

@@ -36,8 +36,7 @@ from dccot.recipe import Recipe, StagePlan, stage_seed
 from dccot.rollout.engine import Engine, open_engine
 from dccot.rollout.settings import EngineConfig
 from dccot.train import rl, sft
-from dccot.train.rl_config import RLConfig
-from dccot.train.sft import SFTConfig
+from dccot.train.config import RLConfig, SFTConfig
 
 
 class SharedEngine:

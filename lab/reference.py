@@ -42,7 +42,8 @@ def comments(kind: type) -> dict[str, str]:
 
 def rows(kind: type, prefix: str = "", instance: object | None = None) -> typing.Iterator[tuple[str, str, str, str]]:
     """(key, type, default, meaning) of a dataclass and everything inside it."""
-    hints, said = typing.get_type_hints(kind), comments(kind)
+    hints = typing.get_type_hints(kind)
+    said = {name: text for base in reversed(kind.__mro__[:-1]) for name, text in comments(base).items() if text}
     for field in dataclasses.fields(kind):
         value = _default(field) if instance is None else getattr(instance, field.name)
         if dataclasses.is_dataclass(hints[field.name]):

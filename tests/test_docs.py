@@ -215,7 +215,7 @@ SMALL_RL = (
 )
 # pattern → what docs-check adds to make it small; these are run as written, in processes of their own
 THOROUGH = {
-    r"torchrun --standalone .* -m dccot\.train\.sft .*": f"{SMALL_RUN} batch=2",
+    r"torchrun --standalone .* -m dccot\.train\.sft .*": f"{SMALL_RUN} batch.examples=2",
     r"torchrun --standalone .* -m dccot\.train\.rl .*": f"{SMALL_RUN} {SMALL_RL} name=small_rl",
     r"dccot eval (?!.*engine\.url=).*": (
         "engine.dtype=float32 engine.context=4096 engine.kv_cache_gb=0.1 engine.max_sequences=8 --budget 300"

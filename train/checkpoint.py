@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from dccot.core.config import at_least, one_of, require
+from dccot.core.config import NonNegative, Positive, PositiveFloat
 from dccot.core.files import flush_to_disk, write_atomic
 from dccot.core.runtime import Runtime, inherit_timeout, on_rank_zero
 from dccot.model.folder import keep_in_manifest, step_of, verify_manifest, write_manifest
@@ -54,24 +54,15 @@ warnings.filterwarnings(
 
 @dataclass
 class CheckpointConfig:
-    every: int = 10  # steps; the last step is always saved
-    minutes: float | None = None  # save after the next step once the last checkpoint is this old; None: by steps only
-    keep: int = 2  # newest complete checkpoints kept with their optimizer state
-    max_failures: int = 3  # tolerated in a row; one more ends the run
-    keep_hf_every: int | None = None  # keep the hf/ folder of every N-th step permanently (to choose among them later)
-    resume: str = "auto"  # auto: resume from the newest complete checkpoint; never: reject a folder that has one
-
-    def check(self) -> None:
-        at_least(1, self.every, "checkpoint.every")
-        at_least(1, self.keep, "checkpoint.keep")
-        at_least(0, self.max_failures, "checkpoint.max_failures")
-        require(
-            self.minutes is None or self.minutes > 0,
-            f"checkpoint.minutes is {self.minutes}; it must be positive, or null",
-        )
-        if self.keep_hf_every is not None:
-            at_least(1, self.keep_hf_every, "checkpoint.keep_hf_every")
-        one_of(self.resume, ("auto", "never"), "checkpoint.resume")
+    every: Positive = 10  # steps; the last step is always saved
+    # save after the next step once the last checkpoint is this old; None: by steps only
+    minutes: PositiveFloat | None = None
+    keep: Positive = 2  # newest complete checkpoints kept with their optimizer state
+    max_failures: NonNegative = 3  # tolerated in a row; one more ends the run
+    # keep the hf/ folder of every N-th step permanently (to choose among them later)
+    keep_hf_every: Positive | None = None
+    # auto: resume from the newest complete checkpoint; never: reject a folder that has one
+    resume: Literal["auto", "never"] = "auto"
 
 
 class Checkpointer:

@@ -10,14 +10,13 @@ tree of (2K − 1)·L:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 
 from dccot.core.config import find_config, load_config, read_yaml
 from dccot.rollout.response import Response, Round, Segment
-from dccot.train.rl_config import RLConfig
-from dccot.train.sft import SFTConfig
+from dccot.train.config import RLConfig, SFTConfig
 
 DIRECTOR = 8  # director tokens before and after spawning: few, since worker tokens make a larger tree
 
@@ -61,16 +60,16 @@ def _segment(tokens: int) -> Segment:
 
 def load_training(path: str | Path, overrides: Sequence[str]) -> RLConfig | SFTConfig:
     """An RL or SFT configuration, depending on the file; the paths of its model and data do not matter here."""
-    kind: type[RLConfig] | type[SFTConfig] = (
-        RLConfig if isinstance(read_yaml(find_config(path)).get("batch"), dict) else SFTConfig
-    )
+    only_rl = {field.name for field in fields(RLConfig)} - {field.name for field in fields(SFTConfig)}
+    rl = only_rl & read_yaml(find_config(path)).keys()
+    kind: type[RLConfig] | type[SFTConfig] = RLConfig if rl else SFTConfig
     return load_config(kind, path, ["model.path=unused", "data.train=unused", *overrides])
 
 
 def largest_micro_batch(config: RLConfig | SFTConfig, max_position: int) -> Largest:
     prompt = config.prompt.max_prompt_tokens
     if isinstance(config, SFTConfig):
-        alone, budget = Largest(1, prompt, 0, 0, config.data.max_tokens - prompt), config.token_budget
+        alone, budget = Largest(1, prompt, 0, 0, config.data.max_tokens - prompt), config.batch.token_budget
     elif config.prompt.kind == "parallel":
         workers, budget = config.rollout.workers, config.batch.token_budget
         room = min((config.engine.context or max_position) - prompt, config.rollout.total_tokens or max_position)

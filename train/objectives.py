@@ -21,42 +21,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from dccot.core.config import lookup, require
+from dccot.core.config import Fraction, NonNegativeFloat, PositiveFloat, known, lookup, require
 
 MAX_LOG_RATIO = 20.0  # beyond this, exp is meaningless and overflows in products
 
 
 @dataclass
 class ObjectiveConfig:
-    kind: str = "dapo"  # grpo, dapo, cispo, or your own module:function
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    dual_clip: float | None = None  # c of the dual clip for negative advantages (DAPO); the paper has none
-    ratio_cap: float = 5.0  # CISPO: absolute bound on the ratio
-    kl_coefficient: float = 0.001
+    kind: Annotated[str, known(OBJECTIVES)] = "dapo"  # grpo, dapo, cispo, or your own module:function
+    clip_low: Fraction = 0.2
+    clip_high: NonNegativeFloat = 0.28
+    # c of the dual clip for negative advantages (DAPO); the paper has none
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    ratio_cap: PositiveFloat = 5.0  # CISPO: absolute bound on the ratio
+    kl_coefficient: NonNegativeFloat = 0.001
     # truncated importance sampling for the rollout/trainer gap; the paper has none
-    rollout_ratio_cap: float | None = None
+    rollout_ratio_cap: PositiveFloat | None = None
 
     def check(self) -> None:
-        objective_of(self)
-        require(0 <= self.clip_low < 1, f"objective.clip_low is {self.clip_low}; it must be in [0, 1)")
-        require(self.clip_high >= 0, f"objective.clip_high is {self.clip_high}; it must not be negative")
-        dual = self.dual_clip is None or 1 < self.dual_clip < math.inf
-        require(dual, f"objective.dual_clip is {self.dual_clip}; it must be above 1 and finite, or null")
         alone = self.dual_clip is None or self.kind == "dapo" or self.kind not in OBJECTIVES
-        require(
-            alone,
-            f"objective.dual_clip does not go with objective.kind={self.kind}; set it to null or the kind to dapo",
-        )
-        finite = 0 <= self.kl_coefficient < math.inf
-        require(finite, f"objective.kl_coefficient is {self.kl_coefficient}; it must be finite and not negative")
-        require(self.ratio_cap > 0, f"objective.ratio_cap is {self.ratio_cap}; it must be positive")
-        cap = self.rollout_ratio_cap
-        require(cap is None or cap > 0, f"objective.rollout_ratio_cap is {cap}; it must be positive, or null")
+        remedy = "set it to null or the kind to dapo"
+        require(alone, f"objective.dual_clip does not go with objective.kind={self.kind}; {remedy}")
 
 
 def ratio_of(logprob: Tensor, old_logprob: Tensor) -> Tensor:

@@ -27,8 +27,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from dccot.core.config import lookup, require
+from dccot.core.config import NonNegative, Probability, known, lookup
 from dccot.rollout.response import Rollout
 
 EPSILON = 1e-6
@@ -47,16 +48,10 @@ Group = Sequence[Graded]
 
 @dataclass
 class RewardConfig:
-    kind: str = "correctness_format"  # high_length_penalty, or your own module:function
-    correct_only: float = 0.5  # correct but ill-formed
-    length_penalty: float = 0.1  # C_L
-    cutoff: int = 2000  # L_cutoff
-
-    def check(self) -> None:
-        lookup(REWARDS, self.kind, "reward.kind")
-        require(0 <= self.correct_only <= 1, f"reward.correct_only is {self.correct_only}; it must be in [0, 1]")
-        require(0 <= self.length_penalty <= 1, f"reward.length_penalty is {self.length_penalty}; it must be in [0, 1]")
-        require(self.cutoff >= 0, f"reward.cutoff is {self.cutoff}; it must not be negative")
+    kind: Annotated[str, known(REWARDS)] = "correctness_format"  # high_length_penalty, or your own module:function
+    correct_only: Probability = 0.5  # correct but ill-formed
+    length_penalty: Probability = 0.1  # C_L
+    cutoff: NonNegative = 2000  # L_cutoff
 
 
 def length_penalty(longest_path: int, config: RewardConfig, budget: int) -> float:

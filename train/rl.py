@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from dccot.core.command import launch
 from dccot.core.config import lookup
 from dccot.core.runtime import Runtime
 from dccot.core.signals import Stopped, asked
@@ -38,14 +39,13 @@ from dccot.rollout.engine import Engine, open_engine
 from dccot.rollout.generate import Watch
 from dccot.rollout.response import Rollout
 from dccot.train.batch import Batch, MiniBatch
+from dccot.train.config import RLConfig, open_model
 from dccot.train.flops import pair_cost
 from dccot.train.forest import Forest, pack
 from dccot.train.metrics import rollout_metrics, sample_text, validation_metrics
 from dccot.train.objectives import objective_loss
 from dccot.train.phases import Phases
 from dccot.train.rewards import FILTERS, Graded, Group, advantages_of, reward_of
-from dccot.train.rl_config import RLConfig, check_model
-from dccot.train.run import launch
 from dccot.train.token_metrics import TokenMetrics
 from dccot.train.trainer import Trainer
 from dccot.train.update import StepReport, compute_logprobs
@@ -97,7 +97,7 @@ class RL(Trainer[RLConfig]):
     """
 
     def __init__(self, config: RLConfig, runtime: Runtime, stack: ExitStack, engine: Engine | None = None):
-        path, tokenizer = check_model(config)
+        path, _, tokenizer = open_model(config)
         self.task = task = task_of(config)
 
         def prompted(file: str | None) -> list[Prompted]:

@@ -6,25 +6,20 @@ profile/
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import fcntl
-import importlib.util
 import logging
 import math
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO
 
-from transformers import PreTrainedTokenizerBase
-
-from dccot.core.command import run_cleanly
-from dccot.core.config import ConfigError, at_least, load_config, require, to_yaml
+from dccot.core.config import to_yaml
 from dccot.core.files import (
     LEASE_SECONDS,
     BadData,
@@ -37,87 +32,9 @@ from dccot.core.files import (
 )
 from dccot.core.provenance import record
 from dccot.core.runtime import Runtime, on_rank_zero, require_shared
-from dccot.data.prompts import PromptConfig
-from dccot.model.config import ModelConfig, read_config
-from dccot.model.folder import model_checksums, resolve_model
-from dccot.model.tokenizer import open_tokenizer
-from dccot.rollout.tags import TagIds
+from dccot.model.folder import model_checksums
 
 log = logging.getLogger("dccot")
-
-
-def launch(kind: type, train: Callable[[Any], None], argv: Sequence[str] | None, description: str, example: str) -> int:
-    """Read the configuration named on the command line and train with it. An invalid one gives a one-line error, not a
-    stack trace.
-    """
-    arguments = launch_parser(description, example).parse_args(argv)
-    log_to_terminal()
-
-    def work() -> None:
-        config: Any = load_config(kind, arguments.config, arguments.overrides)
-        if arguments.print_config:
-            print(to_yaml(config), end="")
-        else:
-            train(config)
-
-    return run_cleanly(work)
-
-
-def log_to_terminal() -> None:
-    logging.basicConfig(
-        level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING, format="%(message)s"
-    )
-
-
-def launch_parser(description: str, example: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, epilog=f"example: {example}")
-    parser.add_argument("config", help="YAML file, e.g. one of configs/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
-    parser.add_argument("--print-config", action="store_true", help="show the resolved configuration and stop")
-    return parser
-
-
-def check_run(config: Any) -> None:
-    """What every kind of run needs."""
-    require(bool(config.name.strip()), f"name is {config.name!r}; it names the run's folder below output")
-    require(0 <= config.seed < 2**63, f"seed is {config.seed}; it must be in [0, 2^63)")
-    at_least(1, config.steps, "steps")
-    at_least(0, config.max_bad_steps, "max_bad_steps")
-    require(
-        config.replay != "",
-        "replay is ''; name a file that a training run wrote to its bad/ or rollouts/, or set it to null",
-    )
-    for name in ("timeout_seconds", "stall_seconds"):
-        seconds = getattr(config, name)
-        require(0 < seconds <= 1e9, f"{name} is {seconds}; it must be positive and at most 1e9")
-    installed = config.wandb is None or importlib.util.find_spec("wandb") is not None
-    require(
-        installed,
-        f"wandb is {config.wandb!r}, but Weights & Biases is not installed: pip install wandb, or leave wandb unset",
-    )
-
-
-def open_model(path: str, prompt: PromptConfig, workers: int) -> tuple[Path, ModelConfig, PreTrainedTokenizerBase]:
-    """Folder, configuration and tokenizer of the model a run starts from; rejected, before any weights are loaded, if
-    they do not fit.
-    """
-    folder = resolve_model(path)
-    return folder, *open_folder(folder, prompt, workers)
-
-
-def open_folder(folder: Path, prompt: PromptConfig, workers: int) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
-    try:
-        model, tokenizer = read_config(folder), open_tokenizer(folder)
-        prompt.chat_format_for(tokenizer)
-        TagIds.of(tokenizer, workers)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"model {folder}: {' '.join(str(error).split())}") from None
-    if len(tokenizer) > model.vocab_size:
-        raise ConfigError(
-            f"the tokenizer of {folder} has {len(tokenizer):,} tokens, the model embeds {model.vocab_size:,}; "
-            "use the tokenizer that belongs to the model"
-        )
-    return model, tokenizer
 
 
 _CLAIMS: dict[Path, TextIO] = {}  # a lock lives as long as its file is open: to the end of the process, however it ends

@@ -20,82 +20,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dccot.core.config import at_least, require
+from dccot.core.command import launch
 from dccot.core.files import BadData, read_jsonl, write_jsonl_atomic
 from dccot.core.runtime import Runtime
-from dccot.data.prompts import PromptConfig, UnusablePrompt
+from dccot.data.prompts import UnusablePrompt
 from dccot.data.stream import ProblemStream
-from dccot.data.task import find_task, task_of
-from dccot.model.sharding import ShardingConfig
+from dccot.data.task import task_of
 from dccot.rollout.response import Response, Round, Segment
 from dccot.rollout.tags import THINK_OPEN, IllFormed, TagIds, parse
-from dccot.train.checkpoint import CheckpointConfig
+from dccot.train.config import SFTConfig, open_model
 from dccot.train.flops import pair_cost
 from dccot.train.forest import Forest, longest_position, pack
-from dccot.train.phases import ProfileConfig
-from dccot.train.run import check_run, launch, open_model
 from dccot.train.trainer import Trainer
-from dccot.train.update import OptimizerConfig, compute_logprobs
+from dccot.train.update import compute_logprobs
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class ModelPath:
-    path: str = ""  # a Hugging Face folder, or a run (its newest checkpoint)
-
-    def check(self) -> None:
-        require(
-            bool(self.path),
-            "model.path is not set; name a Hugging Face folder or an earlier run, e.g. model.path=runs/sft",
-        )
-
-
-@dataclass
-class SFTData:
-    train: str = ""
-    validation: str | None = None
-    max_tokens: int = 10_000  # including the prompt and every duplicate; longer examples are dropped
-
-    def check(self) -> None:
-        require(bool(self.train), "data.train is not set; name a JSONL file with id, question and completion")
-        at_least(1, self.max_tokens, "data.max_tokens")
-
-
-@dataclass
-class SFTConfig:
-    name: str = "sft"
-    output: str = "runs"
-    seed: int = 0
-    steps: int = 1800
-    batch: int = 8  # examples per step, over all ranks
-    token_budget: int = 16_384  # of one micro-batch on one rank
-    workers: int = 3
-    validate_every: int = 100
-    threads: int | None = None  # CPU threads per rank; a tiny model is fastest with one. None: torch's choice
-    replay: str | None = None  # train on all of this file in every step: one from a run's bad/
-    max_bad_steps: int = 5  # consecutive steps that may be skipped for non-finite numbers
-    timeout_seconds: float = 1800.0  # of a collective
-    stall_seconds: float = 3600.0  # a rank without progress for this long is ended
-    wandb: str | None = None  # Weights & Biases project that also gets the metrics; None: off
-    task: str = "math"  # or your own: my_package.my_module:MyTask
-    model: ModelPath = field(default_factory=ModelPath)
-    data: SFTData = field(default_factory=SFTData)
-    prompt: PromptConfig = field(default_factory=lambda: PromptConfig(open_think=False))
-    optimizer: OptimizerConfig = field(
-        default_factory=lambda: OptimizerConfig(5e-6, weight_decay=0.0, warmup_steps=105)
-    )
-    sharding: ShardingConfig = field(default_factory=ShardingConfig)
-    checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every=100))
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
-
-    def check(self) -> None:
-        find_task(self.task)
-        check_run(self)
-        for name in ("batch", "token_budget", "workers", "validate_every"):
-            at_least(1, getattr(self, name), name)
-        if self.threads is not None:
-            at_least(1, self.threads, "threads")
 
 
 @dataclass(frozen=True)
@@ -142,7 +81,7 @@ def load_examples(
     report: Callable[..., None] = log.warning,
 ) -> list[Example]:
     """Every usable demonstration of a file; skipped rows are counted and reported."""
-    tags = TagIds.of(tokenizer, config.workers)
+    tags = TagIds.of(tokenizer, config.rollout.workers)
     prompt, examples, left_out = task_of(config).prompting, list[Example](), Counter[object]()
     for line, row in read_jsonl(path, report=report):
         missing = [name for name in ("question", "completion") if not isinstance(row.get(name), str)]
@@ -182,13 +121,13 @@ class SFT(Trainer[SFTConfig]):
     """One run: its parts, and what a step does."""
 
     def __init__(self, config: SFTConfig, runtime: Runtime, stack: ExitStack):
-        path, shape, tokenizer = open_model(config.model.path, config.prompt, config.workers)
+        path, shape, tokenizer = open_model(config)
         report = log.warning if runtime.is_main else lambda *message: None
         files = config.replay or config.data.train, config.data.validation
         examples, held_out = (
             load_examples(file, config, tokenizer, shape.max_position, report) if file else [] for file in files
         )
-        self.stream = ProblemStream(examples, config.seed, len(examples) if config.replay else config.batch)
+        self.stream = ProblemStream(examples, config.seed, len(examples) if config.replay else config.batch.examples)
         super().__init__(config, runtime, path, self.stream.rows)
         self.held_out = self.forests(held_out) if held_out else []
         state = self.resume(stack)
@@ -199,7 +138,7 @@ class SFT(Trainer[SFTConfig]):
         """This rank's micro-batches."""
         responses = [example.response for example in examples]
         cost = pair_cost(self.model.config)
-        packing = pack(responses, self.config.token_budget, self.runtime.ranks, pair_cost=cost)
+        packing = pack(responses, self.config.batch.token_budget, self.runtime.ranks, pair_cost=cost)
         return packing.forests(self.runtime.rank)
 
     def train_on(self, examples: Sequence[Example]) -> dict[str, float]:
@@ -238,7 +177,7 @@ def train(config: SFTConfig) -> None:
         for step in sft.steps():
             with sft.profiled(step):
                 metrics = sft.train_on(sft.stream.next_batch())
-            if sft.held_out and sft.due(step, config.validate_every):
+            if sft.held_out and sft.due(step, config.validation.every):
                 metrics["validation/loss"] = sft.validation_loss()
             sft.log(step, metrics)
             sft.checkpoint(step, {"stream": sft.stream.state()})

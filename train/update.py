@@ -11,41 +11,35 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from dccot.core.config import at_least, require
+from dccot.core.config import Fraction, NonNegative, NonNegativeFloat, PositiveFloat, require
 from dccot.core.runtime import Runtime
 from dccot.train.forest import Forest
 
 
 @dataclass
 class OptimizerConfig:
-    learning_rate: float = 2e-6
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    weight_decay: float = 0.01
-    max_grad_norm: float = 1.0  # clip the gradient's norm over all shards to this
-    warmup_steps: int = 0  # linear, then constant
-    decay_from: int | None = None  # step from which the rate falls linearly, to 0 at decay_to; None: never (the paper)
+    learning_rate: PositiveFloat = 2e-6
+    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = field(default_factory=lambda: [0.9, 0.999])
+    weight_decay: NonNegativeFloat = 0.01
+    max_grad_norm: PositiveFloat = 1.0  # clip the gradient's norm over all shards to this
+    warmup_steps: NonNegative = 0  # linear, then constant
+    # step from which the rate falls linearly, to 0 at decay_to; None: never (the paper)
+    decay_from: NonNegative | None = None
     decay_to: int | None = None
 
     def check(self) -> None:
-        rate = self.learning_rate
-        require(0 < rate < math.inf, f"optimizer.learning_rate is {rate}; it must be positive and finite")
-        require(self.max_grad_norm > 0, f"optimizer.max_grad_norm is {self.max_grad_norm}; it must be positive")
-        good = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        require(good, f"optimizer.betas is {self.betas}; it must be two numbers in [0, 1)")
-        decay = self.weight_decay
-        require(0 <= decay < math.inf, f"optimizer.weight_decay is {decay}; it must be at least 0 and finite")
-        at_least(0, self.warmup_steps, "optimizer.warmup_steps")
         first, last = self.decay_from, self.decay_to
         together = (first is None) == (last is None)
         require(together, f"optimizer.decay_from is {first} and optimizer.decay_to {last}; set both, or neither")
-        if first is not None and last is not None:
-            at_least(0, first, "optimizer.decay_from")
-            require(first < last, f"optimizer.decay_to is {last}; it must be above optimizer.decay_from, {first}")
+        falls = first is None or last is None or first < last
+        require(falls, f"optimizer.decay_to is {last}; it must be above optimizer.decay_from, {first}")
 
     def rate(self, step: int) -> float:
         """Learning rate of step `step`, counted from 0."""

@@ -8,14 +8,15 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dccot.core.config import ConfigError
+from dccot.core.config import ConfigError, load_config, to_yaml
 from dccot.core.files import BadData
 from dccot.core.signals import CONTINUE, Stopped, listening
 
@@ -43,6 +44,37 @@ def run_cleanly(work: Callable[[], object]) -> int:
             print("\nstopped; the same command continues where it can", file=sys.stderr)
         return CONTINUE if isinstance(stopped, Stopped) else 130
     return 0
+
+
+def launch(kind: type, train: Callable[[Any], None], argv: Sequence[str] | None, description: str, example: str) -> int:
+    """Read the configuration named on the command line and train with it. An invalid one gives a one-line error, not a
+    stack trace.
+    """
+    arguments = launch_parser(description, example).parse_args(argv)
+    log_to_terminal()
+
+    def work() -> None:
+        config: Any = load_config(kind, arguments.config, arguments.overrides)
+        if arguments.print_config:
+            print(to_yaml(config), end="")
+        else:
+            train(config)
+
+    return run_cleanly(work)
+
+
+def log_to_terminal() -> None:
+    logging.basicConfig(
+        level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING, format="%(message)s"
+    )
+
+
+def launch_parser(description: str, example: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, epilog=f"example: {example}")
+    parser.add_argument("config", help="YAML file, e.g. one of configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
+    parser.add_argument("--print-config", action="store_true", help="show the resolved configuration and stop")
+    return parser
 
 
 def quiet() -> None:

@@ -36,7 +36,11 @@ log = logging.getLogger(__name__)
 C = TypeVar("C")
 E = TypeVar("E")
 RENAMED = {
-    "advantage.normalise": "advantage (std, or mean where it was none)",
+    "advantage.normalise": "advantage",
+    "batch": "batch.examples",  # of SFT, as are the next three
+    "token_budget": "batch.token_budget",
+    "validate_every": "validation.every",
+    "workers": "rollout.workers",
     "batch.samples": "batch.group_size",
     "optimizer.clip": "optimizer.max_grad_norm",
     "prompt.format": "prompt.chat_format",
@@ -123,15 +127,19 @@ def load_config(kind: type[C], path: str | Path | None, overrides: Sequence[str]
     return config
 
 
-def with_new_names(tree: dict[str, Any]) -> dict[str, Any]:
-    """A saved configuration with its renamed keys as they are called now."""
+def with_new_names(tree: dict[str, Any], today: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A saved configuration with its renamed keys as they are called now, except keys that `today`'s also has."""
     tree = _merge({}, tree)
     for old, new in RENAMED.items():
         *path, last = old.split(".")
-        group: Any = tree
+        groups: list[Any] = [tree, today or {}]
         for part in path:
-            group = group.get(part) if isinstance(group, dict) else None
-        if isinstance(group, dict) and last in group and re.fullmatch(r"[\w.]+", new):
+            groups = [group.get(part) if isinstance(group, Mapping) else None for group in groups]
+        group, still = groups
+        if not (isinstance(group, dict) and last in group and re.fullmatch(r"[\w.]+", new)):
+            continue
+        became_group = new.startswith(f"{old}.") and not isinstance(group[last], dict)
+        if became_group or not (new.startswith(f"{old}.") or (isinstance(still, Mapping) and last in still)):
             _set(tree, new, group.pop(last))
     return tree
 
@@ -316,7 +324,8 @@ def _explained(kind: type, place: Sequence[int | str], prefix: str, error: Mappi
     fault, value, limits = error["type"], error["input"], error.get("ctx", {})
     shown = text if len(text := repr(value)) < 100 else f"{text[:100]}…"
     inside = [f"{key}.{name}" for name in value] if isinstance(value, dict) else []  # of a group that became a value
-    if old := next((each for each in (key, *inside) if each in RENAMED), None):
+    old = next((each for each in (key, *inside) if each in RENAMED), None)
+    if old is not None and fault != "dataclass_type":
         return f"{old} is now called {RENAMED[old]}"
     if fault == "unexpected_keyword_argument":
         keys = _keys(kind, place[:-1])

@@ -28,9 +28,9 @@ from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
 from dccot.rollout.response import Response, Round, Segment
 from dccot.rollout.settings import EngineConfig
+from dccot.train.config import RLConfig
 from dccot.train.forest import pack
 from dccot.train.rl import train
-from dccot.train.rl_config import RLConfig
 from dccot.train.sft import negative_logprob
 from dccot.train.update import OptimizerConfig, accumulate, apply_gradients, compute_logprobs, make_optimizer, update
 

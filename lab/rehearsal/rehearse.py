@@ -28,11 +28,10 @@ from dccot.core.command import positive, print_table, run_cleanly
 from dccot.core.config import ConfigError
 from dccot.core.files import write_atomic
 from dccot.model.config import ModelConfig
+from dccot.train.config import RLConfig, SFTConfig
 from dccot.train.largest import largest_micro_batch, load_training
 from dccot.train.memory import TrainingMemory
 from dccot.train.plan import GB, GPUS, SHAPES, read_shape
-from dccot.train.rl_config import RLConfig
-from dccot.train.sft import SFTConfig
 
 AGREES = 0.1  # of the peak: how far `dccot plan` may be off
 WORTH_SHOWING = 5e6  # bytes

@@ -41,13 +41,13 @@ from dccot.model.transformer import Transformer
 from dccot.model.weights import full_parameters
 from dccot.rollout.response import Response
 from dccot.train.batch import Batch
+from dccot.train.config import RLConfig, SFTConfig
 from dccot.train.largest import largest_micro_batch, load_training
 from dccot.train.phases import Phases
 from dccot.train.plan import GPUS
 from dccot.train.rewards import Graded, Group
 from dccot.train.rl import RL
-from dccot.train.rl_config import RLConfig
-from dccot.train.sft import SFT, Example, SFTConfig
+from dccot.train.sft import SFT, Example
 from dccot.train.token_metrics import TokenMetrics
 from dccot.train.update import make_optimizer
 

@@ -10,6 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dccot.core.command import launch
 from dccot.core.config import (
     Address,
     ConfigError,
@@ -25,9 +26,7 @@ from dccot.core.config import (
     to_yaml,
 )
 from dccot.recipe import Recipe
-from dccot.train.rl_config import RLConfig
-from dccot.train.run import launch
-from dccot.train.sft import SFTConfig
+from dccot.train.config import RLConfig, SFTConfig
 
 REGISTRY = {"half": lambda x: x / 2, "double": lambda x: 2 * x}
 
@@ -184,16 +183,16 @@ RUNNABLE = ["model.path=m", "data.train=d"]
     [
         ("reward.cutoff=7500", "reward.cutoff is 7500, which is not below rollout.budget 7500"),
         ("batch.optimizer_steps=5", "batch.prompts is 96, which batch.optimizer_steps 5 does not divide"),
-        ("batch.optimizer_steps=0", "batch.prompts is 96, which batch.optimizer_steps 0 does not divide"),
+        ("batch.optimizer_steps=0", "batch.optimizer_steps is 0; it must be at least 1"),
         ("batch.prompts=0", "batch.prompts is 0"),
         ("batch.prompts=-2", "batch.prompts is -2"),
         ("batch.prompts=5762", "batch.prompts is 5762; 20 batches of 288 can never give as many"),
-        ("batch.group_size=1", "batch.group_size is 1; an advantage within a group needs at least 2"),
+        ("batch.group_size=1", "batch.group_size is 1; it must be at least 2"),
         ("batch.token_budget=0", "batch.token_budget is 0"),
         ("rollout.parallel=false", "rollout.parallel is now called prompt.kind (parallel or sequential)"),
         ("rollout.workers=0", "rollout.workers is 0"),
         ("rollout.temperature=0", "rollout.temperature is 0"),
-        ("advantage.normalise=std", "advantage.normalise is now called advantage (std, or mean"),
+        ("advantage.normalise=std", "advantage.normalise is now called advantage"),
         ("advantage=var", "advantage is 'var'; it must be one of std, mean or your own"),
         (
             "rollout.top_p=0.95",
@@ -207,7 +206,7 @@ RUNNABLE = ["model.path=m", "data.train=d"]
         ("optimizer.learning_rate=0", "optimizer.learning_rate is 0"),
         ("optimizer.learning_rate=.inf", "optimizer.learning_rate is inf"),
         ("optimizer.betas=[0.9]", "optimizer.betas is [0.9]"),
-        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas is [0.9, 1.0]"),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas[1] is 1.0; it must be below 1"),
         ("optimizer.weight_decay=-1", "optimizer.weight_decay is -1"),
         ("optimizer.warmup_steps=-1", "optimizer.warmup_steps is -1"),
         ("optimizer.weight_decay=.inf", "optimizer.weight_decay is inf"),
@@ -236,7 +235,7 @@ RUNNABLE = ["model.path=m", "data.train=d"]
         ("validation.every=-1", "validation.every is -1"),
         ("validation.problems=0", "validation.problems is 0"),
         ("validation.problems=-1", "validation.problems is -1"),
-        ("profile.steps=[3, -1]", "profile.steps is [3, -1]; steps are counted from 0"),
+        ("profile.steps=[3, -1]", "profile.steps[1] is -1; it must be at least 0"),
         ("checkpoint.every=0", "checkpoint.every is 0"),
         ("checkpoint.keep=0", "checkpoint.keep is 0"),
         ("checkpoint.keep_hf_every=0", "checkpoint.keep_hf_every is 0"),
@@ -247,7 +246,7 @@ RUNNABLE = ["model.path=m", "data.train=d"]
         ("max_bad_steps=-1", "max_bad_steps is -1"),
         ("timeout_seconds=0", "timeout_seconds is 0"),
         ("timeout_seconds=.inf", "timeout_seconds is inf"),
-        ("replay=''", "replay is ''"),
+        ("replay=''", "replay is not set; name a file"),
         ("data.preset=deepscalr", "data.preset is 'deepscalr'; it must be one of"),
         ("steps=0", "steps is 0"),
         ("seed=-1", "seed is -1"),
@@ -262,11 +261,32 @@ def test_an_rl_configuration_that_cannot_run_is_refused(override, said):
 
 @pytest.mark.parametrize(
     "override",
-    ["batch=0", "token_budget=0", "steps=-1", "data.max_tokens=0", "validate_every=0", "workers=0", "threads=0"],
+    [
+        "batch.examples=0",
+        "batch.token_budget=0",
+        "steps=-1",
+        "data.max_tokens=0",
+        "validation.every=-1",
+        "rollout.workers=0",
+        "threads=0",
+    ],
 )
 def test_an_sft_configuration_that_cannot_run_is_refused(override):
     key, _, value = override.partition("=")
     assert refused([*RUNNABLE, override], kind=SFTConfig).startswith(f"{key} is {value}")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("batch=8", "batch is 8; it is a group of settings: examples, token_budget"),
+        ("token_budget=1", "token_budget is now called batch.token_budget"),
+        ("validate_every=1", "validate_every is now called validation.every"),
+        ("workers=3", "workers is now called rollout.workers"),
+    ],
+)
+def test_what_sft_spelled_differently_from_rl_names_the_new_key(override, said):
+    assert refused([*RUNNABLE, override], kind=SFTConfig) == said
 
 
 def test_replay_needs_no_problems():
@@ -289,7 +309,7 @@ def test_a_refused_configuration_costs_one_line_and_exit_code_two(capsys):
 
 VALID = {
     RLConfig: "name: a\nsteps: 3\nrollout: {budget: 90}\noptimizer: {betas: [0.9, 0.95]}\nreplay: null\n",
-    SFTConfig: "name: b\nbatch: 2\ndata: {train: x, max_tokens: 5}\noptimizer: {learning_rate: 1.0e-6}\n",
+    SFTConfig: "name: b\nbatch: {examples: 2}\ndata: {train: x, max_tokens: 5}\noptimizer: {learning_rate: 1.0e-6}\n",
     Recipe: "name: c\nstages:\n  - {name: sft, run: sft, config: sft.yaml, set: {steps: 3}}\n  - {name: rl, run: rl}\n",
 }
 WHOLE = {kind: yaml.safe_load(to_yaml(kind())) for kind in VALID}

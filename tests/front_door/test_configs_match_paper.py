@@ -5,8 +5,7 @@ import pytest
 from dccot.core.config import load_config
 from dccot.recipe import load_recipe
 from dccot.stages import load_stage
-from dccot.train.rl_config import RLConfig
-from dccot.train.sft import SFTConfig
+from dccot.train.config import RLConfig, SFTConfig
 
 NEEDED = ["model.path=m", "data.train=d"]
 STAGES = ("stage1", "stage2a", "stage2b", "stage3", "stage4", "hlp", "dsr_hlp_12k", "dsr_hlp_24k")
@@ -59,8 +58,8 @@ SAME_IN_ALL = {
 
 SFT = {
     "steps": 1800,
-    "batch": 8,
-    "workers": 3,
+    "batch.examples": 8,
+    "rollout.workers": 3,
     "data.max_tokens": 10_000,
     "prompt.kind": "parallel",
     "prompt.open_think": False,

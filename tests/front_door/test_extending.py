@@ -32,9 +32,9 @@ from dccot.rollout.response import Finish, Response, Rollout, Segment
 from dccot.serve.launch import OWN, overrides
 from dccot.stages import KINDS, Kind, load_stage
 from dccot.train import sft
+from dccot.train.config import RLConfig
 from dccot.train.objectives import ObjectiveConfig, objective_loss
 from dccot.train.rewards import FILTERS, RewardConfig, advantages_of, reward_of
-from dccot.train.rl_config import RLConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()

@@ -21,7 +21,7 @@ from dccot.stages import _made_by
 RECIPE = """
 name: r
 output: OUT
-common: {sft: {steps: 2, batch: 2, token_budget: 2000, sharding: {compute_dtype: float32}, checkpoint: {every: 9}, threads: 1}}
+common: {sft: {steps: 2, batch: {examples: 2, token_budget: 2000}, sharding: {compute_dtype: float32}, checkpoint: {every: 9}, threads: 1}}
 prepare:
   world: {run: "dccot.lab.worlds.stages:arithmetic", set: {base_examples: 8, train: 4, validation: 2, test: 2, larger: 1,
     model: {hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 1}}}

@@ -108,7 +108,7 @@ NOT_SIZES = {  # the keys besides sizes in which the miniature differs from the 
     "report.kind": "ids of its problems tell their kind",
 }
 SIZES = {
-    "steps", "batch", "token_budget", "threads", "budget", "n", "max_prompt_tokens", "first", "cutoff", "context", "max_sequences",
+    "steps", "examples", "token_budget", "threads", "budget", "n", "max_prompt_tokens", "first", "cutoff", "context", "max_sequences",
     "gpu_memory", "prompts", "prompts_rolled_out", "learning_rate", "warmup_steps", "every", "samples", "keep", "keep_hf_every", "dtype",
     "compute_dtype", "max_rollout_batches",
     "activation_checkpointing", "whole",

@@ -18,7 +18,7 @@ SMALL = ["rollout.budget=1000", "reward.cutoff=500", "batch.token_budget=2048", 
 CASES = {  # configuration, ranks, overrides
     "8 ranks": ("configs/rl/stage1.yaml", 8, SMALL),
     "1,024 ranks": ("configs/rl/stage4.yaml", 1024, ["sharding.replicate=128", *SMALL, "sharding.reduce_once=false"]),
-    "sft": ("configs/sft.yaml", 8, ["token_budget=2048", "data.max_tokens=2048"]),
+    "sft": ("configs/sft.yaml", 8, ["batch.token_budget=2048", "data.max_tokens=2048"]),
 }
 FAULTS = {
     "a tensor left on the CPU": """
@@ -126,7 +126,7 @@ def test_a_planted_fault_is_caught(fault, said, found):
 def test_a_batch_that_cannot_fit_is_refused_with_what_it_needs(tmp_path, capsys):
     """4.8 billion parameters on one GPU: 16 bytes each are 77 GB before the first activation."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["32B"] | {"num_hidden_layers": 7}))
-    settings = ["token_budget=2048", "data.max_tokens=2048"]
+    settings = ["batch.token_budget=2048", "data.max_tokens=2048"]
     assert main(["configs/sft.yaml", "--model", str(tmp_path), "--gpus", "1", *settings]) == 1
     said = capsys.readouterr().out
     assert "update: backward needs" in said and "a GPU has 80" in said and "does not fit" in said

@@ -27,7 +27,7 @@ from dccot.rollout.generate import Request, Watch, generate
 from dccot.rollout.response import Rollout
 from dccot.rollout.settings import EngineConfig
 from dccot.rollouts import main as rollout_main
-from dccot.train.rl_config import RLConfig
+from dccot.train.config import RLConfig
 from tests.serve.conftest import CONTEXT
 from tests.support.servers import KEY, vllm_serve
 

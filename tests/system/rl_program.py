@@ -20,8 +20,8 @@ from dccot.core.signals import Stopped, asked
 from dccot.lab.worlds.exact_task import make_task, write_problems
 from dccot.model.transformer import Transformer
 from dccot.rollout.vllm_engine import VllmEngine
+from dccot.train.config import RLConfig
 from dccot.train.rl import train
-from dccot.train.rl_config import RLConfig
 
 
 def settings(out: Path, name: str, steps: int, *more: str) -> RLConfig:

@@ -31,7 +31,8 @@ def world(tmp_path_factory) -> Path:
     """A random model, demonstrations in the parallel format, and the configuration that trains the one on the other."""
     out = tmp_path_factory.mktemp("sft")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    make_sft_task(out, sizes, {"train": 30, "validation": 12}, batch=8, token_budget=1500, validate_every=STOP,
+    make_sft_task(out, sizes, {"train": 30, "validation": 12}, batch={"examples": 8, "token_budget": 1500},
+                  validation={"every": STOP},
                   checkpoint={"every": STOP, "keep": 2})  # fmt: skip
     return out
 

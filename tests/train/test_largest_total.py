@@ -1,8 +1,8 @@
 """The largest tree under a cap on all tokens of a response."""
 
 from dccot.core.config import load_config
+from dccot.train.config import RLConfig
 from dccot.train.largest import largest_micro_batch
-from dccot.train.rl_config import RLConfig
 
 
 def test_a_cap_on_all_tokens_bounds_the_largest_tree():

@@ -17,6 +17,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from dccot.core.config import ConfigError, load_config
 from dccot.rollout.response import Finish, Response, Round, Segment
 from dccot.rollout.tags import Flaw
+from dccot.train.config import SFTConfig
 from dccot.train.metrics import (
     LAYOUT,
     SFT_LAYOUT,
@@ -28,7 +29,6 @@ from dccot.train.metrics import (
     validation_metrics,
 )
 from dccot.train.rewards import Graded
-from dccot.train.sft import SFTConfig
 
 
 def tokens(count: int) -> Segment:

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from dccot.core.config import ConfigError, load_config
 from dccot.data.prompts import CHAT_TOKENS
 from dccot.lab.worlds.arithmetic import make_tokenizer
+from dccot.train.config import RLConfig, open_model
 from dccot.train.rl import main as rl_main
-from dccot.train.rl_config import RLConfig, check_model
 from dccot.train.sft import main as sft_main
 
 
@@ -30,13 +30,13 @@ def config(model, *more: str) -> RLConfig:
 
 def refused(model, *more: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_model(config(model, *more))
+        open_model(config(model, *more))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_a_model_that_fits_passes(without_weights):
-    folder, tokenizer = check_model(config(without_weights))
+    folder, _, tokenizer = open_model(config(without_weights))
     assert folder == without_weights
     assert tokenizer.decode(tokenizer.encode("<worker_1>")) == "<worker_1>"
 

@@ -10,11 +10,11 @@ import pytest
 from dccot.core.config import load_config
 from dccot.model.config import parse_config
 from dccot.model.sharding import ShardingConfig
+from dccot.train.config import RLConfig
 from dccot.train.forest import build_forest
 from dccot.train.largest import largest_micro_batch
 from dccot.train.memory import TrainingMemory
 from dccot.train.plan import GPUS, SHAPES, main, make_plan, parameters, read_shape
-from dccot.train.rl_config import RLConfig
 
 CASES = {
     "fp32": {"compute_dtype": "float32"},

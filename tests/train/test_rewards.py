@@ -14,10 +14,10 @@ from dccot.data.judge import Grader, GradingConfig
 from dccot.rollout.response import Response, Rollout, Segment
 from dccot.rollout.tags import sequential_flaw_of
 from dccot.train.batch import Batch
+from dccot.train.config import RLConfig
 from dccot.train.phases import Phases
 from dccot.train.rewards import FILTERS, Graded, Group, RewardConfig, advantages_of, reward_of
 from dccot.train.rl import RL
-from dccot.train.rl_config import RLConfig
 
 PAPER = RewardConfig("correctness_format", correct_only=0.5, length_penalty=0.1, cutoff=2000)
 HLP = RewardConfig("high_length_penalty", correct_only=0.01, length_penalty=0.9, cutoff=2000)

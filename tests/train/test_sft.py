@@ -6,8 +6,9 @@ from dccot.core.config import load_config
 from dccot.core.files import BadData
 from dccot.lab.worlds.arithmetic import make_tokenizer
 from dccot.rollout.tags import IllFormed, TagIds
+from dccot.train.config import SFTConfig
 from dccot.train.forest import build_forest
-from dccot.train.sft import SFTConfig, demonstration, load_examples
+from dccot.train.sft import demonstration, load_examples
 
 TEXT = """<think>
 abc<spawn_workers> <worker_1>x</worker_1>

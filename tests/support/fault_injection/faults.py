@@ -220,7 +220,7 @@ def mutated_files(out: Path, under: Sequence[str]) -> list[Trial]:
     """Configurations and problem files with random damage: what comes out is a result or our own one-line error, and
     soon.
     """
-    from dccot.train.rl_config import RLConfig
+    from dccot.train.config import RLConfig
 
     out.mkdir(parents=True)
     rng, trials = random.Random(0), []

@@ -34,7 +34,7 @@ STRAYS = ("step_000001_keep", "step_000002.bak", "step_backup", "notes")
 RECIPE = """
 name: r
 output: OUT
-common: {sft: {steps: 2, batch: 2, threads: 1, sharding: {compute_dtype: float32}}}
+common: {sft: {steps: 2, batch: {examples: 2}, threads: 1, sharding: {compute_dtype: float32}}}
 prepare:
   world: {run: "dccot.lab.worlds.stages:arithmetic", set: {base_examples: 8, train: 4, validation: 2, test: 2, larger: 1,
     model: {hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 1}}}

@@ -26,7 +26,7 @@ from dccot.core.config import load_config
 from dccot.core.files import read_jsonl
 from dccot.core.runtime import Runtime
 from dccot.rollout.vllm_engine import VllmEngine
-from dccot.train.rl_config import RLConfig
+from dccot.train.config import RLConfig
 from tests.support.fault_injection.faults import Trial
 
 TIMEOUT_SECONDS = 20.0  # of a collective

@@ -34,7 +34,7 @@ def make_sft_task(out: Path, sizes: dict = SMALLEST, problems: dict = TWELVE, **
         write_jsonl_atomic(out / f"{split}.jsonl", rows)
     config = {
         "output": str(out),
-        "batch": 2,
+        "batch": {"examples": 2},
         "threads": 1,
         "model": {"path": str(out / "model")},
         "data": {split: str(out / f"{split}.jsonl") for split in problems},

@@ -155,8 +155,7 @@ def make_demonstrations(out: Path) -> None:
         "data": {"train": str(out / "demonstrations.jsonl")},
     }
     rest = {
-        "batch": 8,
-        "token_budget": 300,
+        "batch": {"examples": 8, "token_budget": 300},
         "threads": 1,
         "sharding": {"compute_dtype": "float32"},
         "checkpoint": {"every": 1},

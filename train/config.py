@@ -1,0 +1,207 @@
+"""Settings of SFT and RL runs, and the checks made before any weights are loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+from transformers import PreTrainedTokenizerBase
+
+from dccot.core.config import ConfigError, NonNegative, Positive, Seed, Share, known, require, required
+from dccot.data.judge import GradingConfig
+from dccot.data.problems import PRESETS
+from dccot.data.prompts import PromptConfig
+from dccot.data.task import find_task
+from dccot.model.config import ModelConfig, read_config
+from dccot.model.folder import resolve_model
+from dccot.model.sharding import ShardingConfig
+from dccot.model.tokenizer import open_tokenizer
+from dccot.rollout.director import RolloutConfig
+from dccot.rollout.settings import EngineConfig
+from dccot.rollout.tags import TagIds
+from dccot.train.checkpoint import CheckpointConfig
+from dccot.train.objectives import ObjectiveConfig
+from dccot.train.phases import ProfileConfig
+from dccot.train.rewards import ADVANTAGES, FILTERS, RewardConfig
+from dccot.train.update import OptimizerConfig
+
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
+FromRun = required("name a Hugging Face folder or an earlier run, e.g. model.path=runs/sft")
+Demonstrations = required("name a JSONL file with id, question and completion")
+Replayed = required("name a file that a training run wrote to its bad/ or rollouts/, or set it to null")
+
+
+@dataclass
+class ModelPath:
+    path: Annotated[str, FromRun] = ""  # a Hugging Face folder, or a run (its newest checkpoint)
+
+
+@dataclass
+class TrainingConfig:
+    """What SFT and RL have in common."""
+
+    name: str = ""
+    output: str = "runs"
+    seed: Seed = 0
+    steps: Positive = 1
+    replay: Annotated[str, Replayed] | None = None  # train on this file of a run's bad/ or rollouts/ in every step
+    max_bad_steps: NonNegative = 5  # consecutive steps that may be skipped for non-finite numbers
+    timeout_seconds: Seconds = 1800.0  # of a collective
+    stall_seconds: Seconds = 3600.0  # a rank without progress for this long is ended
+    wandb: str | None = None  # Weights & Biases project that also gets the metrics; None: off
+    task: str = "math"  # or your own: my_package.my_module:MyTask
+    model: ModelPath = field(default_factory=ModelPath)
+    prompt: PromptConfig = field(default_factory=PromptConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    def check(self) -> None:
+        require(bool(self.name.strip()), f"name is {self.name!r}; it names the run's folder below output")
+        find_task(self.task)
+        if self.wandb is not None and importlib.util.find_spec("wandb") is None:
+            remedy = "pip install wandb, or leave wandb unset"
+            raise ConfigError(f"wandb is {self.wandb!r}, but Weights & Biases is not installed: {remedy}")
+
+
+@dataclass
+class SFTData:
+    train: Annotated[str, Demonstrations] = ""
+    validation: str | None = None
+    max_tokens: Positive = 10_000  # including the prompt and every duplicate; longer examples are dropped
+
+
+@dataclass
+class SFTBatch:
+    examples: Positive = 8  # per step, over all ranks
+    token_budget: Positive = 16_384  # of one micro-batch on one rank
+
+
+@dataclass
+class SFTRollout:
+    workers: Positive = 3  # K of the demonstrations
+
+
+@dataclass
+class SFTValidation:
+    every: NonNegative = 100  # steps; 0: never
+
+
+@dataclass
+class SFTConfig(TrainingConfig):
+    name: str = "sft"
+    steps: Positive = 1800
+    threads: Positive | None = None  # CPU threads per rank; a tiny model is fastest with one. None: torch's choice
+    data: SFTData = field(default_factory=SFTData)
+    prompt: PromptConfig = field(default_factory=lambda: PromptConfig(open_think=False))
+    rollout: SFTRollout = field(default_factory=SFTRollout)
+    batch: SFTBatch = field(default_factory=SFTBatch)
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(5e-6, weight_decay=0.0, warmup_steps=105)
+    )
+    validation: SFTValidation = field(default_factory=SFTValidation)
+    checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every=100))
+
+
+@dataclass
+class RLData:
+    train: str = ""  # JSONL or parquet of problems
+    validation: str | None = None
+    preset: Literal[tuple(PRESETS)] | None = None  # type: ignore[valid-type]  # field names of a known set, e.g. deepscaler
+
+
+@dataclass
+class RLBatch:
+    prompts_rolled_out: Positive = 288  # per rollout batch
+    prompts: Positive = 96  # trained on per step, after filtering
+    group_size: Annotated[int, Field(ge=2)] = 7  # responses per prompt; an advantage needs at least two
+    optimizer_steps: Positive = 2  # mini-batches per step
+    max_rollout_batches: Positive = 20  # at most this many rollout batches to find enough prompts
+    token_budget: Positive = 32_768  # of one micro-batch on one rank
+    share_prompts: bool = True
+
+    def check(self) -> None:
+        said, most = f"batch.prompts is {self.prompts}", self.prompts_rolled_out * self.max_rollout_batches
+        divides = self.prompts % self.optimizer_steps == 0
+        require(
+            divides, f"{said}, which batch.optimizer_steps {self.optimizer_steps} does not divide; change one of them"
+        )
+        batches = f"{self.max_rollout_batches} batches of {self.prompts_rolled_out}"
+        require(self.prompts <= most, f"{said}; {batches} can never give as many")
+
+
+@dataclass
+class RLValidation:
+    every: NonNegative = 20  # steps, and once before the first; 0: never
+    samples: Positive = 50
+    top_p: Share = 0.95
+    problems: Positive | None = None  # use only the first N of data.validation; None: all
+
+
+@dataclass
+class RLConfig(TrainingConfig):
+    name: str = "rl"
+    steps: Positive = 200
+    filter: Annotated[str, known(FILTERS)] = "include_easy"  # remove_easy, none, or your own module:function
+    advantage: Annotated[str, known(ADVANTAGES)] = (
+        "std"  # (R − mean) / std; mean: R − mean; or your own module:function
+    )
+    keep_rollouts: Positive = 100  # newest steps whose rollouts are kept on disk
+    data: RLData = field(default_factory=RLData)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    grading: GradingConfig = field(default_factory=GradingConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    batch: RLBatch = field(default_factory=RLBatch)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    validation: RLValidation = field(default_factory=RLValidation)
+
+    def check(self) -> None:
+        super().check()
+        require(bool(self.data.train or self.replay), "data.train is not set; name a JSONL or parquet file of problems")
+        own = "training streams its weights into an engine of its own: leave engine.url out"
+        require(not self.engine.url, f"engine.url is set; {own}")
+        heat, top_p = self.rollout.temperature, self.rollout.top_p
+        require(heat > 0, f"rollout.temperature is {heat}; training divides logits by it: it must be positive")
+        whole = "training takes log-probs of the whole distribution: it must be 1 (validation.top_p is apart)"
+        require(top_p == 1, f"rollout.top_p is {top_p}; {whole}")
+        cutoff, budget = self.reward.cutoff, self.rollout.budget
+        below = f"which is not below rollout.budget {budget}; lower the cutoff"
+        require(cutoff < budget, f"reward.cutoff is {cutoff}, {below}")
+
+
+def open_model(config: RLConfig | SFTConfig) -> tuple[Path, ModelConfig, PreTrainedTokenizerBase]:
+    """Folder, configuration and tokenizer of the model a run starts from; rejected, before any weights are loaded, if
+    they do not fit the settings.
+    """
+    folder = resolve_model(config.model.path)
+    model, tokenizer = open_folder(folder, config.prompt, config.rollout.workers)
+    if isinstance(config, RLConfig):
+        check_context(config, model)
+    return folder, model, tokenizer
+
+
+def open_folder(folder: Path, prompt: PromptConfig, workers: int) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
+    try:
+        model, tokenizer = read_config(folder), open_tokenizer(folder)
+        prompt.chat_format_for(tokenizer)
+        TagIds.of(tokenizer, workers)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"model {folder}: {' '.join(str(error).split())}") from None
+    if len(tokenizer) > model.vocab_size:
+        sizes = f"has {len(tokenizer):,} tokens, the model embeds {model.vocab_size:,}"
+        raise ConfigError(f"the tokenizer of {folder} {sizes}; use the tokenizer that belongs to the model")
+    return model, tokenizer
+
+
+def check_context(config: RLConfig, model: ModelConfig) -> None:
+    """Reject a configuration whose longest response does not fit into the model's context."""
+    context = config.engine.context or model.max_position
+    longest = config.prompt.max_prompt_tokens + config.rollout.budget
+    raised = " or raise engine.context" if config.engine.context else ""
+    limit = f"the model's context is {context:,}: lower one of them{raised}"
+    require(longest <= context, f"prompt.max_prompt_tokens + rollout.budget is {longest:,}; {limit}")
