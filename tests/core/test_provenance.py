@@ -11,6 +11,7 @@ from pathlib import Path
 from dccot.core.files import checksum
 from dccot.core.provenance import code_version, differences, provenance, read_starts, record
 from dccot.core.runtime import Runtime
+from tests.support import programs
 
 PROGRAM = """
 import json, os, sys
@@ -44,7 +45,7 @@ def test_ranks_that_see_other_settings_or_other_data_are_refused(tmp_path):
         "--nproc_per_node=2",
         str(tmp_path / "program.py"),
     ]
-    subprocess.run([*command, str(tmp_path)], check=True, timeout=300)
+    programs.run([*command, str(tmp_path)], check=True, timeout=900)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first == second and set(first) == {"settings", "data"}  # both ranks stop, with the same words
     assert first["settings"].startswith("ranks disagree: configuration.seed is 1 on rank 1 and 0 on rank 0")
@@ -87,7 +88,7 @@ def test_the_checksum_of_the_code_is_that_of_the_files_that_run(tmp_path):
     def asked() -> dict:
         environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
         return json.loads(
-            subprocess.run(
+            programs.run(
                 [sys.executable, "-c", ask], env=environment, cwd=tmp_path, capture_output=True, text=True
             ).stdout
         )

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support import programs
+
 ROOT = Path(__file__).parents[2]
 APART = """
 import os, time
@@ -73,14 +75,14 @@ def test_only_the_runtime_starts_process_groups():
 def test_one_worker_needs_no_group_and_a_group_that_exists_takes_the_time_out_of_each_stage():
     """In a process of its own: engines of other tests leave a group in this one."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    subprocess.run([sys.executable, "-c", ALONE], check=True, timeout=120, env=environment)
+    subprocess.run([sys.executable, "-c", ALONE], check=True, timeout=900, env=environment)
 
 
 def test_ranks_that_work_apart_are_waited_for_and_ranks_of_a_stage_only_so_long(tmp_path):
     program = tmp_path / "apart.py"
     program.write_text(APART)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = programs.run(command, capture_output=True, text=True, timeout=900)
     lines = done.stdout.splitlines()
     assert lines.count("mesh [2.0, 2.0]") == 2, done.stderr[-3000:]
     assert lines.count("together [[0], [1]]") == 2

@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from dccot.data.problems import Problem
 from dccot.data.rewrite import RewriteConfig, accept, attempts_path, load_solutions, prompt_text, rewrite_all, rule, run
 from dccot.data.sequential import SequentialConfig
 from dccot.rollout.tags import flaw_of, parse
+from tests.support import programs
 
 KEY = "sk-planted-4f1c"
 WELL_FORMED = (
@@ -387,12 +387,12 @@ def test_killed_and_resumed_loses_nothing_repeats_nothing_and_shows_no_key(tmp_p
     log = attempts_path(config.output)
     for enough in (8, 22, None):
         with (tmp_path / "said").open("a") as output:
-            child = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+            child = programs.Popen(command, env=environment, stdout=output, stderr=output)
         while enough and child.poll() is None and (log.read_bytes().count(b"\n") if log.exists() else 0) < enough:
             time.sleep(0.01)
         if enough:
             child.send_signal(signal.SIGKILL)
-        child.wait(timeout=120)
+        child.wait(timeout=900)
     said = (tmp_path / "said").read_text()
     rows = log_of(config)
     assert child.returncode == 0 and "40 of 40 solutions accepted" in said

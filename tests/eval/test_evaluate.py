@@ -19,6 +19,7 @@ from dccot.core.files import BadData, read_jsonl
 from dccot.eval.evaluate import EvalConfig, eval_config, evaluate, main
 from dccot.eval.results import Benchmark, Evaluation, Sample, own_benchmark, summarise
 from dccot.rollout.response import Rollout
+from tests.support import programs
 
 SAMPLES, BUDGET = 8, 120
 SETTINGS = [
@@ -152,7 +153,7 @@ def test_ranks_that_do_not_share_the_folder_are_refused(speaker, sums, tmp_path)
         sums,
     ]
     command += ["--budget", "100", "engine.context=1024"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = programs.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert done.returncode == 1 and done.stderr.count("dccot: out of rank 0 on ") == 2, done.stderr
     assert "is another folder than that of rank 1 on " in done.stderr
 
@@ -166,7 +167,7 @@ def test_two_ranks_share_the_grading_and_agree(uninterrupted, speaker, sums, tmp
         ungraded = [json.dumps({**row, "verdict": None}) + "\n" for row in rows[rank::2]]
         (out / "rollouts" / f"sums.rank{rank}.jsonl").write_text("".join(ungraded))
     process = torchrun(speaker, sums, out)
-    printed = process.communicate(timeout=300)[0]
+    printed = process.communicate(timeout=900)[0]
     assert process.returncode == 0, printed
     assert summary(out) == summary(uninterrupted)
     assert printed.count("pass@1") == 1  # one table, not one per rank
@@ -196,7 +197,7 @@ def torchrun(speaker, sums, out) -> subprocess.Popen:
     ]
     options = {"--problems": sums, "--samples": SAMPLES, "--budget": BUDGET, "--out": out}
     command = [*launch, str(speaker), *SETTINGS, *(str(part) for option in options.items() for part in option)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return programs.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def test_a_folder_made_with_another_method_is_refused(uninterrupted, speaker, sums):

@@ -17,6 +17,7 @@ from dccot import __version__
 from dccot.pipeline import main
 from dccot.recipe import load_recipe
 from dccot.stages import _made_by
+from tests.support import programs
 
 RECIPE = """
 name: r
@@ -164,7 +165,7 @@ def test_a_mark_from_before_marks_said_what_they_were_made_from_is_taken(recipe)
 
 def test_a_recipe_that_another_job_runs_is_refused(recipe, capsys):
     hold = "import sys; from pathlib import Path; from dccot.train.run import claim; print(claim(Path(sys.argv[1])), flush=True); input()"
-    other = subprocess.Popen(
+    other = programs.Popen(
         [sys.executable, "-c", hold, recipe.parent / "r"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:

@@ -22,6 +22,7 @@ from dccot.model.folder import (
     verify_manifest,
     write_manifest,
 )
+from tests.support import programs
 
 
 @pytest.fixture
@@ -163,10 +164,8 @@ def test_ranks_started_by_srun_find_the_checksums_of_all_files(tmp_path):
         }
     command = [sys.executable, "-c", CHECKSUMS, tmp_path]
     ranks = [
-        subprocess.Popen(
-            command, env={**variables, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True
-        )
+        programs.Popen(command, env={**variables, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True)
         for rank in "01"
     ]
     expected = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    assert [json.loads(rank.communicate(timeout=300)[0]) for rank in ranks] == [expected, expected]
+    assert [json.loads(rank.communicate(timeout=900)[0]) for rank in ranks] == [expected, expected]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from dccot.model.config import read_config
 from dccot.model.sharding import ShardingConfig, build_model
 from dccot.model.transformer import Transformer
 from dccot.model.weights import save_checkpoint
+from tests.support import programs
 
 PROGRAM = Path(__file__).with_name("sharded_program.py")
 
@@ -41,7 +41,7 @@ def launch(checkpoint: Path, ranks: int) -> Path:
     command = [sys.executable, *torchrun, str(PROGRAM), str(checkpoint), str(out)]
     # a compiler cache of its own: the shared one does not notice when a custom operator changes
     compiler = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(out / "compiled")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=os.environ | compiler)
+    done = programs.run(command, capture_output=True, text=True, timeout=900, env=os.environ | compiler)
     assert done.returncode == 0, done.stderr[-4000:]
     return out
 

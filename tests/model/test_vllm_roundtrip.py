@@ -1,7 +1,6 @@
 """What the model writes opens in vLLM, and vLLM decodes what the model would."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from dccot.kernels.tree_attention import TreeMask
 from dccot.model.config import read_config
 from dccot.model.transformer import Transformer
 from dccot.model.weights import create_checkpoint, load_weights, save_checkpoint
+from tests.support import programs
 
 PROGRAM = Path(__file__).with_name("vllm_program.py")
 PROMPTS = [[5, 6, 7, 8], [100, 17, 250], [2] * 40]
@@ -48,7 +48,7 @@ def folders(raw_config, write_checkpoint, tokenizer, tmp_path_factory) -> dict[s
 @pytest.fixture(scope="module")
 def decoded(folders) -> dict[str, list[list[int]]]:
     command = [sys.executable, str(PROGRAM), json.dumps(PROMPTS), *map(str, folders.values())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    done = programs.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -1,7 +1,6 @@
 """An engine's start can be watched and explained, and nothing of an engine is left when it is shut down."""
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from dccot.rollout import vllm_engine as engine_module
 from dccot.rollout.settings import EngineConfig
 from dccot.rollout.vllm_engine import engine_arguments
+from tests.support import programs
 
 PROGRAM = Path(__file__).with_name("engine_life_program.py")
 
@@ -19,7 +19,7 @@ PROGRAM = Path(__file__).with_name("engine_life_program.py")
 def life(checkpoints, tmp_path_factory) -> tuple[dict, str, Path]:
     out = tmp_path_factory.mktemp("life")
     command = [sys.executable, str(PROGRAM), str(checkpoints["single"]), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = programs.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((out / "found.json").read_text()), done.stderr, out
 

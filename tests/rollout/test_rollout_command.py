@@ -3,7 +3,6 @@
 import io
 import json
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from dccot.rollout.generate import Request, generate
 from dccot.rollout.progress import RolloutProgress
 from dccot.rollout.response import Rollout
 from dccot.rollouts import main
+from tests.support import programs
 
 SETTINGS = ["--n", "12", "--budget", "150", "engine.dtype=float32", "engine.kv_cache_gb=0.125", "seed=3"]
 
@@ -68,7 +68,7 @@ def test_a_killed_run_leaves_whole_lines_and_resume_finishes_the_rest(command, u
         str(out),
         "engine.max_sequences=3",
     ]  # slow enough to be caught in the middle
-    run = subprocess.Popen([sys.executable, "-m", "dccot.rollouts", *arguments])
+    run = programs.Popen([sys.executable, "-m", "dccot.rollouts", *arguments])
     deadline = time.monotonic() + 300
     while run.poll() is None and (not out.exists() or out.read_bytes().count(b"\n") < 3):
         assert time.monotonic() < deadline

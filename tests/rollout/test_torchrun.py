@@ -1,7 +1,6 @@
 """Real ranks: FSDP shards the weights, every rank has its engine, and neither waits for the other."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
+from tests.support import programs
 
 PROGRAM = Path(__file__).with_name("torchrun_program.py")
 PROMPT = [5, 6, 7]
@@ -19,7 +19,7 @@ def out(checkpoints, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("torchrun")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(PROGRAM)]
     arguments = [str(checkpoints["single"]), str(folder)]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=600)
+    done = programs.run([*command, *arguments], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     (folder / "stderr").write_text(done.stderr)
     return folder

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from dccot.core.signals import CONTINUE
+from tests.support import programs
 
 # Every kind of stage that a model without skill can pass; what needs right answers is tested with models that give
 # them.
@@ -52,7 +53,7 @@ def start(tmp_path):
 
     def start(*settings: str) -> subprocess.Popen:
         command = [sys.executable, "-m", "dccot.cli", "demo", "--processes", "2", "--recipe", str(recipe), *settings]
-        return subprocess.Popen(
+        return programs.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path, start_new_session=True
         )
 
@@ -66,12 +67,12 @@ def test_it_is_stopped_and_goes_on_to_its_table(start, tmp_path):
     while not (metrics.is_file() and metrics.read_text().count("\n") > 20) and time.monotonic() < deadline:
         time.sleep(0.1)
     os.killpg(first.pid, signal.SIGINT)
-    said = first.communicate(timeout=60)[0]
+    said = first.communicate(timeout=900)[0]
     assert first.returncode == CONTINUE and said.rstrip().endswith("the same command continues where it can")
     assert "Traceback" not in said and "[2/8] base:" not in said
 
     again = start()
-    said = again.communicate(timeout=300)[0]
+    said = again.communicate(timeout=900)[0]
     assert again.returncode == 0, said
     assert "[1/8] world: done before" in said and "[8/8] report: " in said
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
@@ -82,5 +83,5 @@ def test_it_is_stopped_and_goes_on_to_its_table(start, tmp_path):
 
 def test_a_wrong_setting_costs_one_line(start):
     done = start("seeed=1")
-    assert done.communicate(timeout=60)[0].splitlines() == ["dccot: unknown key seeed; did you mean 'seed'?"]
+    assert done.communicate(timeout=900)[0].splitlines() == ["dccot: unknown key seeed; did you mean 'seed'?"]
     assert done.returncode == 2

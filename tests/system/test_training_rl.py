@@ -4,7 +4,6 @@ exactly.
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dccot.data.prompts import PromptConfig
 from dccot.lab.worlds.arithmetic import make_tokenizer
+from tests.support import programs
 from tests.support.fault_injection.rank import Kill
 from tests.support.fault_injection.run import FaultInjection
 
@@ -30,7 +30,7 @@ ROLLOUTS = 32
 def out(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("rl")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-    done = subprocess.run([*launch, str(PROGRAM), str(out), str(STEPS)], capture_output=True, text=True, timeout=900)
+    done = programs.run([*launch, str(PROGRAM), str(out), str(STEPS)], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return out
 

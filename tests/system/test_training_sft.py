@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from torch import Tensor
 from dccot.lab.worlds.arithmetic import make_tokenizer
 from dccot.train import sft
 from dccot.train.sft import main
+from tests.support import programs
 from tests.support.fault_injection.rank import descendants
 from tests.support.fault_injection.sft_task import make_sft_task
 
@@ -66,7 +66,7 @@ def two_ranks(world) -> Path:
         str(PROGRAM),
         str(world / "runs.json"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    done = programs.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return world
 
@@ -134,7 +134,7 @@ class Job:
             "dccot.train.sft",
         ]
         with self.log.open("a") as said:
-            self.process = subprocess.Popen(
+            self.process = programs.Popen(
                 [*command, *arguments(world, name, LONG), *settings], stdout=said, stderr=said
             )
 

@@ -11,6 +11,7 @@ import pytest
 
 from dccot.core.files import BadData
 from dccot.train.run import _keep_rows, claim
+from tests.support import programs
 
 HOLD = """
 import sys, time
@@ -23,7 +24,7 @@ time.sleep(60)
 
 def test_a_folder_that_a_living_job_writes_to_is_refused_and_that_of_a_killed_one_is_not(tmp_path):
     run = tmp_path / "run"
-    other = subprocess.Popen([sys.executable, "-c", HOLD, run], stdout=subprocess.PIPE, text=True)
+    other = programs.Popen([sys.executable, "-c", HOLD, run], stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout.readline() == "None\n"
         assert claim(run).startswith(f"{run} is being written by process {other.pid} on ")
@@ -62,7 +63,7 @@ def test_a_lock_of_another_machine_is_waited_for_with_its_owner_and_age_and_take
     """
     run = tmp_path / "run"
     elsewhere = HOLD.replace("from pathlib", "import socket; socket.gethostname = lambda: 'node7'\nfrom pathlib")
-    other = subprocess.Popen([sys.executable, "-c", elsewhere, run], stdout=subprocess.PIPE, text=True)
+    other = programs.Popen([sys.executable, "-c", elsewhere, run], stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout.readline() == "None\n"
         owner = f"process {other.pid} on node7"
@@ -97,7 +98,7 @@ with JsonlWriter(out / "rows.jsonl") as rows:
     rows.write({"a": 1})
 print((out / "rows.jsonl").read_text(), end="")
 """
-    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=120)
+    done = programs.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=900)
     assert done.stdout.splitlines() == ["[Errno 37] No locks available"] * 2 + ["None", '{"a": 1}'], done.stderr
 
 

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dccot.train.trace import main, merge
+from tests.support import programs
 
 PROGRAM = """
 import sys, torch, torch.distributed as dist
@@ -56,7 +56,7 @@ def step_folder(tmp_path_factory):
         str(program),
         str(folder),
     ]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ran = programs.run(command, capture_output=True, text=True, timeout=900)
     assert ran.returncode == 0, ran.stderr
     return folder / "step_000010"
 

@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from dccot.core.runtime import Runtime
 from dccot.train.phases import Phases
 from dccot.train.watchdog import STALLED, Watchdog
+from tests.support import programs
 
 HERE = Runtime(rank=3, ranks=8, device=torch.device("cpu"), owned=False)
 PROGRAM = Path(__file__).with_name("hang_program.py")
@@ -84,7 +84,7 @@ def test_signs_of_life_keep_a_rank_alive_in_a_phase_that_takes_longer_than_stall
 )
 def test_a_rank_that_hangs_is_ended_after_stall_seconds_and_says_where(hang, place, code):
     """The second never lets Python's other threads run: no report is possible, but it ends all the same."""
-    done = subprocess.run([sys.executable, PROGRAM, hang], capture_output=True, text=True, timeout=120)
+    done = programs.run([sys.executable, PROGRAM, hang], capture_output=True, text=True, timeout=900)
     assert done.returncode == code, done.stderr
     assert place in done.stderr
     if code == STALLED:
