@@ -120,7 +120,9 @@ def _tradeoff(name: str, title: str, methods: Sequence[tables.Method]) -> Figure
     ]
     theirs = {label: rows[name] for label, rows in paper.RESULTS.items() if name in rows}
     points += [plots.Point(label, *result, vote="Maj" in label) for label, result in theirs.items()]
-    return Figure(f"tradeoff_{name}", f"{title}: accuracy against longest path", *plots.tradeoff(title, points))
+    return Figure(
+        f"tradeoff_{name}", f"{title}: accuracy against longest path", *plots.pictures(plots.tradeoff, title, points)
+    )
 
 
 def _latency(folder: Path) -> list[Block]:
@@ -136,7 +138,7 @@ def _latency(folder: Path) -> list[Block]:
     cells = [Row(row[corner], [Cell(row[column]) for column in columns]) for row in rows]
     table = Table(f"{found['name']}, on {found['device']}: {how}", corner, [("", columns)], cells)
     caption = "Every measured response: how well longest path predicts seconds."
-    figure = Figure(f"latency_{folder.name}", caption, *plots.latency(timings))
+    figure = Figure(f"latency_{folder.name}", caption, *plots.pictures(plots.latency, timings))
     return [Heading("Wall-clock per response"), table, figure]
 
 
@@ -149,7 +151,7 @@ def _training(runs: Sequence[Path]) -> list[Block]:
     blocks: list[Block] = [Heading("Training"), CURVES]
     for stages in figures:
         names = " → ".join(stage.name for stage in stages)
-        blocks.append(Figure(f"training_{stages[-1].name}", names, *plots.training(stages)))
+        blocks.append(Figure(f"training_{stages[-1].name}", names, *plots.pictures(plots.training, stages)))
     if figure := penalised(every):
         blocks.append(figure)
     learnt = [(stage.name, stage.config, stage.rows) for stage in every if "reward/correct" in stage.rows[0]]
@@ -186,7 +188,7 @@ def penalised(stages: Sequence[plots.Stage]) -> Figure | None:
     if len(runs) < 2:
         return None
     caption = "Under the high length penalty: " + ", ".join(run.name for run in runs) + "; marks are validation."
-    return Figure("penalised", caption, *plots.penalised(runs))
+    return Figure("penalised", caption, *plots.pictures(plots.penalised, runs))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

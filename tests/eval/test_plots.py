@@ -55,7 +55,7 @@ def test_the_curves_are_what_metrics_jsonl_holds(tmp_path, steps):
     first = run(tmp_path, "stage1", steps)
     second = run(tmp_path, "stage2", 7, start=first)
     [stages] = chains([first, second])
-    axes = plots.draw_training(stages, plots.LIGHT).axes
+    axes = plots.training(stages, plots.LIGHT).axes
     for title, metrics, scale in (
         ("Accuracy (%)", ["reward/correct", "validation/accuracy"], 100),
         ("Longest path (tokens)", ["length/longest_path", "validation/longest_path"], 1),
@@ -80,7 +80,7 @@ def test_two_validations_are_drawn_as_they_are_and_nothing_else_is_marked(tmp_pa
         {"step": 0, "reward/correct": 0.5, "validation/accuracy": 0.95},
         {"step": 1, "reward/correct": 0.5, "validation/accuracy": 0.97},
     ]
-    axes = plots.draw_training([plots.Stage("a", rows)], plots.LIGHT).axes
+    axes = plots.training([plots.Stage("a", rows)], plots.LIGHT).axes
     assert [(x, y) for x, y, marked in drawn(axes, "Accuracy (%)") if marked] == [([0, 1], [95.0, 97.0])]
 
 
@@ -90,7 +90,7 @@ def test_penalised_runs_share_one_figure_over_their_own_steps(tmp_path):
         for name, steps in (("hlp", 12), ("dsr_hlp_12k", 9), ("dsr_hlp_24k", 15))
     ]
     stages = [stage for figure in chains(runs) for stage in figure]
-    axes = plots.draw_penalised(stages, plots.LIGHT).axes
+    axes = plots.penalised(stages, plots.LIGHT).axes
     assert len(axes) == 3 and [text.get_text() for text in axes[0].get_legend().get_texts()] == [
         "hlp",
         "dsr_hlp_12k",
@@ -116,9 +116,9 @@ def test_a_dollar_in_a_name_is_a_dollar(tmp_path, name):
         plots.Point(name, Estimate(50.0, 1.0), Estimate(100.0, 1.0), 0),
         plots.Point(name, Estimate(9.0), Estimate(9.0)),
     )
-    for picture in (
-        plots.tradeoff(name, [ours, theirs]),
-        plots.training([plots.Stage(name, rows)]),
-        plots.penalised([plots.Stage(name, rows), plots.Stage("other", rows)]),
+    for draw, *content in (
+        (plots.tradeoff, name, [ours, theirs]),
+        (plots.training, [plots.Stage(name, rows)]),
+        (plots.penalised, [plots.Stage(name, rows), plots.Stage("other", rows)]),
     ):
-        assert all(png.startswith(b"\x89PNG") for png in picture)
+        assert all(png.startswith(b"\x89PNG") for png in plots.pictures(draw, *content))
