@@ -6,7 +6,7 @@ At concurrency c the engine always works on c responses: each one that finishes 
 responses run first to warm up the engine, and more run afterwards, so that the last measured one still runs under load.
 A response's time runs from its first call to its last token.
 
-    seconds ≈ intercept + seconds per token · longest path      r²: the share of the variance of seconds that this line explains
+    seconds ≈ intercept + seconds per token · longest path      r²: the share of the variance that this line explains
     ratio   = parallel / sequential, of the means               standard errors over problems, paired
 
 The two models run one after the other, each in its own process, so that they share no memory or caches.
@@ -25,9 +25,10 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from itertools import chain, count, cycle, islice
+from itertools import chain, count, islice
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from dccot.core.command import positive, print_table, run_cleanly
 from dccot.core.config import require
@@ -75,69 +76,44 @@ def measure(
     engine: Engine, asked: Sequence[Prompted], config: EvalConfig, concurrency: int, samples: int, show: bool = True
 ) -> list[Timing]:
     """`samples` responses to every problem, timed while `concurrency` responses are always in progress."""
-    measured = [
-        Request(problem.id, sample, ids, config.prompt.parallel) for sample in range(samples) for problem, ids in asked
-    ]
-    others = (
-        Request(problem.id, samples + number, ids, config.prompt.parallel)
-        for number, (problem, ids) in zip(count(), cycle(asked))
-    )
-    requests = chain(islice(others, concurrency), measured, others)
+    endless = ((problem.id, sample, ids) for sample in count() for problem, ids in asked)
+    requests = (Request(*asked, config.prompt.parallel) for asked in endless)
+    measured = list(islice(requests, samples * len(asked)))
     wanted = {(request.problem, request.sample) for request in measured}
     watch = StopWatch()
     timings: list[Timing] = []
     engine.forget_prefixes()
-    running = generate(
-        engine, requests, config.rollout, seed=(config.seed, "latency"), watch=watch, concurrency=concurrency
-    )
-    title = f"{config.method}, {concurrency} at a time"
+    everything = chain(islice(requests, concurrency), measured, requests)
+    seed, title = (config.seed, "latency"), f"{config.method}, {concurrency} at a time"
+    running = generate(engine, everything, config.rollout, seed=seed, watch=watch, concurrency=concurrency)
     with closing(running), LengthProgress(title, len(wanted), show) as progress:
         while len(timings) < len(wanted):
             request, response = next(running)
             key = request.problem, request.sample
             if key in wanted:
-                timings.append(
-                    Timing(
-                        config.method,
-                        concurrency,
-                        *key,
-                        watch.seconds[key],
-                        response.longest_path,
-                        response.total_tokens,
-                    )
-                )
+                lengths = response.longest_path, response.total_tokens
+                timings.append(Timing(config.method, concurrency, *key, watch.seconds[key], *lengths))
                 progress.advance(response.longest_path)
     return timings
 
 
 def measure_all(
-    engine: Engine,
-    config: EvalConfig,
-    problems: str | Path,
-    concurrencies: Sequence[int],
-    samples: int,
-    show: bool = True,
+    engine: Engine, config: EvalConfig, problems: str | Path, levels: Sequence[int], samples: int, show: bool = True
 ) -> list[Timing]:
     """The same at each concurrency, on a file of problems."""
     task = task_of(config)
     asked = task.prompts(task.problems(problems), engine.tokenizer)
-    return [
-        timing for concurrency in concurrencies for timing in measure(engine, asked, config, concurrency, samples, show)
-    ]
+    return [timing for level in levels for timing in measure(engine, asked, config, level, samples, show)]
 
 
 def measure_model(
-    path: Path, configs: Sequence[EvalConfig], problems: Path, concurrencies: Sequence[int], samples: int
+    path: Path, configs: Sequence[EvalConfig], problems: Path, levels: Sequence[int], samples: int
 ) -> list[Timing]:
     """One engine, one or both methods."""
-    require(
-        not configs[0].engine.url,
-        "engine.url is set; seconds are measured on an engine in this process: leave engine.url out",
-    )
+    remedy = "seconds are measured on an engine in this process: leave engine.url out"
+    require(not configs[0].engine.url, f"engine.url is set; {remedy}")
     with open_engine(path, configs[0].engine) as engine:
-        return [
-            timing for config in configs for timing in measure_all(engine, config, problems, concurrencies, samples)
-        ]
+        return [timing for config in configs for timing in measure_all(engine, config, problems, levels, samples)]
 
 
 def by_problem(timings: Sequence[Timing], quantity: str) -> ByProblem:
@@ -166,22 +142,14 @@ def compare(timings: Sequence[Timing]) -> list[dict]:
     """Per concurrency: both methods, their ratio, and the line through both."""
     levels = []
     for concurrency in sorted({t.concurrency for t in timings}):
-        here = {
-            method: [t for t in timings if t.concurrency == concurrency and t.method == method] for method in METHODS
-        }
-        together = here["parallel"] + here["sequential"]
-        change = {
-            q: relative_change(*(by_problem(here[method], q) for method in METHODS))
-            for q in ("seconds", "longest_path")
-        }
-        levels.append(
-            {"concurrency": concurrency, **{method: side(found) for method, found in here.items()}}
-            | {
-                f"{quantity}_ratio": Estimate(1 + found.value, found.stderr).to_json()
-                for quantity, found in change.items()
-            }
-            | {"r2": plain(fit_line([t.longest_path for t in together], [t.seconds for t in together]).r2)}
-        )
+        together = [t for t in timings if t.concurrency == concurrency]
+        here = {method: [t for t in together if t.method == method] for method in METHODS}
+        level: dict[str, Any] = {"concurrency": concurrency} | {method: side(found) for method, found in here.items()}
+        for quantity in ("seconds", "longest_path"):
+            change = relative_change(*(by_problem(found, quantity) for found in here.values()))
+            level[f"{quantity}_ratio"] = Estimate(1 + change.value, change.stderr).to_json()
+        level["r2"] = plain(fit_line([t.longest_path for t in together], [t.seconds for t in together]).r2)
+        levels.append(level)
     return levels
 
 
@@ -190,33 +158,33 @@ def cells(level: dict) -> dict[str, str]:
     sides = [level[method] for method in METHODS]
     return {
         "at a time": str(level["concurrency"]),
-        **{f"{method} (s)": plus_minus(one["seconds"]) for method, one in zip(METHODS, sides)},
-        "ratio": plus_minus(level["seconds_ratio"]),
-        "ratio of longest paths": plus_minus(level["longest_path_ratio"]),
-        "ms per token": " / ".join(number(1e3 * (one["seconds_per_token"] or math.nan)) for one in sides),
-        "r²": " / ".join(number(one["r2"]) for one in sides),
-        "r² of both": number(level["r2"]),
+        **{f"{method} (s)": _plus_minus(one["seconds"]) for method, one in zip(METHODS, sides)},
+        "ratio": _plus_minus(level["seconds_ratio"]),
+        "ratio of longest paths": _plus_minus(level["longest_path_ratio"]),
+        "ms per token": " / ".join(_number(1e3 * (one["seconds_per_token"] or math.nan)) for one in sides),
+        "r²": " / ".join(_number(one["r2"]) for one in sides),
+        "r² of both": _number(level["r2"]),
     }
 
 
-def number(value: float | None) -> str:
+def _number(value: float | None) -> str:
     return "–" if value is None or math.isnan(value) else f"{value:.3g}"
 
 
-def plus_minus(estimate: dict) -> str:
-    return number(estimate["value"]) + ("" if estimate["stderr"] is None else f" ± {estimate['stderr']:.2g}")
+def _plus_minus(estimate: dict) -> str:
+    return _number(estimate["value"]) + ("" if estimate["stderr"] is None else f" ± {estimate['stderr']:.2g}")
 
 
 def device() -> str:
     import torch
 
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"a CPU with {os.cpu_count()} cores"
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"a CPU with {os.cpu_count()} cores"
 
 
-def levels_of(text: str) -> list[int]:
-    return [positive(level) for level in text.split(",")]
+def save(out: Path, timings: Sequence[Timing], **facts: object) -> None:
+    write_jsonl_atomic(out / "timings.jsonl", map(asdict, timings))
+    found = {"name": out.name, **facts, "levels": compare(timings)}
+    write_atomic(out / REPORT, json.dumps(found, indent=1, ensure_ascii=False))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -225,51 +193,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Wall-clock per response of a parallel model against a sequential one on the same problems.",
         epilog="example: dccot eval latency runs/hlp --baseline runs/base --problems mine.jsonl --concurrency 1,4,16",
     )
-    parser.add_argument("model", help="answers in parallel; a Hugging Face folder or a run")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="e.g. engine.dtype=float32 rollout.workers=3")
-    parser.add_argument("--baseline", required=True, help="answers sequentially; a Hugging Face folder or a run")
-    parser.add_argument("--problems", required=True, type=Path, metavar="FILE", help="JSONL with id, question, gold")
-    parser.add_argument(
-        "--concurrency", type=levels_of, default="1,4,16", help="responses in progress at once (default: 1,4,16)"
-    )
-    parser.add_argument(
-        "--n", type=positive, default=1, help="measured responses per problem and concurrency (default: 1)"
-    )
-    parser.add_argument("--budget", type=positive, default=12_000, help="tokens on the longest path (default: 12000)")
-    parser.add_argument("--baseline-budget", type=positive, help="default: the same")
-    parser.add_argument("--out", type=Path, help="default: runs/latency/MODEL-METHOD-BUDGET")
-    arguments = parser.parse_intermixed_args(argv)
-
-    def work() -> None:
-        configs = [
-            eval_config("parallel", arguments.budget, arguments.settings),
-            eval_config("sequential", arguments.baseline_budget or arguments.budget, arguments.settings),
-        ]
-        paths = [resolve_model(arguments.model), resolve_model(arguments.baseline)]
-        task_of(configs[0]).problems(arguments.problems)
-        out = arguments.out or Path("runs/latency") / default_name(paths[0], configs[0])
-        jobs = (
-            [(paths[0], configs)]
-            if paths[0] == paths[1]
-            else [(path, [config]) for path, config in zip(paths, configs)]
-        )
-        with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
-            load = arguments.problems, arguments.concurrency, arguments.n
-            found = [processes.submit(measure_model, path, asked, *load) for path, asked in jobs]
-            timings = [timing for job in found for timing in job.result()]
-        save(out, timings, model=str(paths[0]), baseline=str(paths[1]), budget=arguments.budget, device=device())
-        rows = [cells(level) for level in compare(timings)]
-        print_table("Wall-clock per response", rows[0], [row.values() for row in rows])
-        print(f"{out / REPORT}; every measured response in {out / 'timings.jsonl'}")
-
-    return run_cleanly(work)
+    add = parser.add_argument
+    add("model", help="answers in parallel; a Hugging Face folder or a run")
+    add("settings", nargs="*", metavar="key=value", help="e.g. engine.dtype=float32 rollout.workers=3")
+    add("--baseline", required=True, help="answers sequentially; a Hugging Face folder or a run")
+    add("--problems", required=True, type=Path, metavar="FILE", help="JSONL with id, question, gold")
+    add("--concurrency", type=levels_of, default="1,4,16", help="responses in progress at once (default: 1,4,16)")
+    add("--n", type=positive, default=1, help="measured responses per problem and concurrency (default: 1)")
+    add("--budget", type=positive, default=12_000, help="tokens on the longest path (default: 12000)")
+    add("--baseline-budget", type=positive, help="default: the same")
+    add("--out", type=Path, help="default: runs/latency/MODEL-METHOD-BUDGET")
+    return run_cleanly(lambda: _run(parser.parse_intermixed_args(argv)))
 
 
-def save(out: Path, timings: Sequence[Timing], **facts: object) -> None:
-    write_jsonl_atomic(out / "timings.jsonl", map(asdict, timings))
-    write_atomic(
-        out / REPORT, json.dumps({"name": out.name, **facts, "levels": compare(timings)}, indent=1, ensure_ascii=False)
-    )
+def levels_of(text: str) -> list[int]:
+    return [positive(level) for level in text.split(",")]
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    budgets = arguments.budget, arguments.baseline_budget or arguments.budget
+    configs = [eval_config(method, budget, arguments.settings) for method, budget in zip(METHODS, budgets)]
+    paths = [resolve_model(arguments.model), resolve_model(arguments.baseline)]
+    task_of(configs[0]).problems(arguments.problems)
+    out = arguments.out or Path("runs/latency") / default_name(paths[0], configs[0])
+    jobs = [(path, [config]) for path, config in zip(paths, configs)]
+    if paths[0] == paths[1]:
+        jobs = [(paths[0], configs)]
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
+        load = arguments.problems, arguments.concurrency, arguments.n
+        found = [processes.submit(measure_model, path, asked, *load) for path, asked in jobs]
+        timings = [timing for job in found for timing in job.result()]
+    save(out, timings, model=str(paths[0]), baseline=str(paths[1]), budget=arguments.budget, device=device())
+    rows = [cells(level) for level in compare(timings)]
+    print_table("Wall-clock per response", rows[0], [row.values() for row in rows])
+    print(f"{out / REPORT}; every measured response in {out / 'timings.jsonl'}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -35,7 +36,7 @@ class Theme:
     def colour(self, series: int) -> str:
         return self.series[series % len(self.series)]
 
-    def style(self) -> dict[str, object]:
+    def style(self) -> dict[str, Any]:
         colours = {
             self.background: ("figure.facecolor", "axes.facecolor", "savefig.facecolor"),
             self.ink: ("text.color", "axes.titlecolor"),
@@ -45,7 +46,7 @@ class Theme:
         return STYLE | {name: colour for colour, names in colours.items() for name in names}
 
 
-STYLE: dict[str, object] = {"axes.grid": True, "grid.linewidth": 0.8, "axes.axisbelow": True, "axes.linewidth": 0.8}
+STYLE: dict[str, Any] = {"axes.grid": True, "grid.linewidth": 0.8, "axes.axisbelow": True, "axes.linewidth": 0.8}
 STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9, "axes.titlesize": 10}
 STYLE |= {"axes.titlelocation": "left", "axes.titleweight": "bold", "legend.frameon": False, "legend.fontsize": 8}
 _ON_LIGHT = ("#2563a8", "#c8552b", "#2f855a", "#8a4fae", "#b0841a", "#1f8a99", "#b83a6b", "#5b6470")
@@ -102,9 +103,9 @@ def tradeoff(title: str, points: Sequence[Point], theme: Theme) -> Canvas:
     stairs = [x for x, _ in front for _ in range(2)][1:], [y for _, y in front for _ in range(2)][:-1]
     axes.plot(*stairs, color=theme.ink, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
     for point in ours:
-        errors = [0.0 if math.isnan(e.stderr) else e.stderr for e in (point.accuracy, point.longest_path)]
-        looks = {"fmt": point.mark, "color": theme.colour(point.series or 0), "label": literal(point.label)}
-        axes.errorbar(*point.at, *errors, ms=6, elinewidth=0.8, zorder=3, **looks)
+        up, across = (0.0 if math.isnan(e.stderr) else e.stderr for e in (point.accuracy, point.longest_path))
+        looks: dict[str, Any] = {"color": theme.colour(point.series or 0), "label": literal(point.label)}
+        axes.errorbar(*point.at, up, across, fmt=point.mark, ms=6, elinewidth=0.8, zorder=3, **looks)
     axes.margins(0.12)
     axes.set(title=literal(title), xlabel="longest path (tokens)", ylabel="accuracy (%)")
     canvas.legend(loc="outside lower left", ncols=2, handletextpad=0.3, columnspacing=1.2)
@@ -121,7 +122,7 @@ def _name_where_there_is_room(
     taken = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in marks]
     for point in named:
         for offset, side in (((6, 0), "left"), ((-6, 0), "right"), ((0, 8), "center"), ((0, -8), "center")):
-            looks = {"ha": side, "va": "center", "fontsize": 6.5, "color": colour}
+            looks: dict[str, Any] = {"ha": side, "va": "center", "fontsize": 6.5, "color": colour}
             label = axes.annotate(literal(point.label), point.at, offset, textcoords="offset points", **looks)
             place = label.get_window_extent()
             if axes.bbox.containsx(place.x1) and axes.bbox.containsx(place.x0) and not place.count_overlaps(taken):
@@ -188,7 +189,7 @@ def training(stages: Sequence[Stage], theme: Theme) -> Canvas:
             axes.axvline(boundary, color=theme.quiet, linewidth=0.8, linestyle=(0, (2, 2)))
         _finish_panel(axes, panel)
     axes = next(iter(every.values()))
-    looks = {"va": "top", "fontsize": 7.5, "color": theme.quiet, "textcoords": "offset points"}
+    looks: dict[str, Any] = {"va": "top", "fontsize": 7.5, "color": theme.quiet, "textcoords": "offset points"}
     for stage, start in zip(stages, starts):
         axes.annotate(literal(stage.name), (start, 1.0), (3, -3), xycoords=("data", "axes fraction"), **looks)
     axes.margins(y=0.15)  # room for the names

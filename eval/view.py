@@ -7,7 +7,7 @@ its texts.
 The page needs no server or network, and its policy forbids any request. Its data is compressed, as base64 in script
 elements:
 
-    index        one column per fact (problem, verdict, reward, lengths, …): everything the list, filters and sorting need
+    index        one column per fact (problem, verdict, reward, lengths, …): what the list, filters and sorting need
     block 0…     the texts and log-probs of BLOCK responses each; unpacked when one of them is opened
 
 Tokens are coloured one by one when their tokenizer is known: from --model, or from the run that contains the file.
@@ -16,6 +16,7 @@ Otherwise texts are split at the tags, and only the lanes of the tree can be col
 
 from __future__ import annotations
 
+import argparse
 import base64
 import gzip
 import json
@@ -33,6 +34,8 @@ from dccot.core.files import BadData, read_jsonl, write_atomic
 from dccot.data.run_settings import settings_of
 from dccot.eval.document import render
 from dccot.eval.solve import Parser, answer_in
+from dccot.model.folder import resolve_model
+from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.response import Response
 from dccot.rollout.tags import SPAWN_CLOSE, SPAWN_OPEN, overshoots, worker_close, worker_open
 from dccot.train.rewards import Graded
@@ -43,19 +46,23 @@ if TYPE_CHECKING:
 BLOCK = 32  # responses that are unpacked together
 HARDLY = 9999  # log-probs are kept as hundredths of a nat below zero, up to this
 
-
-FIELDS: dict[str, Any] = {
-    "problem": str, "sample": int, "question": str, "gold": str | list, "text": str, "flaw": str | None, "verdict": str | None,
-    "reward": int | float | None, "advantage": int | float | None, "step": int | None,
-}  # fmt: skip
+FIELDS: dict[Any, tuple[str, ...]] = {
+    str: ("problem", "question", "text"),
+    str | list: ("gold",),
+    str | None: ("flaw", "verdict"),
+    int: ("sample",),
+    int | None: ("step",),
+    int | float | None: ("reward", "advantage"),
+}
 
 
 def read_rollout(row: Any) -> Graded:
     """The rollout of a line, with every value of a type that the page can show; an error names the one that is not."""
     rollout = Graded.from_json(row)
-    for name, kind in FIELDS.items():
-        if not isinstance(value := getattr(rollout, name), kind):
-            raise TypeError(f"{name} is {value!r:.40}")
+    for kind, names in FIELDS.items():
+        for name in names:
+            if not isinstance(value := getattr(rollout, name), kind):
+                raise TypeError(f"{name} is {value!r:.40}")
     for segment in rollout.response.segments():
         for name, kind in (("inserted", int), ("sampled", int), ("logprobs", int | float)):
             values = getattr(segment, name)
@@ -94,9 +101,7 @@ def cut(text: str, response: Response) -> list[str]:
 
 
 class Pieces:
-    """Token ids → the piece of text that each stands for. A character made of several tokens belongs to the last of
-    them.
-    """
+    """Token ids → the text that each stands for. A character made of several tokens belongs to the last of them."""
 
     LONGEST_CHARACTER = 8  # tokens
 
@@ -177,13 +182,9 @@ class Page:
         """Write the page, whole or not at all; its size in bytes."""
         if self._waiting:
             self._close_block()
-        index = {
-            "block": BLOCK,
-            "tokens": self.pieces is not None,
-            "problems": list(self.problems),
-            "columns": self.columns,
-        }
-        data = {"index": packed(index)} | {f"block-{number}": block for number, block in enumerate(self._blocks)}
+        index = {"block": BLOCK, "tokens": self.pieces is not None, "problems": list(self.problems)}
+        data = {"index": packed(index | {"columns": self.columns})}
+        data |= {f"block-{number}": block for number, block in enumerate(self._blocks)}
         write_atomic(path, render("view.html", title=title, data=data))
         return Path(path).stat().st_size
 
@@ -197,16 +198,13 @@ class Page:
 
     def _details(self, rollout: Graded) -> list[dict]:
         """Per segment: its text, how many tokens were inserted, each token's length in the text, log-probs."""
-        segments = list(rollout.response.segments())
-        texts = cut(rollout.text, rollout.response) if self.pieces is None else []
+        texts = iter(cut(rollout.text, rollout.response) if self.pieces is None else ())
         rows = []
-        for number, segment in enumerate(segments):
-            row: dict[str, Any] = {
-                "inserted": len(segment.inserted),
-                "logprobs": [_centinats(-value) for value in segment.logprobs],
-            }
+        for segment in rollout.response.segments():
+            logprobs = [_centinats(-value) for value in segment.logprobs]
+            row: dict[str, Any] = {"inserted": len(segment.inserted), "logprobs": logprobs}
             if self.pieces is None:
-                row["text"] = texts[number]
+                row["text"] = next(texts)
             else:
                 pieces = self.pieces(segment.tokens)
                 row |= {"text": "".join(pieces), "lengths": [utf16_length(piece) for piece in pieces]}
@@ -235,22 +233,6 @@ def _centinats(nats: float) -> int:
     return round(100 * max(nats, -HARDLY / 100)) if nats < HARDLY / 100 else HARDLY  # nan also gives HARDLY
 
 
-def _own_run(path: Path) -> Path | None:
-    """The run whose rollouts/ folder holds the file, if it has a checkpoint."""
-    run = path.absolute().parent.parent
-    return run if (run / "latest").is_file() else None
-
-
-def _helpers(model: str | Path, entropy: bool) -> tuple[Pieces, Scorer | None]:
-    """What needs a model. Imported here, so that a page without a model stays fast."""
-    from dccot.eval.entropy import Scorer
-    from dccot.model.folder import resolve_model
-    from dccot.model.tokenizer import open_tokenizer
-
-    folder = resolve_model(model)
-    return Pieces(open_tokenizer(folder)), Scorer(folder, settings_of(model)[1].temperature) if entropy else None
-
-
 def collect(page: Page, paths: Sequence[Path], report=print) -> None:
     """Add every rollout of the files to the page; other lines are reported and skipped."""
     for path in paths:
@@ -263,10 +245,18 @@ def collect(page: Page, paths: Sequence[Path], report=print) -> None:
 
 def build(paths: Sequence[Path], out: Path, model: str | Path | None, entropy: bool, report=print) -> tuple[int, int]:
     """Write the page of these files; (responses, bytes)."""
-    model = model or _own_run(paths[0])
+    run = paths[0].absolute().parent.parent  # whose rollouts/ holds the file, if it is a run with a checkpoint
+    model = model or (run if (run / "latest").is_file() else None)
     if entropy and model is None:
         raise ConfigError("--entropy computes with the policy's weights; name it with --model")
-    pieces, scorer = _helpers(model, entropy) if model is not None else (None, None)
+    pieces = scorer = None
+    if model is not None:
+        folder = resolve_model(model)
+        pieces = Pieces(open_tokenizer(folder))
+        if entropy:
+            from dccot.eval.entropy import Scorer  # here, so that a page without entropies stays fast
+
+            scorer = Scorer(folder, settings_of(model)[1].temperature)
     page = Page(pieces, scorer)
     collect(page, paths, report)
     if not len(page):
@@ -283,29 +273,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Make one HTML page to browse rollouts; it opens offline.",
         epilog="example: dccot view runs/rl/rollouts/step_000010.jsonl",
     )
-    parser.add_argument("rollouts", nargs="+", type=Path, help="JSONL files as rl, eval and rollout write them")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: the first file's name with .html")
-    parser.add_argument(
-        "--model", metavar="PATH", help="its tokenizer splits texts into tokens; default: the run that the file lies in"
-    )
-    parser.add_argument(
-        "--entropy", action="store_true", help="compute every token's entropy with the model's weights (slow)"
-    )
-    arguments = parser.parse_args(argv)
+    add = parser.add_argument
+    add("rollouts", nargs="+", type=Path, help="JSONL files as rl, eval and rollout write them")
+    add("--out", type=Path, metavar="FILE", help="default: the first file's name with .html")
+    default = "default: the run that contains the file"
+    add("--model", metavar="PATH", help=f"its tokenizer splits texts into tokens; {default}")
+    add("--entropy", action="store_true", help="compute every token's entropy with the model's weights (slow)")
+    return run_cleanly(lambda: _run(parser.parse_args(argv)))
 
-    def work() -> None:
-        for path in arguments.rollouts:
-            if not path.is_file():
-                raise FileNotFoundError(
-                    f"{path} is {'a folder' if path.is_dir() else 'not there'}; name a file of rollouts (.jsonl)"
-                )
-        out = arguments.out or arguments.rollouts[0].with_suffix(".html")
-        if out in arguments.rollouts or out.is_dir() or not out.absolute().parent.is_dir():
-            raise ConfigError(f"--out {out} cannot be written; name a new .html file in a folder that exists")
-        responses, size = build(arguments.rollouts, out, arguments.model, arguments.entropy)
-        print(f"{out}: {responses:,} responses, {size / 1e6:.1f} MB; open it in a browser")
 
-    return run_cleanly(work)
+def _run(arguments: argparse.Namespace) -> None:
+    for path in arguments.rollouts:
+        if not path.is_file():
+            what = "is a folder" if path.is_dir() else "does not exist"
+            raise FileNotFoundError(f"{path} {what}; name a file of rollouts (.jsonl)")
+    out = arguments.out or arguments.rollouts[0].with_suffix(".html")
+    if out in arguments.rollouts or out.is_dir() or not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out} cannot be written; name a new .html file in a folder that exists")
+    responses, size = build(arguments.rollouts, out, arguments.model, arguments.entropy)
+    print(f"{out}: {responses:,} responses, {size / 1e6:.1f} MB; open it in a browser")
 
 
 if __name__ == "__main__":

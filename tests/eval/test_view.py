@@ -367,7 +367,7 @@ def test_rollouts_of_a_run_are_split_by_its_own_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["nothing.jsonl"], "nothing.jsonl is not there"),
+        (["nothing.jsonl"], "nothing.jsonl does not exist"),
         (["{folder}"], "is a folder; name a file of rollouts"),
         (["{folder}/empty.jsonl"], "no rollout found"),
         (["{folder}/good.jsonl", "--out", "{folder}/good.jsonl"], "cannot be written"),
