@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from dccot.core.config import lookup, require
+from dccot.core.run import Run
 from dccot.data.judge import GradingConfig, Judge, open_judge
 from dccot.data.problems import Problem, load_problems
 from dccot.data.prompts import PromptConfig, Prompted, prompts_of
+from dccot.rollout.director import RolloutConfig
 
 Report = Callable[[str], None]
 
@@ -76,3 +78,12 @@ def find_task(name: str) -> type[Task]:
 def task_of(config: Any) -> Task:
     """The task that a configuration names, with its `prompt` and its `grading` where it has them."""
     return find_task(config.task)(getattr(config, "prompt", None), getattr(config, "grading", None))
+
+
+def settings_of(model: str | Path) -> tuple[PromptConfig, RolloutConfig]:
+    """How to prompt a model and sample from it: as its own run did, whichever checkpoint of it is meant; a plain
+    model folder gets the defaults.
+    """
+    run, _ = Run.parse(model)
+    task = find_task(run.settings().get("task", "math"))(run.group(PromptConfig, "prompt"))
+    return task.prompting, run.group(RolloutConfig, "rollout")

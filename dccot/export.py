@@ -22,8 +22,8 @@ from typing import Any
 
 import dccot
 from dccot.core.command import run_cleanly
-from dccot.core.config import read_yaml
 from dccot.core.files import BadData
+from dccot.core.run import Run
 from dccot.data.prompts import PromptConfig
 from dccot.eval.results import LABELS, SUMMARY, Evaluation, shown
 from dccot.model.folder import find_model, resolve_model
@@ -75,10 +75,10 @@ def lineage(run: Path) -> list[Ancestor]:
     """The run and what it came from, oldest first."""
     found: list[Ancestor] = []
     at: Path | None = run
-    while at is not None and (at / "config.yaml").is_file() and at not in [ancestor.run for ancestor in found]:
-        found.append(Ancestor(at.name, at, read_yaml(at / "config.yaml")))
+    while at is not None and (settings := Run(at).settings()) and at not in [ancestor.run for ancestor in found]:
+        found.append(Ancestor(at.name, at, settings))
         start = str(found[-1].setting("model.path") or "")
-        at = next((place for place in _places(start, at) if (place / "config.yaml").is_file()), None)
+        at = next((place for place in _places(start, at) if Run(place).config_file.is_file()), None)
         if at is None and start:
             found.append(Ancestor("/".join(Path(start).parts[-2:]), None, {}))
     return found[::-1]
@@ -86,9 +86,9 @@ def lineage(run: Path) -> list[Ancestor]:
 
 def _places(start: str, run: Path) -> Iterator[Path]:
     """Where the run that another started from may be: as its configuration says, or next to it if both were moved."""
-    name = Path(start.rpartition("@")[0] or start)
-    yield name
-    yield run.parent / name.name
+    earlier = Run.parse(start)[0]
+    yield earlier.folder
+    yield run.parent / earlier.name
 
 
 def evaluations_of(run: Path, ancestors: Sequence[Ancestor], model: Path) -> list[tuple[str, Evaluation]]:
@@ -98,7 +98,7 @@ def evaluations_of(run: Path, ancestors: Sequence[Ancestor], model: Path) -> lis
     wanted = {
         _tail(find_model(each.run)): each.name
         for each in ancestors
-        if each.run is not None and (each.run / "latest").is_file()
+        if each.run is not None and Run(each.run).latest.is_file()
     }
     wanted = {tail: name for tail, name in wanted.items() if name != run.name} | {_tail(model): run.name}
     found = [Evaluation.load(file.parent) for file in sorted(run.parent.glob(f"*/{SUMMARY}"))]
@@ -226,7 +226,7 @@ def card(run: Path, model: Path, license_name: str | None) -> str:
 def export(run: Path, folder: Path, license_name: str | None = None) -> Path:
     """Write `folder`, whole or not at all; `run` may name a step as in `runs/hlp@180`."""
     model = resolve_model(run)
-    home = Path(str(run).rpartition("@")[0]) if not run.exists() else run
+    home = Run.parse(run)[0].folder
     if folder.exists():
         raise FileExistsError(f"{folder} already exists; export writes a new folder: remove it or choose another name")
     require_inside(model, model.rglob("*"))

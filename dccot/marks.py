@@ -11,30 +11,17 @@ if its size or time has changed.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dccot.core.config import to_plain, with_new_names
-from dccot.core.files import checksum, flush_to_disk, write_atomic
+from dccot.core.files import checksum
 from dccot.core.provenance import code_version, differences
+from dccot.core.run import Checkpoint
 from dccot.model.folder import find_model, model_checksums
 from dccot.recipe import StagePlan
 from dccot.stages import Need, kind_of
-
-
-def finished(plan: StagePlan) -> dict[str, Any] | None:
-    """The mark of a finished stage."""
-    return json.loads(plan.mark.read_text()) if plan.mark.is_file() else None
-
-
-def write_mark(plan: StagePlan, seconds: float, made_from: dict[str, Any]) -> None:
-    """Flushes all results of a stage to disk before its mark."""
-    for path in plan.folder.rglob("*"):
-        if path.is_file() or path.is_dir():
-            flush_to_disk(path)
-    write_atomic(plan.mark, json.dumps({"seconds": seconds, "made_from": made_from}, indent=1, ensure_ascii=False))
 
 
 def made_from(plan: StagePlan, config: Any, before: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -79,16 +66,6 @@ def _completed(before: dict[str, Any], now: dict[str, Any], defaults: dict[str, 
     return added | named | before | inner
 
 
-def move_aside(plan: StagePlan) -> Path | None:
-    """Move a stage's results away so that it can be redone; returns where they are now. Nothing is deleted."""
-    if not plan.folder.exists():
-        return None
-    folder = plan.recipe.folder / "replaced"
-    folder.mkdir(exist_ok=True)
-    number = next(n for n in range(1, 1_000_000) if not (folder / f"{plan.name}-{n}").exists())
-    return Path(shutil.move(plan.folder, folder / f"{plan.name}-{number}"))
-
-
 def _settings(plan: StagePlan, config: Any) -> dict[str, Any]:
     """The resolved configuration without the paths of inputs, which are compared by content."""
     plain = json.loads(json.dumps(to_plain(config)).replace(str(plan.recipe.folder), "{run}"))
@@ -118,7 +95,7 @@ def _files(need: Need, known: dict[str, Any] | None) -> dict[str, Any] | None:
         if need.what != "model":
             return {"": _seen(Path(need.path), (known or {}).get(""))}
         folder = find_model(need.path)
-        if folder.name == "hf":  # a checkpoint: they are in its manifest
+        if Checkpoint.of_weights(folder):  # they are in its manifest
             return {name: {"sha256": found} for name, found in model_checksums(folder).items()}
         files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
         return {path.name: _seen(path, (known or {}).get(path.name)) for path in files}

@@ -26,11 +26,10 @@ from dccot.core.config import ConfigError, one_of, to_yaml
 from dccot.core.files import write_atomic
 from dccot.core.provenance import record
 from dccot.core.runtime import PATIENCE, Runtime, free_memory, on_rank_zero, set_timeout
-from dccot.marks import changes, finished, made_from, move_aside, write_mark
+from dccot.marks import changes, made_from
 from dccot.preflight import Checked, check_recipe
 from dccot.recipe import Recipe, StagePlan, load_recipe
 from dccot.stages import Context, SharedEngine, kind_of, load_stage
-from dccot.train.run import claim
 
 
 def run_recipe(path: str | Path, overrides: Sequence[str] = (), redo: Sequence[str] = ()) -> Recipe:
@@ -50,15 +49,13 @@ def _open(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: Sequence
     redone.
     """
     checked = checked_recipe(recipe, plans, ranks, redo)
-    if taken := claim(recipe.folder):
-        raise FileExistsError(taken)
-    write_atomic(recipe.folder / "recipe.yaml", to_yaml(recipe))
+    recipe.home.claim()
+    write_atomic(recipe.home.recipe_file, to_yaml(recipe))
     for remark in checked.remarks():
         print(remark, flush=True)
     for plan in plans:
-        if (
-            plan.name in redo and finished(plan) and (moved := move_aside(plan))
-        ):  # an unfinished one goes on: it may be this very redo
+        # an unfinished one continues: it may be this very redo
+        if plan.name in redo and plan.home.finished() and (moved := plan.home.move_aside()):
             print(f"{plan.name}: done again; what was there is in {moved}", flush=True)
 
 
@@ -84,14 +81,14 @@ def _run_stage(plan: StagePlan, heading: str, context: Context) -> None:
     context.runtime.barrier()
     seconds = time.perf_counter() - began
     if context.runtime.is_main:
-        write_mark(plan, seconds, source)
+        plan.home.finish({"seconds": seconds, "made_from": source})
     context.runtime.barrier()
     context.say(f"{heading}: {seconds:.0f} s")
 
 
 def _seconds_of_finished(plan: StagePlan, config: Any) -> float | None:
     """How long a finished stage took; an error if an earlier stage, run in this start, has changed its inputs."""
-    mark = finished(plan)
+    mark = plan.home.finished()
     if mark is not None and (changed := changes(plan, config, mark)):
         key, what = changed[0]
         raise ConfigError(f"stage {plan.name}: {key} {what}; do it again with --redo {plan.name}")

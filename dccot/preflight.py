@@ -23,7 +23,7 @@ from dccot.core.config import ConfigError
 from dccot.core.files import BadData, read_jsonl
 from dccot.core.provenance import code_version, describe_code
 from dccot.data.task import find_task
-from dccot.marks import changes, finished
+from dccot.marks import changes
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import find_model
 from dccot.recipe import SHARED, Recipe, StagePlan
@@ -110,7 +110,7 @@ def check_recipe(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: C
     found.free = shutil.disk_usage(existing).free
     made: dict[str, Any] = {}  # stage → configuration, of earlier stages
     for plan in plans:
-        mark = finished(plan) if plan.name not in redo else None
+        mark = plan.home.finished() if plan.name not in redo else None
         try:
             config = load_stage(plan)
             needs = kind_of(plan.stage.run).needs(plan, config)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dccot.core.config import ConfigError, Seed, find_config, load_config, one_of, read_yaml, require
+from dccot.core.run import Run
 
 C = TypeVar("C")
 SHARED = ("model", "train", "validation")  # keys of a recipe that its stages may name
@@ -89,6 +90,10 @@ class Recipe:
     def folder(self) -> Path:
         return Path(self.output) / self.name
 
+    @property
+    def home(self) -> Run:
+        return Run(self.folder)
+
     def all_stages(self) -> dict[str, Stage]:
         return self.prepare | self.stages
 
@@ -135,9 +140,9 @@ class StagePlan:
         return self.recipe.folder / self.name
 
     @property
-    def mark(self) -> Path:
-        """Exists when the stage is finished."""
-        return self.folder / "done.json"
+    def home(self) -> Run:
+        """Where its results go."""
+        return Run(self.folder)
 
     def load(self, kind: type[C]) -> C:
         return load_config(kind, self.file, self.overrides)

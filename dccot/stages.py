@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal
 
 from dccot.core.config import ConfigError, Positive, Seed, Share, lookup, one_of, require, required
 from dccot.core.provenance import describe_code
+from dccot.core.run import Run
 from dccot.core.runtime import Runtime
 from dccot.data import rewrite, sequential
 from dccot.eval import latency
@@ -349,11 +350,7 @@ def _report_needs(plan: StagePlan, config: ReportStage) -> list[Need]:
 
 def _made_by(recipe: Recipe) -> str:
     """Which code made the finished stages: the page should say if several versions did."""
-    marks = [
-        json.loads(mark.read_text())
-        for name in recipe.all_stages()
-        if (mark := recipe.folder / name / "done.json").is_file()
-    ]
+    marks = [mark for name in recipe.all_stages() if (mark := Run(recipe.folder / name).finished())]
     codes = {describe_code(mark["made_from"]["code"]) for mark in marks if "made_from" in mark}
     return f"Made by {'; '.join(sorted(codes))}." if codes else ""
 

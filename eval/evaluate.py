@@ -31,6 +31,7 @@ from dccot.core.config import RENAMED, ConfigError, load_config, require, to_pla
 from dccot.core.files import BadData, JsonlWriter, checksum, read_jsonl, write_atomic, write_jsonl_atomic
 from dccot.core.progress import Progress
 from dccot.core.provenance import record
+from dccot.core.run import Checkpoint
 from dccot.core.runtime import Runtime, require_shared
 from dccot.data.judge import GradingConfig, Judge
 from dccot.data.prompts import PromptConfig, Prompted
@@ -47,7 +48,7 @@ from dccot.eval.results import (
     summarise,
 )
 from dccot.model.config import read_config
-from dccot.model.folder import explain_best, model_checksums, resolve_model, step_of
+from dccot.model.folder import explain_best, model_checksums, resolve_model
 from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import Engine, open_engine
@@ -303,8 +304,8 @@ def _classes(samples: Sequence[Sample], judge: Judge, runtime: Runtime) -> dict[
 def default_name(model: Path, config: EvalConfig) -> str:
     """Of a model's folder: its run and step, or the folder's name; and how it was prompted."""
     model = model.resolve()
-    step = step_of(model.parent) if model.name == "hf" else None
-    name = model.name if step is None else f"{model.parents[2].name}-{step}"
+    checkpoint = Checkpoint.of_weights(model)
+    name = f"{checkpoint.run.name}-{checkpoint.step}" if checkpoint else model.name
     return f"{name}-{config.method}-{config.rollout.budget}"
 
 

@@ -22,8 +22,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dccot.core.command import run_cleanly
-from dccot.core.config import read_yaml, require
+from dccot.core.config import require
 from dccot.core.files import BadData, read_jsonl
+from dccot.core.run import METRICS, RECIPE, Run
 from dccot.core.statistics import ByProblem, Estimate, over_problems
 from dccot.eval import latency, paper, plots, tables
 from dccot.eval.document import Block, Cell, Document, Figure, Grid, Heading, Row, Table
@@ -157,7 +158,7 @@ def _training(runs: Sequence[Path]) -> list[Block]:
     learnt = [(stage.name, stage.config, stage.rows) for stage in every if "reward/correct" in stage.rows[0]]
     if learnt:
         blocks.append(tables.stages_table(learnt))
-    if checkpoints := [table for run in runs if (table := tables.checkpoints_table(run))]:
+    if checkpoints := [table for run in runs if (table := tables.checkpoints_table(Run(run)))]:
         blocks += [Heading("Checkpoints"), *checkpoints]
     return blocks
 
@@ -167,13 +168,10 @@ def chains(runs: Sequence[Path]) -> list[list[plots.Stage]]:
     from it.
     """
     found: list[list[plots.Stage]] = []
-    for index, run in enumerate(runs):
-        try:
-            rows = [row for _, row in read_jsonl(run / "metrics.jsonl")]
-        except FileNotFoundError:
-            raise BadData(f"{run} has no metrics.jsonl; a training run writes it from its first step on") from None
-        require(bool(rows), f"{run}/metrics.jsonl holds no step yet")
-        stage = plots.Stage(run.name, rows, read_yaml(run / "config.yaml") if (run / "config.yaml").exists() else {})
+    for index, run in enumerate(map(Run, runs)):
+        rows = run.rows()
+        require(bool(rows), f"{run.metrics_file} holds no step; a training run writes it from its first step on")
+        stage = plots.Stage(run.name, rows, run.settings())
         start = (stage.config.get("model") or {}).get("path")
         if index and (start is None or Path(start).resolve().is_relative_to(runs[index - 1].resolve())):
             found[-1].append(stage)
@@ -205,18 +203,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    kinds: dict[str, list[Path]] = {SUMMARY: [], "metrics.jsonl": [], latency.REPORT: [], "recipe.yaml": []}
+    kinds: dict[str, list[Path]] = {SUMMARY: [], METRICS: [], latency.REPORT: [], RECIPE: []}
     for run in arguments.runs:
         here = [folders for file, folders in kinds.items() if (run / file).is_file()]
         remedy = "name folders that `dccot eval`, `dccot rl`, `dccot sft` or a recipe wrote"
         require(bool(here), f"{run} holds neither {', '.join(kinds)}; {remedy}")
         for folders in here:
             folders.append(run)
-    recipes = kinds["recipe.yaml"]
+    recipes = kinds[RECIPE]
     evaluations = [Evaluation.load(folder) for folder in kinds[SUMMARY]]
     evaluations += rows_of(recipes[0]).values() if recipes else []
     also = {"baseline": arguments.baseline, "latencies": kinds[latency.REPORT], "seeds": recipes[1:] and recipes}
-    page = write_report(evaluations, kinds["metrics.jsonl"], arguments.out, arguments.title, **also)
+    page = write_report(evaluations, kinds[METRICS], arguments.out, arguments.title, **also)
     print(f"{page} (and report.md next to it)")
 
 

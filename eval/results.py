@@ -21,6 +21,7 @@ from pathlib import Path
 from dccot.core.command import print_table
 from dccot.core.config import one_of, read_yaml, require
 from dccot.core.files import BadData, write_atomic
+from dccot.core.run import Run
 from dccot.core.statistics import ByProblem, Estimate, mean, over_problems
 from dccot.eval.majority import majority_of_three
 from dccot.rollout.response import UNJUDGED, Finish, Verdict
@@ -269,9 +270,9 @@ class Evaluation:
 
 def rows_of(run: Path) -> dict[str, Evaluation]:
     """Name in the tables → evaluation, as the report stage of the recipe in `run` has it."""
-    recipe = read_yaml(run / "recipe.yaml")
+    recipe = read_yaml(Run(run).recipe_file)
     reports = [stage for stage in recipe["stages"].values() if stage["run"] == "report"]
-    require(bool(reports), f"{run}/recipe.yaml has no report stage, which says what the rows are")
+    require(bool(reports), f"{Run(run).recipe_file} has no report stage, which says what the rows are")
     found = {name: Evaluation.load(run / stage) for stage, name in reports[0]["set"]["rows"].items()}
     for name, evaluation in found.items():
         evaluation.name = name

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from dccot.core.command import positive, run_cleanly
 from dccot.core.config import ConfigError
 from dccot.data.prompts import PromptConfig
-from dccot.data.run_settings import settings_of
+from dccot.data.task import settings_of
 from dccot.eval.live import view_for
 from dccot.eval.timeline import Timeline
 from dccot.model.config import read_config

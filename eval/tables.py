@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dccot.core.config import ConfigError, require
+from dccot.core.run import Run
 from dccot.core.statistics import ByProblem, Estimate, difference, over_problems, relative_change
 from dccot.eval import paper
 from dccot.eval.document import Cell, Fold, Row, Table
 from dccot.eval.results import BENCHMARKS, LABELS, Evaluation, rows_of, shown
-from dccot.model.folder import best_checkpoint, kept_steps, validated_checkpoints
 
 PAIR = ("accuracy", "longest_path")
 DASH = Cell("–")
@@ -298,12 +298,12 @@ def stages_table(stages: Sequence[tuple[str, Mapping, Sequence[Mapping]]]) -> Ta
     return Table(caption, "Stage", [("", ("steps", "objective", "filter", *STAGE_MEASURES))], rows)
 
 
-def checkpoints_table(run: Path) -> Fold | None:
+def checkpoints_table(run: Run) -> Fold | None:
     """Every checkpoint of a run that was validated or still exists, for choosing among them; None if there is none."""
-    validated, kept = {each.step: each for each in validated_checkpoints(run)}, kept_steps(run)
+    validated, kept = {each.step: each for each in run.validated()}, run.steps()
     if not validated:
         return None
-    best = best_checkpoint(run).step if validated.keys() & set(kept) else None
+    best = run.best().step if validated.keys() & set(kept) else None
     rows = []
     for step in sorted({*validated, *kept}):
         found = validated.get(step)

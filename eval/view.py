@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, Any
 from dccot.core.command import run_cleanly
 from dccot.core.config import ConfigError
 from dccot.core.files import BadData, read_jsonl, write_atomic
-from dccot.data.run_settings import settings_of
+from dccot.core.run import Run
+from dccot.data.task import settings_of
 from dccot.eval.document import render
 from dccot.eval.solve import Parser, answer_in
 from dccot.model.folder import resolve_model
@@ -245,8 +246,8 @@ def collect(page: Page, paths: Sequence[Path], report=print) -> None:
 
 def build(paths: Sequence[Path], out: Path, model: str | Path | None, entropy: bool, report=print) -> tuple[int, int]:
     """Write the page of these files; (responses, bytes)."""
-    run = paths[0].absolute().parent.parent  # whose rollouts/ holds the file, if it is a run with a checkpoint
-    model = model or (run if (run / "latest").is_file() else None)
+    run = Run(paths[0].absolute().parent.parent)  # whose rollouts/ holds the file, if it is a run with a checkpoint
+    model = model or (run.folder if run.latest.is_file() else None)
     if entropy and model is None:
         raise ConfigError("--entropy computes with the policy's weights; name it with --model")
     pieces = scorer = None

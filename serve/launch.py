@@ -20,8 +20,9 @@ from pathlib import Path
 
 from dccot.core.command import positive, run_cleanly
 from dccot.core.config import ConfigError, load_config
+from dccot.core.run import Run
 from dccot.core.runtime import KEEP_FREED_MEMORY
-from dccot.data.run_settings import settings_of
+from dccot.data.task import settings_of
 from dccot.model.folder import resolve_model
 from dccot.model.tokenizer import open_tokenizer, tokenizer_folder
 from dccot.serve.settings import VARIABLE, ServeConfig
@@ -71,7 +72,7 @@ def overrides(model: str, given: dict) -> list[str]:
         f"prompt.{name}={json.dumps(getattr(prompt, name))}"
         for name in ("kind", "open_think", "chat_format", "system", "instruction")
     ]
-    if (Path(model) / "config.yaml").is_file():
+    if Run(model).config_file.is_file():
         lines += [
             f"rollout.{name}={'null' if value is None else value}"
             for name, value in dataclasses.asdict(rollout).items()

@@ -55,7 +55,7 @@ SLOW_TESTS = (
     "tests/train/test_forest.py::test_forest_gives",
     "tests/train/test_metrics.py::test_weights_and_biases_gets",
     "tests/test_vllm_names.py",
-    "tests/train/test_run_folder.py",
+    "tests/core/test_run.py",
     "tests/train/test_trace.py",
     "tests/train/test_watchdog.py",
 )

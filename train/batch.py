@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from dccot.core.files import BadData, read_jsonl, write_jsonl_atomic
-from dccot.model.folder import step_of
+from dccot.core.run import step_name, step_of
 from dccot.train.forest import Forest
 from dccot.train.rewards import Graded, Group
 
@@ -47,8 +47,8 @@ class Batch:
         """Write what the step trains on, for inspection and for `replay`; keeps the newest `keep` files."""
         folder.mkdir(exist_ok=True)
         rows = (graded.to_json() for group in self.groups for graded in group)
-        write_jsonl_atomic(folder / f"step_{step:06d}.jsonl", rows)
-        for old in sorted(path for path in folder.glob("step_*.jsonl") if step_of(Path(path.stem)) is not None)[:-keep]:
+        write_jsonl_atomic(folder / f"{step_name(step)}.jsonl", rows)
+        for old in sorted(path for path in folder.glob("step_*.jsonl") if step_of(path) is not None)[:-keep]:
             old.unlink()
 
     @classmethod

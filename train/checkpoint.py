@@ -39,8 +39,8 @@ from torch.optim import Optimizer
 
 from dccot.core.config import NonNegative, Positive, PositiveFloat
 from dccot.core.files import flush_to_disk, write_atomic
+from dccot.core.run import Checkpoint, Run
 from dccot.core.runtime import Runtime, inherit_timeout, on_rank_zero
-from dccot.model.folder import keep_in_manifest, step_of, verify_manifest, write_manifest
 from dccot.model.transformer import Transformer
 from dccot.model.weights import read_companions, write_folder
 from dccot.train.dcp_reader import load_shards
@@ -68,8 +68,8 @@ class CheckpointConfig:
 class Checkpointer:
     """Saves and restores one run. Every method except `costs` is collective: all ranks call it."""
 
-    def __init__(self, run: Path, config: CheckpointConfig, runtime: Runtime, source: str | Path):
-        self.folder, self.latest = run / "checkpoints", run / "latest"
+    def __init__(self, run: Run, config: CheckpointConfig, runtime: Runtime, source: str | Path):
+        self.run, self.folder, self.latest = run, run.checkpoints, run.latest
         self.config, self.runtime = config, runtime
         # now: the source may be deleted or changed during the run
         self.companions = read_companions(source) if runtime.is_main else {}
@@ -81,7 +81,7 @@ class Checkpointer:
         self._underway: Future[list[str]] | None = None
         if runtime.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self.folder.glob(".step_*.partial"):
+            for leftover in run.partial_checkpoints():
                 shutil.rmtree(leftover)
         runtime.barrier()
 
@@ -106,7 +106,7 @@ class Checkpointer:
             self._underway.set_result([problem])
             self._failed(step, [problem], last)
         else:
-            place = self.folder / f".step_{step:06d}.partial" / "dcp"
+            place = self.run.partial(step).dcp
             # returns when the copy is made
             written = dcp.async_save(everything, checkpoint_id=place, process_group=self._group)
             assert isinstance(written, Future)  # only a custom stager returns anything else
@@ -165,7 +165,7 @@ class Checkpointer:
         """In the background: when every rank has written its shards, rank 0 adds the rest and renames the
         checkpoint.
         """
-        partial, final = self.folder / f".step_{step:06d}.partial", self.folder / f"step_{step:06d}"
+        partial, final = self.run.partial(step), self.run.checkpoint_folder(step)
         # a full disk surfaces as OSError, RuntimeError, SafetensorError or CheckpointException
         error = written.exception()
         reported: list[list[str]] = [[] for _ in range(self.runtime.ranks)]
@@ -174,7 +174,9 @@ class Checkpointer:
         problems = problems or on_rank_zero(lambda: self._finish_alone(partial, final, shape, state), self._group)
         self._costs = {"time/checkpoint_waited": waited}
         if problems:
-            shutil.rmtree(partial, ignore_errors=True)  # on every rank: if they do not share the disk, each has its own
+            shutil.rmtree(
+                partial.folder, ignore_errors=True
+            )  # on every rank: if they do not share the disk, each has its own
             self._failed(step, problems, last)
         else:
             self._failures = 0
@@ -186,41 +188,39 @@ class Checkpointer:
             )
         return problems
 
-    def _finish_alone(self, partial: Path, final: Path, shape: Transformer, state: str) -> list[str]:
+    def _finish_alone(self, partial: Checkpoint, final: Checkpoint, shape: Transformer, state: str) -> list[str]:
         """What rank 0 adds to the shards; returns what went wrong."""
         try:
-            write_folder(shape, _read_back(partial / "dcp", shape), partial / "hf", source=self.companions)
-            (partial / "state.json").write_text(state)
-            write_manifest(partial)
-            if final.exists():
-                shutil.rmtree(final)
-            os.replace(partial, final)
+            write_folder(shape, _read_back(partial.dcp, shape), partial.hf, source=self.companions)
+            partial.state.write_text(state)
+            partial.write_manifest()
+            if final.folder.exists():
+                shutil.rmtree(final.folder)
+            os.replace(partial.folder, final.folder)
             flush_to_disk(self.folder)
-            write_atomic(self.latest, final.name + "\n")
+            write_atomic(self.latest, final.folder.name + "\n")
         except (Exception, CheckpointException) as error:
             return _causes(error, 0)
-        self._retire(int(final.name.removeprefix("step_")))
+        self._retire(final.step)
         return []
 
-    def newest(self) -> Path | None:
+    def newest(self) -> Checkpoint | None:
         """The newest checkpoint that matches its manifest; damaged ones are reported and skipped."""
         self.finish()
-        there = self.runtime.broadcast(self._steps() if self.runtime.is_main else [])
+        there = self.runtime.broadcast(self.run.all_checkpoints() if self.runtime.is_main else [])
         # of others hf/ stayed
-        whole = self.runtime.broadcast([folder for folder in there if (folder / "dcp").exists()])
+        whole = self.runtime.broadcast([each for each in there if each.dcp.exists()])
         found, mine = None, slice(self.runtime.rank, None, self.runtime.ranks)
-        for folder in reversed(whole):
-            parts = [
-                verify_manifest(folder, part, mine) for part in ("dcp/", "hf/", "state.json")
-            ]  # every rank reads its share
+        for each in reversed(whole):
+            parts = [each.damage(part, mine) for part in ("dcp/", "hf/", "state.json")]  # every rank reads its share
             damage = next((damage for parts in self.runtime.gather(parts) for damage in parts if damage), None)
             if damage is None:
-                found = folder
+                found = each
                 break
             if self.runtime.is_main:
-                log.error("checkpoint %s is damaged (%s); trying the one before", folder, damage)
+                log.error("checkpoint %s is damaged (%s); trying the one before", each.folder, damage)
         if there and found is None:
-            names = ", ".join(folder.name for folder in there)
+            names = ", ".join(each.folder.name for each in there)
             raise FileExistsError(
                 f"no checkpoint in {self.folder} is whole ({names}); remove that folder to start over, or rename the run"
             )
@@ -228,29 +228,20 @@ class Checkpointer:
 
     def resume(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
         """Restore the newest good checkpoint; returns its state, or None for a new run."""
-        folder = self.newest()
-        if folder is None:
+        found = self.newest()
+        if found is None:
             return None
         if self.config.resume == "never":
             raise FileExistsError(
-                f"{folder} exists and checkpoint.resume is never; choose another name or set checkpoint.resume=auto"
+                f"{found.folder} exists and checkpoint.resume is never; choose another name or set checkpoint.resume=auto"
             )
         model_state, optimizer_state = get_state_dict(model, optimizer)
-        load_shards({"model": model_state, "optimizer": optimizer_state}, folder / "dcp")
+        load_shards({"model": model_state, "optimizer": optimizer_state}, found.dcp)
         set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
         if self.runtime.is_main:
             # it may name a damaged one, or be outdated after a kill just before its update
-            write_atomic(self.latest, folder.name + "\n")
-        return json.loads((folder / "state.json").read_text())
-
-    def _steps(self) -> list[Path]:
-        """Checkpoints by step. Anything else in the folder (such as `step_000010_keep`) is neither read nor deleted."""
-        steps = {
-            step: folder
-            for folder in self.folder.iterdir()
-            if (step := step_of(folder)) is not None and folder.is_dir()
-        }
-        return [steps[step] for step in sorted(steps)]
+            write_atomic(self.latest, found.folder.name + "\n")
+        return json.loads(found.state.read_text())
 
     def _retire(self, newest_step: int) -> None:
         """Delete checkpoints older than the newest `keep`; where hf/ is to stay, only the rest of the checkpoint is
@@ -259,21 +250,20 @@ class Checkpointer:
         Anything past the newest step was damaged, and the run has gone back to before it. A failed deletion is only
         logged: the new checkpoint is complete.
         """
-        steps = self._steps()
-        past = [folder for folder in steps if (step_of(folder) or 0) > newest_step]
-        for folder in past + steps[: len(steps) - len(past)][: -self.config.keep]:
+        there = self.run.all_checkpoints()
+        past = [each for each in there if each.step > newest_step]
+        for old in past + there[: len(there) - len(past)][: -self.config.keep]:
             try:
-                self._delete(folder, folder in past)
+                self._delete(old, old in past)
             except (OSError, ValueError) as error:
-                log.warning("%s could not be deleted (%s); delete it by hand", folder, _first_line(error))
+                log.warning("%s could not be deleted (%s); delete it by hand", old.folder, _first_line(error))
 
-    def _delete(self, folder: Path, damaged: bool) -> None:
+    def _delete(self, old: Checkpoint, damaged: bool) -> None:
         every = self.config.keep_hf_every
-        if damaged or not every or (step_of(folder) or 0) % every:
-            shutil.rmtree(folder)
-        elif (folder / "dcp").exists():
-            keep_in_manifest(folder, "hf/")
-            shutil.rmtree(folder / "dcp")
+        if damaged or not every or old.step % every:
+            shutil.rmtree(old.folder)
+        elif old.dcp.exists():
+            old.keep_weights_only()
 
 
 def _bytes(state: Any) -> int:

@@ -27,6 +27,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import summary
 
 from dccot.core.files import JsonlWriter, flush_to_disk, make_folder, read_jsonl, write_atomic, write_jsonl_atomic
+from dccot.core.run import Run
 from dccot.core.statistics import PERCENTILES, clustered_error, mean
 from dccot.rollout.response import Finish, Rollout
 from dccot.rollout.tags import OVERSHOOTS, Flaw, overshoots
@@ -190,13 +191,13 @@ def validation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-def open_wandb(run: Path, project: str, settings: Mapping[str, Any]) -> Any:
+def open_wandb(run: Run, project: str, settings: Mapping[str, Any]) -> Any:
     """A Weights & Biases run for this run folder; restarts continue it. Keys and offline mode come from the environment
     (WANDB_…).
     """
     import wandb
 
-    file = run / "wandb_id"
+    file = run.wandb_id
     if not file.is_file():
         write_atomic(file, uuid.uuid4().hex[:8])
     quiet = wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True)
@@ -254,7 +255,7 @@ class Recorder:
 
     def __init__(
         self,
-        run: Path,
+        run: Run,
         first_step: int,
         active: bool,
         wandb: str | None = None,
@@ -263,12 +264,12 @@ class Recorder:
         self.writer = self.online = None
         if not active:
             return
-        self.path = run / "metrics.jsonl"
+        self.path = run.metrics_file
         if self.path.exists():
             kept = [row for _, row in read_jsonl(self.path) if row["step"] < first_step]
             write_jsonl_atomic(self.path, kept)
         self.lines = JsonlWriter(self.path)
-        self.writer = EventFile(run / "tensorboard", first_step)
+        self.writer = EventFile(run.tensorboard, first_step)
         self.arranged = False
         if wandb:
             self.online = open_wandb(run, wandb, settings or {})

@@ -22,6 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dccot.core.config import NonNegative
+from dccot.core.run import step_name
 from dccot.core.runtime import Runtime
 from dccot.train.trace import merge
 
@@ -107,7 +108,7 @@ def profiled(config: ProfileConfig, step: int, folder: Path, runtime: Runtime, p
     if step not in config.steps:
         yield
         return
-    folder = folder / f"step_{step:06d}"
+    folder = folder / step_name(step)
     folder.mkdir(parents=True, exist_ok=True)
     with profile(activities=ACTIVITIES, record_shapes=config.shapes, profile_memory=config.memory) as trace:
         trace.toggle_collection_dynamic(False, ACTIVITIES)

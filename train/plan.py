@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from dccot.core.config import ConfigError, load_config
+from dccot.core.run import Run
 from dccot.model.config import ModelConfig, parse_config, read_config
 from dccot.rollout.settings import EngineConfig
 from dccot.train.config import RLConfig
@@ -186,7 +187,7 @@ def advice(plan: Plan, gpu: Gpu, token_budget: int) -> list[str]:
 def read_shape(name: str) -> ModelConfig:
     if name in SHAPES:
         return parse_config(SHAPES[name], name)
-    if not (Path(name) / "config.json").is_file() and not (Path(name) / "latest").is_file():
+    if not (Path(name) / "config.json").is_file() and not Run(name).latest.is_file():
         raise ConfigError(f"{name!r} is neither one of {', '.join(SHAPES)} nor a folder with a config.json")
     from dccot.model.folder import find_model
 

@@ -123,7 +123,7 @@ class RL(Trainer[RLConfig]):
         self.engine: Engine | None = None
         if self.replayed is None:
             self.judge: Judge = stack.enter_context(task.open_judge())
-            started = open_engine(path, config.engine, engine, logs=self.run, sleeps=True)
+            started = open_engine(path, config.engine, engine, logs=self.run.folder, sleeps=True)
             self.engine = sampler = stack.enter_context(started)
             self.phases.pending = lambda: list(sampler.pending)
         state = self.resume(stack)
@@ -251,7 +251,7 @@ class RL(Trainer[RLConfig]):
             batch.save(folder, step, self.config.keep_rollouts)
 
         if self.runtime.is_main and self.replayed is None:
-            into(self.run / "rollouts")
+            into(self.run.rollouts)
         self.note_bad(step, reports, into)
 
     def validate(self, step: int) -> dict[str, float]:

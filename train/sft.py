@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dccot.core.command import launch
 from dccot.core.files import BadData, read_jsonl, write_jsonl_atomic
+from dccot.core.run import step_name
 from dccot.core.runtime import Runtime
 from dccot.data.prompts import UnusablePrompt
 from dccot.data.stream import ProblemStream
@@ -165,7 +166,7 @@ class SFT(Trainer[SFTConfig]):
         """The rows of the data file that these examples came from."""
         lines = {example.line for example in examples}
         rows = [row for line, row in read_jsonl(self.config.data.train, report=lambda message: None) if line in lines]
-        write_jsonl_atomic(folder / f"step_{self.phases.step:06d}.jsonl", rows)
+        write_jsonl_atomic(folder / f"{step_name(self.phases.step)}.jsonl", rows)
 
 
 def train(config: SFTConfig) -> None:

@@ -22,16 +22,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dccot.core.config import flat
+from dccot.core.files import checksum
 from dccot.core.progress import Progress
-from dccot.core.runtime import Runtime, inherit_timeout
+from dccot.core.run import Run
+from dccot.core.runtime import Runtime, inherit_timeout, on_rank_zero, require_shared
 from dccot.core.signals import Stopped, asked, listening
+from dccot.model.folder import model_checksums
 from dccot.model.sharding import DTYPES, ShardingConfig, build_model
 from dccot.train.checkpoint import CheckpointConfig, Checkpointer
 from dccot.train.flops import training_speed
 from dccot.train.forest import Forest
 from dccot.train.metrics import Recorder, console_line, memory_metrics
 from dccot.train.phases import Phases, ProfileConfig, profiled
-from dccot.train.run import flat, open_run
 from dccot.train.update import OptimizerConfig, StepReport, TokenLoss, make_optimizer, update
 from dccot.train.watchdog import Watchdog
 
@@ -101,7 +104,7 @@ class Trainer(Generic[C]):
             yield step
 
     def profiled(self, step: int) -> AbstractContextManager[None]:
-        return profiled(self.config.profile, step, self.run / "profile", self.runtime, self.phases)
+        return profiled(self.config.profile, step, self.run.profile, self.runtime, self.phases)
 
     def optimizer_step(self, forests: Sequence[Forest], token_loss: TokenLoss, temperature: float) -> StepReport:
         """One optimizer step."""
@@ -152,7 +155,7 @@ class Trainer(Generic[C]):
         """Save the batch of a step with skipped updates in bad/, for replay. Stop after too many such steps in a
         row.
         """
-        bad, folder = [report for report in reports if not report.applied], self.run / "bad"
+        bad, folder = [report for report in reports if not report.applied], self.run.bad
         self.bad_in_a_row = self.bad_in_a_row + 1 if bad else 0
         if bad and self.config.replay is None and self.runtime.is_main:
             save(folder)
@@ -204,3 +207,18 @@ class Trainer(Generic[C]):
         log.info(
             "stopped after step %d of %d", self._finished[0] if self._finished else self.first_step, self.config.steps
         )
+
+
+def open_run(config: Any, runtime: Runtime, source: Path, rows: Sequence[tuple[str, str]]) -> Run:
+    """The run's folder, locked, with settings and provenance. `rows` are (id, checksum) of its data: a run that has a
+    checkpoint resumes only with the same rows.
+    """
+    run = Run(Path(config.output) / config.name)
+    on_rank_zero(run.claim)
+    require_shared(run.folder, runtime)
+    on_rank_zero(lambda: run.keep_rows(rows))
+    data = {"data.train": config.data.train, "data.validation": config.data.validation}
+    read = {"replay": config.replay} if config.replay else data
+    inputs = {key: {Path(file).name: checksum(file)} for key, file in read.items() if file}
+    run.record(config, {"model.path": model_checksums(source, runtime), **inputs}, runtime)
+    return run

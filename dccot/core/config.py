@@ -196,6 +196,18 @@ def to_plain(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+def flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """The configuration as dotted keys."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= flat(value, f"{prefix}{field.name}.")
+        else:
+            found[prefix + field.name] = value
+    return found
+
+
 def to_yaml(config: Any) -> str:
     return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 

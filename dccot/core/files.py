@@ -113,22 +113,30 @@ def take_lock(file: int | IO, lock: Callable[[int | IO, int], None] = fcntl.floc
     return True
 
 
-def wait_for_lock(file: int, path: Path, patience: float) -> None:
-    """Lock a file. A holder on this machine is final; another machine may be dead, so its lock is retried for a
-    while.
+def wait_for_lock(
+    file: int,
+    path: Path,
+    patience: float,
+    lock: Callable[[int | IO, int], None] = fcntl.flock,
+    owner: Path | None = None,
+) -> None:
+    """Lock a file, or raise BadData. A holder on this machine is final; another machine may be dead, so its lock is
+    retried for a while. `owner` is a file in which the holder has written who it is.
     """
     deadline, told = time.monotonic() + patience, False
-    while not take_lock(file):
+    while not take_lock(file, lock):
+        holder = (owner.read_text().strip() if owner else "") or "another process"
+        age = time.time() - os.fstat(file).st_mtime
         if held_here(file) or time.monotonic() > deadline:
-            raise BadData(f"{path} is being written by another process; wait for it or choose another file")
-        if not told:
-            told, age = True, time.time() - os.fstat(file).st_mtime
-            log.warning(
-                "%s is locked by another machine, last written %.0f s ago; waiting %.0f s in case it is dead",
-                path,
-                age,
-                patience,
+            raise BadData(
+                f"{path} is being written by {holder}, last {age:.0f} s ago; wait for it, end it, or choose another name"
             )
+        if not told:
+            told, words = (
+                True,
+                "%s is locked by %s on another machine, last written %.0f s ago; waiting %.0f s in case it is dead",
+            )
+            log.warning(words, path, holder, age, patience)
         time.sleep(min(1.0, patience / 10))
 
 

@@ -26,6 +26,8 @@ from pathlib import Path
 
 from dccot.core.command import run_cleanly
 from dccot.core.files import BadData, read_jsonl, write_atomic
+from dccot.core.run import Run as TrainingRun
+from dccot.core.run import step_name
 from dccot.lab.bench.__main__ import FOLDER
 from dccot.model.folder import resolve_model
 from dccot.rollout.response import Rollout
@@ -118,12 +120,12 @@ def run_dccot(model: Path, problems: Path, steps: int, seed: int, processes: int
         *overrides,
     ]
     _, wall = timed(program, processes)
-    run = ROOT / "runs/peers" / name
+    run = TrainingRun(ROOT / "runs/peers" / name)
     found, memory = [], 0.0
-    for number, row in read_jsonl(run / "metrics.jsonl", strict=True):
+    for number, row in read_jsonl(run.metrics_file, strict=True):
         rollouts = [
             Rollout.from_json(rollout)
-            for _, rollout in read_jsonl(run / f"rollouts/step_{number - 1:06d}.jsonl", strict=True)
+            for _, rollout in read_jsonl(run.rollouts / f"{step_name(number - 1)}.jsonl", strict=True)
         ]
         groups = [
             [(0, rollout.response) for rollout in rollouts[i : i + SAMPLES]] for i in range(0, len(rollouts), SAMPLES)

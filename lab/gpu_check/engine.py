@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dccot.core.config import load_config
+from dccot.core.run import Run
 from dccot.core.runtime import Runtime, on_rank_zero
 from dccot.lab.bench import gap
 from dccot.lab.gpu_check.worker import Context
@@ -243,7 +244,7 @@ def mini_rl(context: Context) -> str:
     dtype = "bfloat16" if context.cuda else "float32"
     settings = [f"engine.dtype={dtype}", f"sharding.compute_dtype={dtype}", "engine.gpu_memory=0.5", "profile.steps=[]"]
     train(load_config(RLConfig, make_task(out), ["name=run", "steps=2", *settings]))
-    first, second = (json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines())
+    first, second = Run(out / "run").rows()
     for metrics in (first, second):
         assert metrics["policy/skipped_updates"] == 0 and 0 < metrics["policy/grad_norm"] < 1e6, metrics
         assert metrics["gap/max_abs_logprob"] < (0.5 if context.cuda else 1e-4), metrics["gap/max_abs_logprob"]

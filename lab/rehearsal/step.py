@@ -11,6 +11,7 @@ pretends to have them all.
 # ruff: noqa: E402 (the fake device comes before torch)
 from __future__ import annotations
 
+from dccot.core.run import Run
 from dccot.lab.rehearsal import fake_cuda
 
 fake_cuda.load()
@@ -22,7 +23,6 @@ import traceback
 from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -88,7 +88,7 @@ def trainer(kind: type[T], config: Any, gpu: FakeGpu, shape: ModelConfig, runtim
     """An RL or SFT trainer without the parts that do not involve a GPU: run folder, tokenizer, engine, grader."""
     made = object.__new__(kind)
     made.config, made.runtime, made.phases = config, runtime, FakePhases(runtime, gpu)
-    made.run, made.updates, made.skipped, made.bad_in_a_row = Path("rehearsed"), 0, 0, 0
+    made.run, made.updates, made.skipped, made.bad_in_a_row = Run("rehearsed"), 0, 0, 0
     made.model = build(gpu, "master weights", shape, config.sharding, runtime.device)
     made.optimizer = make_optimizer(made.model, config.optimizer)
     return made

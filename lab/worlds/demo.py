@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from dccot.core.command import print_table, run_cleanly
-from dccot.core.config import read_yaml
 from dccot.core.files import BadData
+from dccot.core.run import Checkpoint, Run
 from dccot.core.signals import CONTINUE
 from dccot.core.statistics import Estimate
 from dccot.eval.results import Evaluation, rows_of
@@ -49,12 +49,11 @@ def rl_history(evaluation: Evaluation, run: Path) -> list[tuple]:
     model = Path(evaluation.model)
     found: list[tuple] = []
     while True:
-        saved = model.name == "hf"  # RUN/STAGE/checkpoints/step_000180/hf; otherwise RUN/STAGE
-        config = run / (model.parents[2] if saved else model).name / "config.yaml"
-        settings = read_yaml(config) if config.is_file() else {}
+        saved = Checkpoint.of_weights(model)
+        settings = Run(run / (saved.run if saved else Run(model)).name).settings()
         if "reward" not in settings:  # a model that RL did not make
             return found
-        step = int(model.parent.name.removeprefix("step_")) if saved else settings["steps"]
+        step = saved.step if saved else settings["steps"]
         reward = [settings["reward"][key] for key in ("kind", "length_penalty", "cutoff")]
         found.append((settings["steps"], step, settings["filter"], *reward, settings["rollout"]["budget"]))
         model = Path(settings["model"]["path"])

@@ -155,7 +155,7 @@ def test_a_writer_on_another_machine_is_waited_for_and_followed_when_its_lock_is
     monkeypatch.setattr(files, "LEASE_SECONDS", 0.2)
     with pytest.raises(BadData, match="written by another process"):
         JsonlWriter(path)
-    assert f"{path} is locked by another machine, last written 0 s ago; waiting 0 s in case it is dead" in caplog.text
+    assert f"{path} is locked by another process on another machine, last written 0 s ago" in caplog.text
     monkeypatch.setattr(files, "LEASE_SECONDS", 60)
     threading.Timer(0.3, first.close).start()
     with JsonlWriter(path) as second:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from dccot.core.config import ConfigError, read_yaml
-from dccot.data.run_settings import settings_of
+from dccot.core.run import Run
+from dccot.data.task import settings_of
 from dccot.eval import paper
 from dccot.eval.document import Cell
 from dccot.eval.latency import Timing
@@ -312,7 +313,7 @@ def test_checkpoints_are_listed_with_what_validation_found(tmp_path):
     for step, (accuracy, longest) in found.items():
         rows[step] |= {"validation/accuracy": accuracy, "validation/longest_path": longest}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    fold = checkpoints_table(run)
+    fold = checkpoints_table(Run(run))
     assert fold.title == "hlp: 3 checkpoints validated; @best is step 30"
     assert [[row.label, *(cell.text for cell in row.cells)] for row in fold.content[0].rows] == [
         ["10", "50.00", "900", "not kept"],

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from dccot.data.prompts import PromptConfig
-from dccot.data.run_settings import settings_of
+from dccot.data.task import settings_of
 from dccot.eval.live import TerminalView, view_for
 from dccot.eval.solve import answer_in, main, solve, summary
 from dccot.eval.timeline import Step, Timeline

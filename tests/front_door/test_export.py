@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dccot.cli import main
+from dccot.core.run import Checkpoint
 from dccot.eval.results import BenchmarkResult, Evaluation
 from dccot.lab.worlds.arithmetic import make_tokenizer
-from dccot.model.folder import write_manifest
 from dccot.model.weights import create_checkpoint
 
 SHAPE = {
@@ -43,7 +43,7 @@ def write_run(folder: Path, config: str, steps=(3,), seed: int = 0) -> Path:
         create_checkpoint(
             {**SHAPE, "vocab_size": len(tokenizer)}, checkpoint / "hf", tokenizer=tokenizer, seed=seed + step
         )
-        write_manifest(checkpoint)
+        Checkpoint(checkpoint).write_manifest()
     (folder / "latest").write_text(f"step_{steps[-1]:06d}")
     (folder / "config.yaml").write_text(config)
     return folder
@@ -154,7 +154,7 @@ def test_a_damaged_checkpoint_is_refused_and_leaves_nothing(runs, tmp_path, caps
         weights.read_bytes()[:-1] + b"\0" if weights.read_bytes()[-1] else weights.read_bytes()[:-1] + b"\1"
     )
     assert main(["export", str(runs / "stage4"), str(tmp_path / "out")]) != 0
-    assert "another checksum" in capsys.readouterr().err
+    assert "does not match the manifest" in capsys.readouterr().err
     assert {file.name for file in tmp_path.iterdir()} == {"moved"}
 
 

@@ -164,7 +164,7 @@ def test_a_mark_from_before_marks_said_what_they_were_made_from_is_taken(recipe)
 
 
 def test_a_recipe_that_another_job_runs_is_refused(recipe, capsys):
-    hold = "import sys; from pathlib import Path; from dccot.train.run import claim; print(claim(Path(sys.argv[1])), flush=True); input()"
+    hold = "import sys; from dccot.core.run import Run; print(Run(sys.argv[1]).claim(), flush=True); input()"
     other = programs.Popen(
         [sys.executable, "-c", hold, recipe.parent / "r"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

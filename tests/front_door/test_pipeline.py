@@ -6,13 +6,12 @@ from dataclasses import asdict
 
 import pytest
 
-from dccot.core.config import ConfigError
+from dccot.core.config import ConfigError, flat
 from dccot.data.problems import Problem
 from dccot.data.stream import ProblemStream
 from dccot.recipe import load_recipe
 from dccot.rollout.generate import seed_of
 from dccot.stages import SharedEngine, load_stage
-from dccot.train.run import flat
 
 RECIPE = """
 name: r

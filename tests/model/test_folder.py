@@ -13,15 +13,8 @@ from pathlib import Path
 import pytest
 
 from dccot.core.files import BadData
-from dccot.model.folder import (
-    best_checkpoint,
-    find_model,
-    kept_steps,
-    resolve_model,
-    validated_checkpoints,
-    verify_manifest,
-    write_manifest,
-)
+from dccot.core.run import Checkpoint, Run
+from dccot.model.folder import find_model, resolve_model
 from tests.support import programs
 
 
@@ -52,19 +45,19 @@ def test_a_run_is_its_newest_checkpoint_and_a_step_can_be_named(run):
 
 
 def test_a_step_that_is_gone_names_the_steps_that_are_there(run):
-    assert kept_steps(run) == [40, 60]
+    assert Run(run).steps() == [40, 60]
     for wrong in ("20", "1e2", "", "-40"):
         with pytest.raises(FileNotFoundError, match="there are 40, 60"):
             resolve_model(f"{run}@{wrong}")
 
 
 def test_best_is_the_highest_validation_accuracy_among_weights_that_are_there(run):
-    assert [each.step for each in validated_checkpoints(run)] == [
+    assert [each.step for each in Run(run).validated()] == [
         20,
         40,
         60,
     ]  # what was measured before the first step has no checkpoint
-    assert best_checkpoint(run).step == 40  # 20 was better, but its weights are gone
+    assert Run(run).best().step == 40  # 20 was better, but its weights are gone
     assert resolve_model(f"{run}@best") == run / "checkpoints/step_000040/hf"
 
 
@@ -93,7 +86,7 @@ def test_a_latest_that_leads_nowhere_says_so_and_names_what_is_there(run, conten
 def test_weights_that_are_not_what_was_written_are_refused_everywhere_but_found(run, monkeypatch):
     step = run / "checkpoints/step_000060"
     (step / "hf/model.safetensors").write_bytes(b"weights")
-    write_manifest(step)
+    Checkpoint(step).write_manifest()
     assert resolve_model(run) == step / "hf"
     (step / "hf/model.safetensors").write_bytes(b"weighty")
     (run / "favourite").symlink_to(step / "hf")
@@ -101,7 +94,7 @@ def test_weights_that_are_not_what_was_written_are_refused_everywhere_but_found(
     for path in (run, f"{run}@60", step / "hf", run / "favourite", "."):
         with pytest.raises(
             BadData,
-            match=r"step_000060 is damaged \(hf/model.safetensors has another checksum.*another checkpoint.*\(40\)",
+            match=r"step_000060 is damaged \(the checksum of hf/model.safetensors does not match.*another checkpoint.*\(40\)",
         ):
             resolve_model(path)
     assert find_model(run) == step / "hf"
@@ -117,7 +110,7 @@ def test_a_manifest_that_leads_outside_its_checkpoint_is_refused(run, tmp_path):
         with pytest.raises(BadData, match="is damaged"):
             resolve_model(run)
     (step / "hf/config.json").unlink()
-    write_manifest(step)
+    Checkpoint(step).write_manifest()
     (step / "hf/config.json").symlink_to(outside)
     (step / "manifest.json").write_text(json.dumps({"hf/config.json": {"size": 2, "sha256": ""}}))
     with pytest.raises(BadData, match=r"config.json leads outside the checkpoint"):
@@ -129,11 +122,11 @@ def test_ranks_that_share_the_reading_of_a_checkpoint_read_every_file_once(tmp_p
     for name in ("dcp/a", "dcp/b", "dcp/c", "hf/d", "state.json"):
         (step / name).parent.mkdir(parents=True, exist_ok=True)
         (step / name).write_text(name)
-    write_manifest(step)
+    Checkpoint(step).write_manifest()
     for name in ("dcp/a", "dcp/b", "dcp/c"):
         (step / name).write_text(name.upper())
-        found = [verify_manifest(step, "dcp/", slice(rank, None, 2)) for rank in (0, 1)]
-        assert [damage for damage in found if damage] == [f"{name} has another checksum than when it was written"]
+        found = [Checkpoint(step).damage("dcp/", slice(rank, None, 2)) for rank in (0, 1)]
+        assert [damage for damage in found if damage] == [f"the checksum of {name} does not match the manifest"]
         (step / name).write_text(name)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from dccot.core.run import Run
 from dccot.core.runtime import Runtime
 from dccot.model.sharding import ShardingConfig, build_model
 from dccot.train.checkpoint import CheckpointConfig, Checkpointer
@@ -21,7 +22,7 @@ def main(model_folder: Path, run: Path) -> None:
     model = build_model(model_folder, ShardingConfig(compute_dtype="float32"))
     # no state of its own, so that a rank's part in dcp/ is smaller than hf/
     optimizer = torch.optim.SGD(model.parameters())
-    checkpointer = Checkpointer(run, CheckpointConfig(), runtime, source=model_folder)
+    checkpointer = Checkpointer(Run(run), CheckpointConfig(), runtime, source=model_folder)
     saved = []
 
     def save(step: int) -> None:

@@ -17,10 +17,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import dccot.train.checkpoint as checkpoint_module
 from dccot.core.files import BadData
+from dccot.core.run import Checkpoint, Run
 from dccot.core.runtime import Runtime, set_timeout
-from dccot.model.folder import resolve_model, verify_manifest
+from dccot.model.folder import resolve_model
 from dccot.model.sharding import ShardingConfig, build_model
 from dccot.train.checkpoint import CheckpointConfig, Checkpointer
 from dccot.train.dcp_reader import load_shards
@@ -57,7 +57,7 @@ def checkpointer(tmp_path, runtime, checkpoint):
     made = []
 
     def make(**settings) -> Checkpointer:
-        made.append(Checkpointer(tmp_path / "run", CheckpointConfig(**settings), runtime, source=checkpoint))
+        made.append(Checkpointer(Run(tmp_path / "run"), CheckpointConfig(**settings), runtime, source=checkpoint))
         return made[-1]
 
     yield make
@@ -159,14 +159,14 @@ def test_a_checkpoint_holds_what_training_had_when_it_was_asked_for(checkpointer
 def test_a_checkpoint_has_no_name_until_its_last_file_is_written(checkpointer, trained, monkeypatch):
     keeper, hold, reached = checkpointer(), threading.Event(), threading.Event()
     saved(keeper, 1, *trained, {})
-    write_manifest = checkpoint_module.write_manifest
+    write_manifest = Checkpoint.write_manifest
 
-    def held(folder: Path) -> None:
+    def held(checkpoint: Checkpoint) -> None:
         reached.set()
         hold.wait(60)
-        write_manifest(folder)
+        write_manifest(checkpoint)
 
-    monkeypatch.setattr(checkpoint_module, "write_manifest", held)
+    monkeypatch.setattr(Checkpoint, "write_manifest", held)
     keeper.save(2, *trained, {})
     assert reached.wait(60)
     assert steps(keeper) == [".step_000002.partial", "step_000001"]
@@ -234,7 +234,7 @@ def test_the_newest_are_kept_and_chosen_hf_folders_stay_for_good(checkpointer, t
     flip_a_bit(keeper.folder / "step_000002" / "hf" / "model.safetensors")
     with pytest.raises(BadData, match=r"step_000002 is damaged .*use another checkpoint of this run \(4, 5\)"):
         resolve_model(f"{keeper.folder.parent}@2")
-    assert [verify_manifest(keeper.folder / name) for name in ("step_000004", "step_000005")] == [None, None]
+    assert [Checkpoint(keeper.folder / name).damage() for name in ("step_000004", "step_000005")] == [None, None]
     assert keeper.resume(*trained)["step"] == 5
 
 
@@ -379,7 +379,7 @@ def test_a_full_disk_on_one_rank_stops_neither(checkpoint, torchrun, tmp_path):
 
 def test_a_source_that_is_deleted_during_the_run_costs_no_tokenizer(checkpoint, trained, runtime, tmp_path):
     source = shutil.copytree(checkpoint, tmp_path / "source")
-    keeper = Checkpointer(tmp_path / "run", CheckpointConfig(), runtime, source=source)
+    keeper = Checkpointer(Run(tmp_path / "run"), CheckpointConfig(), runtime, source=source)
     shutil.rmtree(source)
     assert saved(keeper, 1, *trained, {})
     keeper.close()
@@ -404,7 +404,7 @@ def test_a_checkpoint_from_elsewhere_cannot_run_code(checkpointer, trained, tmp_
     good = (step / "dcp" / ".metadata").read_bytes()
     (step / "dcp" / ".metadata").write_bytes(pickle.dumps(Bomb(crater)))
     (step / "manifest.json").unlink()
-    checkpoint_module.write_manifest(step)
+    Checkpoint(step).write_manifest()
     with pytest.raises(BadData, match=r"\.metadata is refused"):
         checkpointer().resume(*trained)
     assert not crater.exists()
@@ -413,7 +413,7 @@ def test_a_checkpoint_from_elsewhere_cannot_run_code(checkpointer, trained, tmp_
         place.relative_path = f"../../{place.relative_path}"
     (step / "dcp" / ".metadata").write_bytes(pickle.dumps(metadata))
     (step / "manifest.json").unlink()
-    checkpoint_module.write_manifest(step)
+    Checkpoint(step).write_manifest()
     with pytest.raises(BadData, match="outside its folder"):
         checkpointer().resume(*trained)
 

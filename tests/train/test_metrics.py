@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from dccot.core.config import ConfigError, load_config
+from dccot.core.run import Run
 from dccot.rollout.response import Finish, Response, Round, Segment
 from dccot.rollout.tags import Flaw
 from dccot.train.config import SFTConfig
@@ -95,11 +96,11 @@ def scalars(run) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_a_resumed_run_says_every_step_once_in_jsonl_and_tensorboard(tmp_path):
-    first = Recorder(tmp_path, 0, active=True)
+    first = Recorder(Run(tmp_path), 0, active=True)
     for step in range(5):
         first.write(step, {"reward/mean": float(step), "policy/kl": math.nan})
     first.close()
-    again = Recorder(tmp_path, 3, active=True)  # the newest checkpoint was that of three steps
+    again = Recorder(Run(tmp_path), 3, active=True)  # the newest checkpoint was that of three steps
     for step in range(3, 6):
         again.write(step, {"reward/mean": 10.0 + step})
     again.close()
@@ -113,7 +114,7 @@ def test_a_clock_that_is_set_back_hides_no_life_of_a_run(tmp_path, monkeypatch):
     real, open_one, expected = time.time, None, {}
     for life, first_step in enumerate((0, 3, 4)):
         monkeypatch.setattr("time.time", lambda: real() - 3600 * life)  # noqa: B023 (used before life changes)
-        recorder = Recorder(tmp_path, first_step, active=True)
+        recorder = Recorder(Run(tmp_path), first_step, active=True)
         for step in range(first_step, first_step + 3):
             recorder.write(step, {"reward/mean": 10.0 * life + step})
             expected[step] = 10.0 * life + step
@@ -124,19 +125,19 @@ def test_a_clock_that_is_set_back_hides_no_life_of_a_run(tmp_path, monkeypatch):
 
 
 def test_a_run_cut_off_in_the_middle_of_a_line_goes_on(tmp_path):
-    recorder = Recorder(tmp_path, 0, active=True)
+    recorder = Recorder(Run(tmp_path), 0, active=True)
     recorder.write(0, {"reward/mean": 1.0})
     recorder.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1, "rew')
-    again = Recorder(tmp_path, 1, active=True)
+    again = Recorder(Run(tmp_path), 1, active=True)
     again.write(1, {"reward/mean": 2.0})
     again.close()
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 1]
 
 
 def test_only_the_main_rank_writes(tmp_path):
-    recorder = Recorder(tmp_path, 0, active=False)
+    recorder = Recorder(Run(tmp_path), 0, active=False)
     recorder.write(0, {"reward/mean": 1.0})
     recorder.close()
     assert list(tmp_path.iterdir()) == []
@@ -147,7 +148,7 @@ def test_what_answers_whether_it_learns_comes_first_and_is_described(tmp_path):
     everything = {name: 1.0 for charts in LAYOUT.values() for names in charts.values() for name in names} | {
         "data/kept": 1.0
     }
-    recorder = Recorder(tmp_path, 0, active=True)
+    recorder = Recorder(Run(tmp_path), 0, active=True)
     recorder.write(0, everything)
     recorder.close()
     tags = sorted(scalars(tmp_path))
@@ -165,7 +166,7 @@ def test_what_answers_whether_it_learns_comes_first_and_is_described(tmp_path):
 
 @pytest.mark.parametrize(("metrics", "charts"), [({"reward/mean": 1.0}, LAYOUT), ({"policy/loss": 1.0}, SFT_LAYOUT)])
 def test_every_chart_names_curves_by_the_tags_they_have(tmp_path, metrics, charts):
-    recorder = Recorder(tmp_path, 0, active=True)
+    recorder = Recorder(Run(tmp_path), 0, active=True)
     recorder.write(0, metrics)
     recorder.close()
     [config] = [value for value in events_of(tmp_path) if value.tag == "custom_scalars__config__"]
@@ -221,11 +222,11 @@ def offline_rows(run: Path) -> list[list[dict]]:
 def test_weights_and_biases_gets_the_rows_of_metrics_jsonl_and_a_restart_continues_its_run(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")  # make setup installs it; dccot itself does without
     monkeypatch.setenv("WANDB_MODE", "offline")
-    first = Recorder(tmp_path, 0, active=True, wandb="project", settings={"optimizer.learning_rate": 0.5})
+    first = Recorder(Run(tmp_path), 0, active=True, wandb="project", settings={"optimizer.learning_rate": 0.5})
     for step in range(3):
         first.write(step, {"reward/mean": step / 2, "validation/accuracy": math.nan})
     first.close()
-    again = Recorder(tmp_path, 2, active=True, wandb="project")
+    again = Recorder(Run(tmp_path), 2, active=True, wandb="project")
     again.write(2, {"reward/mean": 7.0})
     again.close()
     wandb.teardown()  # waits for the process that writes the files
@@ -236,7 +237,7 @@ def test_weights_and_biases_gets_the_rows_of_metrics_jsonl_and_a_restart_continu
 
 
 def test_without_the_setting_weights_and_biases_is_not_even_imported(tmp_path):
-    program = "import sys; from pathlib import Path; from dccot.train.metrics import Recorder; Recorder(Path(sys.argv[1]), 0, True).close()"
+    program = "import sys; from dccot.core.run import Run; from dccot.train.metrics import Recorder; Recorder(Run(sys.argv[1]), 0, True).close()"
     subprocess.run([sys.executable, "-c", f"{program}; assert 'wandb' not in sys.modules", tmp_path], check=True)
 
 

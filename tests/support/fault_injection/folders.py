@@ -19,8 +19,8 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from dccot.core.files import read_jsonl, write_jsonl_atomic
+from dccot.core.run import Checkpoint
 from dccot.lab.worlds.exact_task import make_task
-from dccot.model.folder import verify_manifest, write_manifest
 from tests.support.fault_injection.compare import series
 from tests.support.fault_injection.faults import Trial, run
 from tests.support.fault_injection.sft_task import make_sft_task
@@ -83,7 +83,7 @@ def deleted_source(out: Path, under: Sequence[str]) -> list[Trial]:
     same = (
         code == 0 and (last / "hf" / "tokenizer.json").read_bytes() == (out / "model" / "tokenizer.json").read_bytes()
     )
-    good = same and verify_manifest(last) is None and len(AutoTokenizer.from_pretrained(last / "hf")) > 0
+    good = same and Checkpoint(last).damage() is None and len(AutoTokenizer.from_pretrained(last / "hf")) > 0
     problems = [] if good else [f"exit code {code}, {last}"]
     return [
         Trial(
@@ -138,7 +138,7 @@ def flipped_bit(out: Path, under: Sequence[str]) -> list[Trial]:
     problems = []
     for name, command in commands.items():
         code, said = run(["-m", "dccot.cli", *command], under, out / "logs" / f"flipped_{command[0]}.log")
-        if code != 2 or "is damaged (hf/model.safetensors has another checksum than when it was written)" not in said:
+        if code != 2 or "is damaged (the checksum of hf/model.safetensors does not match the manifest)" not in said:
             problems.append(f"{name}: exit code {code}: {said[-300:]}")
     seen = f"met by {', '.join(commands)}: refused, file named"
     return [Trial("flipped bit in weights", len(commands), len(commands) - len(problems), seen, problems)]
@@ -161,12 +161,7 @@ def changed_data(out: Path, under: Sequence[str]) -> list[Trial]:
     asked = (out / "rl" / "problems.jsonl").read_text()
     (out / "rl" / "problems.jsonl").write_text(asked.replace("case 6.", "case six."))
     code, again = run([*rl, "steps=2"], under, out / "logs" / "rl_again.log", VLLM_LOGGING_LEVEL="INFO")
-    if (
-        begun
-        or code != 2
-        or "was trained on other data: row 7 'p6' has another content" not in again
-        or "LLM engine" in again
-    ):
+    if begun or code != 2 or "was trained on other data: row 7 'p6' has changed" not in again or "LLM engine" in again:
         problems.append(f"RL: exit codes {begun}, {code}: {said[-200:]} {again[-300:]}")
     return [
         Trial(
@@ -257,7 +252,7 @@ def pickle_bomb(out: Path, under: Sequence[str]) -> list[Trial]:
     for step in (out / "bombed" / "checkpoints").glob("step_*"):
         (step / "dcp" / ".metadata").write_bytes(pickle.dumps(Bomb(crater)))
         (step / "manifest.json").unlink()
-        write_manifest(step)
+        Checkpoint(step).write_manifest()
     code, said = sft(out, "bombed", 4, under, log="bombed_again")
     if code != 2 or ".metadata is refused" not in said or crater.exists():
         problems.append(f"exit code {code}, crater {crater.exists()}: {said[-300:]}")

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dccot.core.files import read_jsonl
-from dccot.model.folder import step_of, verify_manifest
+from dccot.core.run import Checkpoint, step_of
 from tests.support.fault_injection.faults import Trial, run
 from tests.support.fault_injection.sft_task import make_sft_task
 
@@ -138,7 +138,7 @@ def wrong_with(run_folder: Path, reported: int) -> list[str]:
     if step < reported:
         found.append(f"step {reported} was reported as complete, latest says {step}")
     checkpoints = [each for each in (run_folder / "checkpoints").glob("step_*") if step_of(each) is not None]
-    found += [f"{each.name}: {damage}" for each in checkpoints if (damage := verify_manifest(each))]
+    found += [f"{each.name}: {damage}" for each in checkpoints if (damage := Checkpoint(each).damage())]
     if step and not (run_folder / "checkpoints" / f"step_{step:06d}").is_dir():
         found.append(f"latest names step {step}, which is not there")
     metrics = run_folder / "metrics.jsonl"

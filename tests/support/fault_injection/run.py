@@ -31,8 +31,8 @@ from pathlib import Path
 
 from dccot.core.files import read_jsonl, write_atomic
 from dccot.core.provenance import code_version, describe_code
+from dccot.core.run import Checkpoint
 from dccot.lab.worlds.exact_task import make_task
-from dccot.model.folder import verify_manifest
 from tests.support.fault_injection.compare import SETTINGS, differences
 from tests.support.fault_injection.faults import FAULTS, PLANTED, Trial, planted_keys_in
 from tests.support.fault_injection.folders import folders
@@ -135,7 +135,7 @@ class FaultInjection:
             self.problems.append(f"launch {self.launches} ended with exit code {code}; see logs/")
         self._no_orphans(rows)
         newest = self.newest()
-        if newest is not None and (damage := verify_manifest(newest)):
+        if newest is not None and (damage := Checkpoint(newest).damage()):
             self.problems.append(f"launch {self.launches}: {newest.name} is damaged ({damage})")
         did = ", ".join(f"{kill.moment} ({kill.victim})" for kill in kills) or "nobody"
         at = newest.name if newest else "the start"
@@ -158,7 +158,9 @@ class FaultInjection:
 
     def damage_newest(self, how: str) -> bool:
         """Only if there is one before it, that is the promise; says whether there was."""
-        folders = sorted(path for path in (self.run / "checkpoints").glob("step_*") if verify_manifest(path) is None)
+        folders = sorted(
+            path for path in (self.run / "checkpoints").glob("step_*") if Checkpoint(path).damage() is None
+        )
         if len(folders) < 2:
             return False
         damage(folders[-1], how)

@@ -9,42 +9,43 @@ import threading
 
 import pytest
 
+from dccot.core import files
 from dccot.core.files import BadData
-from dccot.train.run import _keep_rows, claim
+from dccot.core.run import Run
 from tests.support import programs
 
 HOLD = """
 import sys, time
-from pathlib import Path
-from dccot.train.run import claim
-print(claim(Path(sys.argv[1])), flush=True)
+from dccot.core.run import Run
+print(Run(sys.argv[1]).claim(), flush=True)
 time.sleep(60)
 """
 
 
 def test_a_folder_that_a_living_job_writes_to_is_refused_and_that_of_a_killed_one_is_not(tmp_path):
-    run = tmp_path / "run"
-    other = programs.Popen([sys.executable, "-c", HOLD, run], stdout=subprocess.PIPE, text=True)
+    run = Run(tmp_path / "run")
+    other = programs.Popen([sys.executable, "-c", HOLD, run.folder], stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout.readline() == "None\n"
-        assert claim(run).startswith(f"{run} is being written by process {other.pid} on ")
+        with pytest.raises(BadData, match=f"^{run} is being written by process {other.pid} on "):
+            run.claim()
     finally:
         other.send_signal(signal.SIGKILL)
         other.wait()
         other.stdout.close()
-    assert claim(run) is None
-    assert claim(run) is None, "the same process may open its run again"
-    assert f"process {os.getpid()} on" in (run / ".lock").read_text()
+    run.claim()
+    run.claim()  # the same process may open its run again
+    assert f"process {os.getpid()} on" in (run.folder / ".lock").read_text()
 
 
 def test_a_run_with_a_checkpoint_refuses_other_data_and_names_the_first_row_that_differs(tmp_path):
     rows = [("p0", "aa"), ("p1", "bb"), ("p2", "cc")]
-    _keep_rows(tmp_path, rows)
-    _keep_rows(tmp_path, rows[:2])  # nothing was trained yet: this is its data
+    Run(tmp_path).keep_rows(rows)
+    Run(tmp_path).keep_rows(rows[:2])  # nothing was trained yet: this is its data
     (tmp_path / "latest").write_text("step_000001")
-    _keep_rows(tmp_path, rows[:2])
+    Run(tmp_path).keep_rows(rows[:2])
     for other, said in {
-        (("p0", "aa"), ("p1", "xx")): "row 2 'p1' has another content",
+        (("p0", "aa"), ("p1", "xx")): "row 2 'p1' has changed",
         (("p9", "aa"), ("p1", "bb")): "row 1 was 'p0' and is 'p9'",
         tuple(rows): "row 3 was missing and is 'p2'",
         (("p0", "aa"),): "row 2 was 'p1' and is missing",
@@ -53,24 +54,26 @@ def test_a_run_with_a_checkpoint_refuses_other_data_and_names_the_first_row_that
             BadData,
             match=f"{tmp_path} was trained on other data: {said}; continue with that data, or choose another name",
         ):
-            _keep_rows(tmp_path, other)
+            Run(tmp_path).keep_rows(other)
     assert (tmp_path / "data.jsonl").read_text().count("\n") == 2
 
 
-def test_a_lock_of_another_machine_is_waited_for_with_its_owner_and_age_and_taken_when_it_is_given_up(tmp_path, caplog):
-    """The owner is a process here that says it runs elsewhere: that is all that a lock over NFS shows of a machine that
-    is gone.
-    """
-    run = tmp_path / "run"
-    elsewhere = HOLD.replace("from pathlib", "import socket; socket.gethostname = lambda: 'node7'\nfrom pathlib")
-    other = programs.Popen([sys.executable, "-c", elsewhere, run], stdout=subprocess.PIPE, text=True)
+def test_a_lock_of_another_machine_is_waited_for_with_its_owner_and_age_and_taken_when_it_is_given_up(
+    tmp_path, monkeypatch, caplog
+):
+    """Only /proc/locks tells the two apart: here it is said to know of no lock."""
+    monkeypatch.setattr(files, "held_here", lambda file: False)
+    run = Run(tmp_path / "run")
+    elsewhere = HOLD.replace("import sys", "import socket; socket.gethostname = lambda: 'node7'\nimport sys")
+    other = programs.Popen([sys.executable, "-c", elsewhere, run.folder], stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout.readline() == "None\n"
         owner = f"process {other.pid} on node7"
-        assert claim(run, patience=0.5).startswith(f"{run} is being written by {owner}, since ")
-        assert f"{run} is locked by {owner}, since " in caplog.text
+        with pytest.raises(BadData, match=f"^{run} is being written by {owner}, last "):
+            run.claim(patience=0.5)
+        assert f"{run} is locked by {owner} on another machine, last written " in caplog.text
         threading.Timer(0.5, other.kill).start()
-        assert claim(run, patience=60) is None
+        run.claim(patience=60)
     finally:
         other.kill()
         other.wait()
@@ -84,7 +87,7 @@ import fcntl, os, sys
 from pathlib import Path
 from tests.support.no_locks import refuse_locks
 from dccot.core.files import JsonlWriter
-from dccot.train.run import claim
+from dccot.core.run import Run
 refuse_locks()
 out = Path(sys.argv[1])
 with open(out / "any", "w") as file:
@@ -93,7 +96,7 @@ with open(out / "any", "w") as file:
             lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             print(error)
-print(claim(out / "run"))
+print(Run(out / "run").claim())
 with JsonlWriter(out / "rows.jsonl") as rows:
     rows.write({"a": 1})
 print((out / "rows.jsonl").read_text(), end="")
@@ -102,7 +105,9 @@ print((out / "rows.jsonl").read_text(), end="")
     assert done.stdout.splitlines() == ["[Errno 37] No locks available"] * 2 + ["None", '{"a": 1}'], done.stderr
 
 
-def test_ranks_that_do_not_share_the_folder_are_refused_by_name(torchrun, tmp_path):
-    said = torchrun(2, "tests.train.apart_program", str(tmp_path))
-    refusal = f"run of rank 0 on {socket.gethostname()} is another folder than that of rank 1 on {socket.gethostname()}; choose one"
-    assert said.count(refusal) == 2, "both ranks say so, and end"
+def test_ranks_that_do_not_share_the_folder_are_refused_by_name(tmp_path):
+    command = programs.torchrun(2, "tests.core.apart_program", str(tmp_path))
+    said = programs.run(command, capture_output=True, text=True, timeout=900)
+    here = socket.gethostname()
+    refusal = f"run of rank 0 on {here} is another folder than that of rank 1 on {here}; choose one"
+    assert (said.stdout + said.stderr).count(refusal) == 2, "both ranks say so, and end"

@@ -1,6 +1,6 @@
 """Two ranks that mean different folders by the same relative path, as with a disk that is not shared.
 
-torchrun --nproc_per_node 2 -m tests.train.apart_program FOLDER
+torchrun --nproc_per_node 2 -m tests.core.apart_program FOLDER
 """
 
 import os

@@ -1,0 +1,308 @@
+"""A run's folder below runs/: its layout, lock, settings, checkpoints, metrics and mark. Only this file knows the names.
+
+runs/hlp/config.yaml  provenance.json                     resolved settings; what each start was made from
+         data.jsonl                                       id and checksum of every row it trains on
+         metrics.jsonl  tensorboard/                      one row per step
+         rollouts/step_000010.jsonl  bad/  profile/       of steps: responses, batches with a skipped update, traces
+         checkpoints/step_000010/{dcp/, hf/, state.json, manifest.json}
+         latest                                           name of the newest complete checkpoint
+         done.json  .lock                                 a finished stage's mark; held by the process that writes here
+runs/paper/recipe.yaml  STAGE/  replaced/STAGE-1/         of a recipe, whose stages are runs themselves
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fcntl
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+from dccot.core.config import read_yaml, to_yaml, with_new_names
+from dccot.core.files import (
+    LEASE_SECONDS,
+    BadData,
+    checksum,
+    flush_to_disk,
+    make_folder,
+    read_jsonl,
+    wait_for_lock,
+    write_atomic,
+    write_jsonl_atomic,
+)
+from dccot.core.provenance import Checksums, record
+from dccot.core.runtime import Runtime
+
+log = logging.getLogger("dccot")
+METRICS, RECIPE = "metrics.jsonl", "recipe.yaml"
+C = TypeVar("C")
+_STEP = re.compile(r"step_(\d{6,})")
+_CLAIMS: dict[Path, TextIO] = {}  # a lock lives as long as its file is open: to the end of the process, however it ends
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a file or folder belongs to by its name; None for anything else (`step_000010_keep`)."""
+    match = _STEP.fullmatch(path.name.removesuffix(".jsonl"))
+    return int(match[1]) if match else None
+
+
+class Checkpoint:
+    """One folder of a run's checkpoints/. The manifest lists size and checksum of its files, and is written last."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.dcp, self.hf, self.state = folder / "dcp", folder / "hf", folder / "state.json"
+        self.manifest = folder / "manifest.json"
+
+    @classmethod
+    def of_weights(cls, folder: Path) -> Checkpoint | None:
+        """The checkpoint whose hf/ this is; None for a model from elsewhere."""
+        return cls(folder.parent) if folder.name == "hf" and step_of(folder.parent) is not None else None
+
+    @property
+    def step(self) -> int:
+        return int(self.folder.name.removeprefix("step_"))
+
+    @property
+    def run(self) -> Run:
+        return Run(self.folder.parent.parent)
+
+    def write_manifest(self) -> None:
+        """Flush every file to disk, then list it."""
+        found = sorted(self.folder.rglob("*"))
+        files = [path for path in found if path.is_file()]
+        for path in [*files, *(path for path in found if path.is_dir())]:
+            flush_to_disk(path)
+        sizes = {
+            str(path.relative_to(self.folder)): {"size": path.stat().st_size, "sha256": checksum(path)}
+            for path in files
+        }
+        write_atomic(self.manifest, json.dumps(sizes, indent=1))
+
+    def keep_weights_only(self) -> None:
+        """Delete everything but hf/, from the manifest first."""
+        kept = {name: expected for name, expected in self._listed().items() if name.startswith("hf/")}
+        write_atomic(self.manifest, json.dumps(kept, indent=1))
+        shutil.rmtree(self.dcp)
+
+    def checksums(self) -> Checksums:
+        """Of the files in hf/."""
+        return {Path(name).name: it["sha256"] for name, it in self._listed().items() if name.startswith("hf/")}
+
+    def damage(self, part: str = "", share: slice = slice(None)) -> str | None:
+        """How the folder, or the `part` of it ("hf/"), differs from its manifest; ranks may `share` the files."""
+        try:
+            listed = {name: expected for name, expected in self._listed().items() if name.startswith(part)}
+        except (OSError, ValueError) as error:
+            return f"manifest.json: {error}"
+        if not listed:
+            return f"manifest.json lists no file of {part or 'it'}"
+        for name, expected in list(listed.items())[share]:
+            path = self.folder / name
+            if not path.resolve().is_relative_to(self.folder.resolve()):
+                return f"{name} leads outside the checkpoint"
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != expected["size"]:
+                return f"{name} has {path.stat().st_size:,} bytes instead of {expected['size']:,}"
+            if checksum(path) != expected["sha256"]:
+                return f"the checksum of {name} does not match the manifest"
+        return None
+
+    def _listed(self) -> dict[str, dict]:
+        """Name → size and sha256; ValueError if malformed."""
+        manifest = json.loads(self.manifest.read_text())
+        rows = manifest.values() if isinstance(manifest, dict) else [None]
+        if not all(isinstance(each, dict) and each.keys() >= {"size", "sha256"} for each in rows):
+            raise ValueError("not a table of sizes and checksums")
+        return manifest
+
+
+@dataclass(frozen=True)
+class Validated:
+    """Validation results of the checkpoint of `step`."""
+
+    step: int
+    accuracy: float
+    longest_path: float
+
+
+class Run:
+    def __init__(self, folder: str | Path):
+        self.folder = folder = Path(folder)
+        self.config_file, self.recipe_file, self.data_file = (
+            folder / "config.yaml",
+            folder / RECIPE,
+            folder / "data.jsonl",
+        )
+        self.metrics_file, self.tensorboard = folder / METRICS, folder / "tensorboard"
+        self.rollouts, self.bad, self.profile = folder / "rollouts", folder / "bad", folder / "profile"
+        self.checkpoints, self.latest = folder / "checkpoints", folder / "latest"
+        self.mark, self.wandb_id = folder / "done.json", folder / "wandb_id"
+
+    def __repr__(self) -> str:
+        return str(self.folder)
+
+    @classmethod
+    def parse(cls, path: str | Path) -> tuple[Run, str | None]:
+        """`runs/hlp@180` → runs/hlp and 180; a path without @, or one that exists literally, is the run itself."""
+        name, at, chosen = str(path).rpartition("@")
+        return (cls(name), chosen) if at and not Path(path).exists() else (cls(path), None)
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    # ---- writing to it ----
+
+    def claim(self, patience: float = LEASE_SECONDS) -> None:
+        """Lock the folder for this process; BadData if another one has. Two jobs would corrupt each other's files."""
+        make_folder(self.folder)
+        if self.folder.resolve() in _CLAIMS:
+            return
+        file = open(self.folder / ".lock", "a+")  # noqa: SIM115 (stays open)
+        try:  # unlike flock's, not inherited by children, which may outlive a killed job
+            wait_for_lock(file.fileno(), self.folder, patience, fcntl.lockf, owner=self.folder / ".lock")
+        except BaseException:
+            file.close()
+            raise
+        _CLAIMS[self.folder.resolve()] = file
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+
+    def record(self, config: Any, inputs: Mapping[str, Checksums], runtime: Runtime) -> None:
+        """Write provenance and settings; logs how the settings differ from the last start's. All ranks call this."""
+        record(self.folder, config, inputs, runtime)
+        if runtime.is_main:
+            text = to_yaml(config)
+            before = self.config_file.read_text() if self.config_file.exists() else text
+            if before != text:
+                changed = list(difflib.unified_diff(before.splitlines(), text.splitlines(), n=0, lineterm=""))
+                log.warning("%s continues with a changed configuration:\n%s", self, "\n".join(changed[2:]))
+            write_atomic(self.config_file, text)
+        runtime.barrier()
+
+    def keep_rows(self, rows: Sequence[tuple[str, str]]) -> None:
+        """(id, checksum) of the data: rejected if a checkpoint was trained on others, naming the first that differs."""
+        if not self.latest.exists():
+            write_jsonl_atomic(self.data_file, ({"id": id, "sha256": found} for id, found in rows))
+        elif self.data_file.exists() and rows:
+            known = (
+                [(row["id"], row["sha256"]) for _, row in read_jsonl(self.data_file)]
+                if self.data_file.stat().st_size
+                else []
+            )
+            for number, (before, now) in enumerate(zip_longest(known, rows), start=1):
+                if before != now:
+                    was, is_ = ("missing" if row is None else f"{row[0]!r}" for row in (before, now))
+                    what = f"was {was} and is {is_}" if was != is_ else f"{is_} has changed"
+                    remedy = "continue with that data, or choose another name"
+                    raise BadData(f"{self} was trained on other data: row {number} {what}; {remedy}")
+
+    def finish(self, facts: dict[str, Any]) -> None:
+        """Flush all results to disk, then mark the run as finished."""
+        for path in self.folder.rglob("*"):
+            if path.is_file() or path.is_dir():
+                flush_to_disk(path)
+        write_atomic(self.mark, json.dumps(facts, indent=1, ensure_ascii=False))
+
+    def finished(self) -> dict[str, Any] | None:
+        """The facts it was marked with."""
+        return json.loads(self.mark.read_text()) if self.mark.is_file() else None
+
+    def move_aside(self) -> Path | None:
+        """Move the folder to replaced/ next to it; returns where it is now. Nothing is deleted."""
+        if not self.folder.exists():
+            return None
+        place = self.folder.parent / "replaced"
+        place.mkdir(exist_ok=True)
+        number = next(n for n in range(1, 1_000_000) if not (place / f"{self.name}-{n}").exists())
+        return Path(shutil.move(self.folder, place / f"{self.name}-{number}"))
+
+    # ---- reading it ----
+
+    def settings(self) -> dict[str, Any]:
+        """Its configuration as a tree, with today's names for keys; empty if it has none."""
+        return with_new_names(read_yaml(self.config_file)) if self.config_file.is_file() else {}
+
+    def group(self, kind: type[C], key: str) -> C:
+        """One group of its settings, without keys that have gone since."""
+        known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        return kind(**{name: value for name, value in (self.settings().get(key) or {}).items() if name in known})
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Of metrics.jsonl: one per step."""
+        return [row for _, row in read_jsonl(self.metrics_file)] if self.metrics_file.is_file() else []
+
+    def all_checkpoints(self) -> list[Checkpoint]:
+        """In order. Anything else in the folder (such as `step_000010_keep`) is neither read nor deleted."""
+        folders = self.checkpoints.glob("step_*")
+        found = [Checkpoint(path) for path in folders if step_of(path) is not None and path.is_dir()]
+        return sorted(found, key=lambda each: each.step)
+
+    def partial(self, step: int) -> Checkpoint:
+        """A checkpoint while it is written, under a name that nobody takes for a complete one."""
+        return Checkpoint(self.checkpoints / f".{step_name(step)}.partial")
+
+    def partial_checkpoints(self) -> list[Path]:
+        """Left over by a crash."""
+        return list(self.checkpoints.glob(".step_*.partial"))
+
+    def checkpoint_folder(self, step: int) -> Checkpoint:
+        return Checkpoint(self.checkpoints / step_name(step))
+
+    def steps(self) -> list[int]:
+        """Steps whose weights still exist, in order."""
+        return [each.step for each in self.all_checkpoints() if (each.hf / "config.json").is_file()]
+
+    def checkpoint(self, step: int | str) -> Checkpoint:
+        """The checkpoint of a step, which must have weights."""
+        steps = self.steps()
+        if not str(step).isdecimal() or int(step) not in steps:
+            there = f"there are {', '.join(map(str, steps)) or 'none'}"
+            raise FileNotFoundError(
+                f"{self} has no checkpoint {step!r}; {there} (checkpoint.keep_hf_every says which ones stay), or best"
+            )
+        return self.checkpoint_folder(int(step))
+
+    def newest(self) -> Checkpoint:
+        """The checkpoint that `latest` names."""
+        name = self.latest.read_text().strip()
+        found = Checkpoint(self.checkpoints / name)
+        if step_of(Path(name)) is None or not (found.hf / "config.json").is_file():
+            there = ", ".join(map(str, self.steps())) or "none"
+            problem = f"names {name!r}, which has no weights" if name else "is empty"
+            raise FileNotFoundError(f"{self.latest} {problem}; choose a checkpoint as {self}@STEP (there are {there})")
+        return found
+
+    def validated(self) -> list[Validated]:
+        """Validation of every step that has one, in order. A row of metrics describes the weights after its step."""
+        rows = [row for row in self.rows() if row.get("step", 0) and "validation/accuracy" in row]
+        lengths = [row.get("validation/longest_path", math.nan) for row in rows]
+        return [Validated(row["step"] + 1, row["validation/accuracy"], n) for row, n in zip(rows, lengths)]
+
+    def best(self) -> Validated:
+        """The remaining checkpoint with the best validation accuracy; ties go to the shortest, then the first."""
+        kept = set(self.steps())
+        found = [each for each in self.validated() if each.step in kept]
+        if not found:
+            raise FileNotFoundError(
+                f"{self} has no checkpoint with a validation: name a step instead of best (there are "
+                f"{sorted(kept) or 'none'})"
+            )
+        return min(found, key=lambda each: (-each.accuracy, each.longest_path, each.step))
