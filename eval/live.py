@@ -23,8 +23,7 @@ DIRECTOR_COLOUR, WORKER_COLOURS = "cyan", ("green", "yellow", "magenta", "blue",
 REFRESH_SECONDS = 0.1
 TAIL_TOKENS = 1200  # a screen shows no more, and decoding everything ten times per second would slow down the engine
 NARROWEST_COLUMN = 24
-# a model may write terminal escapes; they are shown, not interpreted
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # escapes in a model's text are shown, not interpreted
 
 Decode = Callable[[list[int]], str]
 Lines = Sequence[tuple[str, str]]  # (label, text)
@@ -97,9 +96,8 @@ class TerminalView:
             return
         self._done += len(finished)
         running = found[self._done :]
-        self._live.update(
-            self._part(running[0], height=max(3, self._console.height - 4)) if running else Text(), refresh=True
-        )
+        current = self._part(running[0], height=max(3, self._console.height - 4)) if running else Text()
+        self._live.update(current, refresh=True)
         for part in finished:
             self._console.print(self._part(part, height=None))
         self._drawn = time.monotonic()
@@ -110,20 +108,19 @@ class TerminalView:
             self._console.print(Text.assemble((f"{label:<8}", "dim"), (printable(text), style)))
 
     def _part(self, lanes: list[Lane], height: int | None) -> RenderableType:
-        """One panel, or one per worker, as high as the longest text but no higher than `height`, which keeps the last
-        lines.
-        """
+        """A panel per writer, as high as the longest text but at most `height`, which keeps the last lines."""
         across = len(lanes) if self._console.width // len(lanes) >= NARROWEST_COLUMN else 1
         width = self._console.width // across
         room = None if height is None else max(1, height // (len(lanes) // across) - 2)
         texts = [self._lines(lane, width - 4, room) for lane in lanes]
         tallest = max(len(lines) for lines in texts)
+        panels = []
+        for lane, lines in zip(lanes, texts):
+            panel = Panel(Text("\n").join(lines), title=title(lane), title_align="left", subtitle_align="right")
+            panel.width, panel.height = width, 2 + (tallest if across > 1 else len(lines))
+            panel.subtitle, panel.border_style = "" if lane.completion else "…", self._colour(lane)
+            panels.append(panel)
         grid = Table.grid(expand=False)
-        panels = [
-            Panel(Text("\n").join(lines), title=title(lane), title_align="left", width=width, border_style=self._colour(lane),
-                  height=2 + (tallest if across > 1 else len(lines)), subtitle="" if lane.completion else "…", subtitle_align="right")
-            for lane, lines in zip(lanes, texts)
-        ]  # fmt: skip
         for start in range(0, len(panels), across):
             grid.add_row(*panels[start : start + across])
         return grid

@@ -1,5 +1,4 @@
-"""One problem, live in the terminal: the director above, its workers side by side, then the answer and the speedup from
-parallelism.
+"""One problem, live in the terminal: the director above, its workers side by side, then the answer and the speedup.
 
     dccot solve MODEL "What is 2 + 3?"                 dccot solve MODEL "What is 2 + 3?" --json --trace solve.json
 
@@ -32,6 +31,7 @@ from dccot.eval.live import view_for
 from dccot.eval.timeline import Timeline
 from dccot.model.config import read_config
 from dccot.model.folder import explain_best, resolve_model
+from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import Call, RolloutConfig
 from dccot.rollout.engine import Engine, open_engine
 from dccot.rollout.generate import Request, generate
@@ -40,6 +40,7 @@ from dccot.rollout.settings import EngineConfig
 from dccot.rollout.tags import ANSWER_CLOSE, ANSWER_OPEN, flaw_of, sequential_flaw_of
 
 NO_LIMIT = sys.maxsize  # the model's context is the limit here, not a setting
+CUT_OFF = {Finish.BUDGET: "the budget is used up; raise --budget", Finish.CONTEXT: "the model's context is full"}
 
 
 @dataclass(frozen=True)
@@ -66,20 +67,13 @@ class Solution:
 
     def to_json(self) -> dict:
         """Everything except the token ids."""
-        return {
-            "problem": self.problem,
-            "answer": self.answer,
-            "text": self.text,
-            "flaw": self.flaw,
-            "finish": self.response.finish.value,
-            "longest_path": self.response.longest_path,
-            "total_tokens": self.response.total_tokens,
-            "parallelism": self.response.parallelism,
-            "workers": self.response.worker_lengths,
-            "seconds": self.seconds,
-            "seconds_per_token_alone": self.timeline.seconds_per_token_alone,
-            "sequential_seconds": self.sequential_seconds,
-        }
+        response = self.response
+        said = {"problem": self.problem, "answer": self.answer, "text": self.text, "flaw": self.flaw}
+        lengths = {name: getattr(response, name) for name in ("longest_path", "total_tokens", "parallelism")}
+        tree = {"finish": response.finish.value, **lengths, "workers": response.worker_lengths}
+        alone = self.timeline.seconds_per_token_alone, self.sequential_seconds
+        times = zip(("seconds", "seconds_per_token_alone", "sequential_seconds"), (self.seconds, *alone))
+        return {**said, **tree, **dict(times)}
 
 
 def solve(
@@ -105,12 +99,12 @@ def solve(
     `show` is called with the growing timeline. Raises FileNotFoundError for a missing model and ConfigError for invalid
     input.
     """
-    asked = _ask(model, problem, budget, temperature, sequential)
+    asked = _prepare(model, problem, budget, temperature, sequential)
     return _answer(asked, seed, engine, Timeline(show))
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Prepared:
     """A problem that can be run: all checks have passed, and they need no engine."""
 
     problem: str
@@ -126,9 +120,9 @@ class _Asked:
         return self.tokenizer.decode([token for token in ids if token != eos], skip_special_tokens=False)
 
 
-def _ask(model: str | Path, problem: str, budget: int | None, temperature: float | None, sequential: bool) -> _Asked:
-    from dccot.model.tokenizer import open_tokenizer
-
+def _prepare(
+    model: str | Path, problem: str, budget: int | None, temperature: float | None, sequential: bool
+) -> _Prepared:
     folder = resolve_model(model)
     prompt, rollout = settings_of(model)
     given: dict[str, Any] = {"budget": budget, "temperature": temperature}
@@ -136,9 +130,8 @@ def _ask(model: str | Path, problem: str, budget: int | None, temperature: float
     prompt = replace(prompt, max_prompt_tokens=NO_LIMIT, kind="sequential" if sequential else prompt.kind)
     rollout.check()
     if not problem.strip():
-        raise ConfigError(
-            'the problem is empty; write it in quotes after the model: dccot solve MODEL "What is 2 + 3?"'
-        )
+        remedy = 'write it in quotes after the model: dccot solve MODEL "What is 2 + 3?"'
+        raise ConfigError(f"the problem is empty; {remedy}")
     try:
         limit = read_config(folder).max_position
         tokenizer = open_tokenizer(folder)
@@ -150,10 +143,10 @@ def _ask(model: str | Path, problem: str, budget: int | None, temperature: float
     if len(ids) >= limit:
         raise ConfigError(f"the problem makes a prompt of {len(ids):,} tokens; {folder} takes {limit:,}: shorten it")
     workers = rollout.workers if prompt.parallel else 1  # a director reads at most this many times its longest path
-    return _Asked(problem, folder, ids, prompt, rollout, min(limit, len(ids) + workers * rollout.budget), tokenizer)
+    return _Prepared(problem, folder, ids, prompt, rollout, min(limit, len(ids) + workers * rollout.budget), tokenizer)
 
 
-def _answer(asked: _Asked, seed: int, engine: Engine | None, timeline: Timeline) -> Solution:
+def _answer(asked: _Prepared, seed: int, engine: Engine | None, timeline: Timeline) -> Solution:
     config = EngineConfig(context=asked.context, max_sequences=max(8, asked.rollout.workers))
     with open_engine(asked.model, config, engine) as engine:
         _warm_up(engine, asked)
@@ -164,16 +157,13 @@ def _answer(asked: _Asked, seed: int, engine: Engine | None, timeline: Timeline)
     return Solution(asked.problem, answer_in(text), text, flaw, response, timeline)
 
 
-def _warm_up(engine: Engine, asked: _Asked) -> None:
-    """The first steps of an engine take seconds; keep them out of the timing. The prompt is computed again
-    afterwards.
-    """
+def _warm_up(engine: Engine, asked: _Prepared) -> None:
+    """Keep the first steps of an engine, which take seconds, out of the timing. The prompt is computed again after."""
+    temperature, top_p = asked.rollout.temperature, asked.rollout.top_p
     for batch in (1, asked.rollout.workers):
         for number in range(batch):
             call = Call((0, number), asked.ids, [], None, 3, Finish.BUDGET)
-            engine.add(
-                f"warm-up {number}", call, seed=number, temperature=asked.rollout.temperature, top_p=asked.rollout.top_p
-            )
+            engine.add(f"warm-up {number}", call, seed=number, temperature=temperature, top_p=top_p)
         while engine.pending:
             engine.step()
     engine.forget_prefixes()
@@ -196,24 +186,18 @@ def summary(solution: Solution) -> list[tuple[str, str]]:
     response, timeline = solution.response, solution.timeline
     lines = [("answer", solution.answer or "none: the text has neither \\boxed{…} nor an answer block")]
     if solution.flaw or response.finish is not Finish.ANSWERED:
-        ended = {
-            Finish.BUDGET: "the budget is used up; raise --budget",
-            Finish.CONTEXT: "the model's context is full",
-        }.get(response.finish)
         flaw = f"not well-formed ({solution.flaw})" if solution.flaw else None
-        lines.append(("form", "; ".join(filter(None, (flaw, ended)))))
-    tokens = f"longest path {response.longest_path:,}, total {response.total_tokens:,}: parallelism {response.parallelism:.2f}"
-    lines.append(("tokens", tokens))
-    each, alone = timeline.seconds_per_token_alone, sum(step.tokens for step in timeline.alone)
-    if each is None or not response.rounds:
+        lines.append(("form", "; ".join(filter(None, (flaw, CUT_OFF.get(response.finish))))))
+    paths = f"longest path {response.longest_path:,}, total {response.total_tokens:,}"
+    lines.append(("tokens", f"{paths}: parallelism {response.parallelism:.2f}"))
+    each, sequential = timeline.seconds_per_token_alone, solution.sequential_seconds
+    if each is None or sequential is None or not response.rounds:
         return [*lines, ("time", f"{solution.seconds:.2f} s")]
-    sequential = each * response.total_tokens
-    times = sequential / solution.seconds
-    lines.append(
-        ("time", f"{solution.seconds:.2f} s; one token after another {sequential:.2f} s: {times:.2f}× as fast")
-    )
-    how = f"{response.total_tokens:,} tokens × {1e3 * each:.2f} ms, the mean of the {alone:,} tokens of this run that were decoded alone"
-    return [*lines, ("", f"one after another = {how}")]
+    times = f"one token after another {sequential:.2f} s: {sequential / solution.seconds:.2f}× as fast"
+    alone = sum(step.tokens for step in timeline.alone)
+    mean = f"the mean of the {alone:,} tokens of this run that were decoded alone"
+    how = f"one after another = {response.total_tokens:,} tokens × {1e3 * each:.2f} ms, {mean}"
+    return [*lines, ("time", f"{solution.seconds:.2f} s; {times}"), ("", how)]
 
 
 class Parser(argparse.ArgumentParser):
@@ -224,26 +208,19 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> int:
+    what = "Solve one problem, live: director above, workers side by side, then the answer and what parallelism bought."
     parser = Parser(
-        description="Solve one problem, live: director above, workers side by side, then the answer and what parallelism bought.",
-        epilog='example: dccot solve runs/demo/stage4 "What is 2 + 3?" --trace solve.json',
+        description=what, epilog='example: dccot solve runs/demo/stage4 "What is 2 + 3?" --trace solve.json'
     )
-    parser.add_argument(
-        "model", help="a Hugging Face folder, or a run (its newest checkpoint, prompted as in training)"
-    )
-    parser.add_argument("problem", help="the problem, in quotes; - reads it from standard input")
-    parser.add_argument(
-        "--budget", type=positive, metavar="N", help="tokens on the longest path; default: the run's own, or 7500"
-    )
-    parser.add_argument(
-        "--temperature", type=float, metavar="T", help="0 takes the likeliest token; default: the run's own, or 0.6"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same tokens (default 0)")
-    parser.add_argument("--sequential", action="store_true", help="ask without workers")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument(
-        "--trace", metavar="FILE", type=Path, help="write the timeline, to be opened in https://ui.perfetto.dev"
-    )
+    add = parser.add_argument
+    add("model", help="a Hugging Face folder, or a run (its newest checkpoint, prompted as in training)")
+    add("problem", help="the problem, in quotes; - reads it from standard input")
+    add("--budget", type=positive, metavar="N", help="tokens on the longest path; default: the run's own, or 7500")
+    add("--temperature", type=float, metavar="T", help="0 takes the likeliest token; default: the run's own, or 0.6")
+    add("--seed", type=int, default=0, help="the same seed gives the same tokens (default 0)")
+    add("--sequential", action="store_true", help="ask without workers")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    add("--trace", metavar="FILE", type=Path, help="write the timeline, to be opened in https://ui.perfetto.dev")
     return run_cleanly(lambda: _run(parser.parse_args(argv), engine))
 
 
@@ -251,7 +228,7 @@ def _run(arguments: argparse.Namespace, engine: Engine | None) -> None:
     problem = sys.stdin.read() if arguments.problem == "-" else arguments.problem
     if arguments.trace and not arguments.trace.absolute().parent.is_dir():
         raise ConfigError(f"--trace {arguments.trace}: there is no folder {arguments.trace.parent}")
-    asked = _ask(arguments.model, problem, arguments.budget, arguments.temperature, arguments.sequential)
+    asked = _prepare(arguments.model, problem, arguments.budget, arguments.temperature, arguments.sequential)
     if best := explain_best(arguments.model):
         print(best, file=sys.stderr)
     if arguments.json:

@@ -1,12 +1,12 @@
 """The timeline of one response: who wrote when, and what every engine step had in its batch.
 
-    timeline = Timeline()                                   a Watch: pass it to generate(…, watch=timeline)
-    timeline.write("solve.json")                            opens in https://ui.perfetto.dev and in chrome://tracing
+    timeline = Timeline()                             a Watch: pass it to generate(…, watch=timeline)
+    timeline.write("solve.json")                      opens in https://ui.perfetto.dev and in chrome://tracing
 
-    response   director  ███████           ██████           one slice per call, arrows where workers are spawned and read
+    response   director  ███████           ██████     one slice per call, arrows where workers are spawned and read
                worker 1         ████████
                worker 2         █████
-    engine     steps     ▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏             one slice per step, with its batch; the batch as a counter too
+    engine     steps     ▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏▏       one slice per step, with its batch; the batch also as a counter
 
 The steps also give the cost of decoding alone: those with a single call in the batch, excluding prefills.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,7 @@ from dccot.rollout.engine import Engine
 from dccot.rollout.generate import Request, Watch
 
 RESPONSE, ENGINE = 1, 2  # the trace's "processes"
-DIRECTOR, STEPS = (
-    10,
-    1000,
-)  # thread ids, unique over both: Perfetto identifies threads by id only; worker i is DIRECTOR + i
+DIRECTOR, STEPS = 10, 1000  # thread ids; worker i is DIRECTOR + i. Unique over both: Perfetto knows threads by id only
 
 
 @dataclass
@@ -128,50 +125,40 @@ class Timeline(Watch):
             return round(1e6 * (seconds - origin), 3)
 
         def piece(name: str, process: int, thread: int, start: float, end: float, arguments: dict) -> dict:
-            return {
-                "ph": "X",
-                "name": name,
-                "pid": process,
-                "tid": thread,
-                "ts": at(start),
-                "dur": at(end) - at(start),
-                "args": arguments,
-            }
+            where = {"pid": process, "tid": thread, "ts": at(start), "dur": at(end) - at(start)}
+            return {"ph": "X", "name": name, **where, "args": arguments}
+
+        def named(kind: str, name: str, order: int, **where: int) -> Iterator[dict]:
+            yield {"ph": "M", "name": f"{kind}_name", **where, "args": {"name": name}}
+            yield {"ph": "M", "name": f"{kind}_sort_index", **where, "args": {"sort_index": order}}
+
+        def batch(seconds: float, calls: int) -> dict:
+            return {"ph": "C", "name": "batch", "pid": ENGINE, "ts": at(seconds), "args": {"calls": calls}}
 
         workers = max((lane.worker for lane in self.lanes), default=0)
         names = {DIRECTOR: "director"} | {DIRECTOR + i: f"worker {i}" for i in range(1, workers + 1)} | {STEPS: "steps"}
         for process, name in ((RESPONSE, "response"), (ENGINE, "engine")):
-            yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
-            yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
+            yield from named("process", name, process, pid=process)
         for thread, name in names.items():
-            process = ENGINE if thread == STEPS else RESPONSE
-            yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
-            yield {
-                "ph": "M",
-                "name": "thread_sort_index",
-                "pid": process,
-                "tid": thread,
-                "args": {"sort_index": thread},
-            }
+            yield from named("thread", name, thread, pid=ENGINE if thread == STEPS else RESPONSE, tid=thread)
         for lane in self.lanes:
             if not (completion := lane.completion):
                 continue
             name = f"{names[DIRECTOR + lane.worker]}, {'round' if lane.worker else 'part'} {lane.call.path[0] + 1}"
-            yield piece(name, RESPONSE, DIRECTOR + lane.worker, lane.start, lane.end, {
-                "sampled": len(lane.ids), "inserted": len(lane.call.inserted), "prompt": len(lane.call.prompt),
-                "cached": completion.cached, "stop": completion.stop.value,
-            })  # fmt: skip
+            counts = {"sampled": len(lane.ids), "inserted": len(lane.call.inserted), "prompt": len(lane.call.prompt)}
+            facts = counts | {"cached": completion.cached, "stop": completion.stop.value}
+            yield piece(name, RESPONSE, DIRECTOR + lane.worker, lane.start, lane.end, facts)
         for number, (source, target) in enumerate(_arrows([lane for lane in self.lanes if lane.completion])):
             arrow = {"name": "spawn" if target.worker else "read", "cat": "tree", "id": number, "pid": RESPONSE}
             last_moment = at(source.end) - 0.001  # an arrow leaves from inside its slice
             yield {"ph": "s", "tid": DIRECTOR + source.worker, "ts": last_moment, **arrow}
             yield {"ph": "f", "bp": "e", "tid": DIRECTOR + target.worker, "ts": at(target.start), **arrow}
         for step in self.steps:
-            counts = {name: value for name, value in asdict(step).items() if name not in ("start", "end")}
+            counts = {"batch": step.batch, "prefills": step.prefills, "tokens": step.tokens}
             yield piece(f"batch {step.batch}", ENGINE, STEPS, step.start, step.end, counts)
-            yield {"ph": "C", "name": "batch", "pid": ENGINE, "ts": at(step.start), "args": {"calls": step.batch}}
+            yield batch(step.start, step.batch)
         if self.steps:
-            yield {"ph": "C", "name": "batch", "pid": ENGINE, "ts": at(self.steps[-1].end), "args": {"calls": 0}}
+            yield batch(self.steps[-1].end, 0)
 
 
 def _arrows(lanes: list[Lane]) -> Iterator[tuple[Lane, Lane]]:
