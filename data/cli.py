@@ -91,28 +91,28 @@ def _problems(arguments: argparse.Namespace) -> None:
 
 
 def _sequential(arguments: argparse.Namespace) -> None:
-    from dccot.data.sequential import SequentialConfig, run
+    from dccot.data.sft_set import SequentialConfig, solve_sequentially
 
     config = _config(SequentialConfig, arguments)
     if config is not None:
         with _progress("solved") as progress:
-            summary = run(config, progress=lambda done, total: progress.show(done, total=total))
+            summary = solve_sequentially(config, progress=lambda done, total: progress.show(done, total=total))
         if summary is not None:
             print(f"{summary}\n→ {config.output}")
 
 
 def _rewrite(arguments: argparse.Namespace) -> None:
-    from dccot.data.rewrite import RewriteConfig, run
+    from dccot.data.sft_set import RewriteConfig, rewrite
 
     config = _config(RewriteConfig, arguments)
     if config is not None:
         with _progress("rewritten") as progress:
-            summary = asyncio.run(run(config, lambda done, total: progress.show(done, total=total)))
+            summary = asyncio.run(rewrite(config, lambda done, total: progress.show(done, total=total)))
         print(f"{summary}\n→ {config.output}")
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    from dccot.data.check import check_set
+    from dccot.data.sft_set import check_set
 
     tokenizer = None
     if arguments.tokenizer:

@@ -27,9 +27,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Annotated, Protocol, Self
 
-from dccot.core.config import check, lookup, require
+from pydantic import Field
+
+from dccot.core.config import Positive, check, known, lookup
 from dccot.rollout.response import UNJUDGED, Verdict
 from dccot.rollout.tags import answer_block
 
@@ -70,18 +72,12 @@ class Judge(Protocol):
 
 @dataclass
 class GradingConfig:
-    kind: str = "math_verify"  # the judge, or your own: my_package.my_module:MyJudge
-    workers: int = 2  # processes
-    seconds: float = 5.0  # CPU seconds per answer
-    memory_mb: int = 1024  # per answer, on top of what the process itself needs
+    # the judge, or your own: my_package.my_module:MyJudge
+    kind: Annotated[str, known(JUDGES)] = "math_verify"
+    workers: Positive = 2  # processes
+    seconds: Annotated[float, Field(ge=0.1)] = 5.0  # CPU seconds per answer
+    memory_mb: Annotated[int, Field(ge=64)] = 1024  # per answer, on top of what the process itself needs
     answer_block_only: bool = False  # look only inside <answer>…</answer>
-
-    def check(self) -> None:
-        lookup(JUDGES, self.kind, "grading.kind")
-        for name, least in (("workers", 1), ("seconds", 0.1), ("memory_mb", 64)):
-            require(
-                getattr(self, name) >= least, f"grading.{name} is {getattr(self, name)}; it must be at least {least}"
-            )
 
 
 @dataclass

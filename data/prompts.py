@@ -19,8 +19,11 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
-from dccot.core.config import ConfigError, lookup, one_of, require
+from pydantic import AfterValidator
+
+from dccot.core.config import ConfigError, Positive, lookup, require
 from dccot.core.files import BadData
 from dccot.data.problems import Problem
 from dccot.rollout.tags import THINK_CLOSE, THINK_OPEN
@@ -29,7 +32,6 @@ BOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Ass
 CHAT_TOKENS = (BOS, USER, ASSISTANT)
 # how templates end that open the thinking, or skip it by closing it empty
 OPENED = re.compile(rf"{THINK_OPEN}\s*(?:{THINK_CLOSE}\s*)?\Z")
-CHAT_FORMATS = ("auto", "deepseek", "chat")
 INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
 PARALLEL_INSTRUCTION = (
     "You can spawn multiple workers to solve this problem in parallel. The workers' thoughts are enclosed within "
@@ -76,24 +78,17 @@ class UnusablePrompt(BadData):
 @dataclass
 class PromptConfig:
     # parallel, sequential, raw_sequential, or your own PromptFormat: my_package.my_module:MY_FORMAT
-    kind: str = "parallel"
+    kind: Annotated[str, AfterValidator(_known_format)] = "parallel"
     open_think: bool = True  # end the prompt with "<think>\n"
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: Positive = 1024
     # deepseek: the paper's chat tokens; chat: the tokenizer's chat template; auto: what the tokenizer has
-    chat_format: str = "auto"
+    chat_format: Literal["auto", "deepseek", "chat"] = "auto"
     system: str = ""  # chat: the system message; empty: none, or the template's own default
     instruction: str | None = None  # what follows the question; None: the task's
 
     def check(self) -> None:
-        format_of(self.kind)
-        one_of(self.chat_format, CHAT_FORMATS, "prompt.chat_format")
-        require(
-            self.max_prompt_tokens > 0, f"prompt.max_prompt_tokens is {self.max_prompt_tokens}; it must be at least 1"
-        )
-        require(
-            not (self.system and self.chat_format == "deepseek"),
-            "prompt.system is set; prompt.chat_format=deepseek has no system message",
-        )
+        fits = not self.system or self.chat_format != "deepseek"
+        require(fits, "prompt.system is set; prompt.chat_format=deepseek has no system message")
 
     def text(self, question: str, tokenizer=None, earlier: Sequence[dict[str, str]] = ()) -> str:
         """The prompt, in the tokenizer's own format; without one, as the paper writes it. A chat template also takes
@@ -164,12 +159,16 @@ class PromptConfig:
         return f"{THINK_OPEN}\n{response_text}" if self.open_think else response_text
 
 
-def format_of(kind: str) -> PromptFormat:
-    found = lookup(PROMPTS, kind, "prompt.kind")
-    require(
-        isinstance(found, PromptFormat), f"prompt.kind is {kind!r}, a {type(found).__name__}; it must be a PromptFormat"
-    )
+def format_of(kind: str, key: str = "prompt.kind") -> PromptFormat:
+    found = lookup(PROMPTS, kind, key)
+    is_format = isinstance(found, PromptFormat)
+    require(is_format, f"{key} is {kind!r}, a {type(found).__name__}; it must be a PromptFormat")
     return found
+
+
+def _known_format(kind: str) -> str:
+    format_of(kind, "")
+    return kind
 
 
 @functools.lru_cache(maxsize=8)

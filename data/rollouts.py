@@ -1,20 +1,21 @@
-"""Problems in, rollouts out: what training, validation, evaluation, `dccot rollout` and `dccot data sequential` have in
-common.
+"""Problems in, rollouts out, and onto disk: training, evaluation, `dccot rollout` and `dccot data sequential` share it.
 
-    have = {(row["problem"], row["sample"]) for row in …}                     what a file or folder already holds
-    for rollout in roll_out(engine, asked, missing_pairs(asked, range(7), have), prompt, config, seed=(run_seed,)):
-        writer.write(rollout.to_json())                                       each one as soon as it is finished
+    with JsonlWriter(file) as writer:
+        missing = missing_in([file], prompted, samples)                         what an earlier run did not finish
+        for rollout in sample_to_file(writer, roll_out(engine, prompted, missing, prompt, config, seed=(seed,))): …
 
 A response depends on its seed, (seed, problem, sample), not on what else is generated: an interrupted run is completed
-by generating the missing pairs.
+by generating the missing pairs. Each response is one line, appended whole as soon as it is finished.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
+from pathlib import Path
 
+from dccot.core.files import BadData, JsonlWriter, read_jsonl
 from dccot.data.judge import Judge
 from dccot.data.prompts import PromptConfig, Prompted
 from dccot.rollout.director import RolloutConfig
@@ -27,15 +28,39 @@ Pair = tuple[str, int]  # problem id, sample
 GRADED_TOGETHER = 64
 
 
-def missing_pairs(asked: Iterable[Prompted], samples: Iterable[int], have: Collection[Pair] = ()) -> list[Pair]:
+def missing_pairs(prompted: Iterable[Prompted], samples: Iterable[int], have: Collection[Pair] = ()) -> list[Pair]:
     """Every missing sample of every problem, in the order of the problems."""
     samples = list(samples)
-    return [(problem.id, sample) for problem, _ in asked for sample in samples if (problem.id, sample) not in have]
+    return [(problem.id, sample) for problem, _ in prompted for sample in samples if (problem.id, sample) not in have]
+
+
+def saved_rows(files: Iterable[Path], prompted: Iterable[Prompted], samples: int) -> Iterator[dict]:
+    """The first `samples` responses to each problem that are in these files, each once. It is an error if the question,
+    its gold or its prompt has changed since: those responses do not belong with the rest.
+    """
+    known = {problem.id: [problem.question, problem.gold, ids] for problem, ids in prompted}
+    seen: set[Pair] = set()
+    for file in files:
+        for _, row in read_jsonl(file) if file.stat().st_size else ():
+            pair = row["problem"], row["sample"]
+            if row["problem"] not in known or row["sample"] >= samples or pair in seen:
+                continue
+            if [row["question"], row["gold"], row["response"]["prompt"]] != known[row["problem"]]:
+                changed = f"{file}: question, gold, prompt or tokenizer of problem {row['problem']!r} has changed since"
+                raise BadData(f"{changed}; continue with the old ones, or choose another --out")
+            seen.add(pair)
+            yield row
+
+
+def missing_in(files: Iterable[Path], prompted: Sequence[Prompted], samples: int) -> list[Pair]:
+    """The pairs that these files lack."""
+    have = {(row["problem"], row["sample"]) for row in saved_rows(files, prompted, samples)}
+    return missing_pairs(prompted, range(samples), have)
 
 
 def roll_out(
     engine: Engine,
-    asked: Iterable[Prompted],
+    prompted: Iterable[Prompted],
     pairs: Iterable[Pair],
     prompt: PromptConfig,
     config: RolloutConfig,
@@ -46,7 +71,7 @@ def roll_out(
     """These samples of these problems, ungraded, each as soon as it is finished, with its format checked by the rules
     of its prompt.
     """
-    known = {problem.id: (problem, ids) for problem, ids in asked}
+    known = {problem.id: (problem, ids) for problem, ids in prompted}
     requests = [Request(problem, sample, known[problem][1], prompt.parallel) for problem, sample in pairs]
     with closing(generate(engine, requests, config, seed=seed, watch=watch)) as responses:
         for request, response in responses:
@@ -56,12 +81,25 @@ def roll_out(
             yield Rollout(problem.id, request.sample, problem.question, problem.gold, text, response, flaw)
 
 
+def sample_to_file(
+    writer: JsonlWriter | None,
+    rollouts: Iterable[Rollout],
+    *,
+    judge: Judge | None = None,
+    row: Callable[[Rollout], dict] = Rollout.to_json,
+) -> Iterator[Rollout]:
+    """Rollouts as they arrive, each written before it is passed on; with a judge, after it was graded."""
+    for rollout in graded(rollouts, judge) if judge else rollouts:
+        if writer:
+            writer.write(row(rollout))
+        yield rollout
+
+
 def grade(rollouts: Sequence[Rollout], judge: Judge, *, thinking_counts: bool = True) -> None:
     """Fill in the verdicts: on whole responses, or only on what follows their thinking (DeepScaleR's rule)."""
     texts = [rollout.text if thinking_counts else after_think(rollout.text) for rollout in rollouts]
-    for rollout, verdict in zip(
-        rollouts, judge.grade([(text, rollout.gold) for text, rollout in zip(texts, rollouts)])
-    ):
+    pairs = [(text, rollout.gold) for text, rollout in zip(texts, rollouts)]
+    for rollout, verdict in zip(rollouts, judge.grade(pairs)):
         rollout.verdict = verdict.value
 
 

@@ -21,7 +21,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from dccot.core.config import lookup, require
 from dccot.core.run import Run
@@ -68,11 +70,19 @@ class Task:
 TASKS: dict[str, type[Task]] = {"math": Task}
 
 
-def find_task(name: str) -> type[Task]:
-    found = lookup(TASKS, name, "task")
+def find_task(name: str, key: str = "task") -> type[Task]:
+    found = lookup(TASKS, name, key)
     is_task = isinstance(found, type) and issubclass(found, Task)
-    require(is_task, f"task is {name!r}, which is not a class that inherits from dccot.data.task.Task")
+    require(is_task, f"{key} is {name!r}, which is not a class that inherits from dccot.data.task.Task")
     return found
+
+
+def _known_task(name: str) -> str:
+    find_task(name, "")
+    return name
+
+
+TaskName = Annotated[str, AfterValidator(_known_task)]
 
 
 def task_of(config: Any) -> Task:

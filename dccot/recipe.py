@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 from dccot.core.config import ConfigError, Seed, find_config, load_config, one_of, read_yaml, require
 from dccot.core.run import Run
+from dccot.data.task import TaskName
 
 C = TypeVar("C")
 SHARED = ("model", "train", "validation")  # keys of a recipe that its stages may name
@@ -47,7 +48,7 @@ class Recipe:
     name: str = "pipeline"
     output: str = "runs"
     seed: Seed = 0
-    task: str = "math"  # what all stages are about, or your own: my_package.my_module:MyTask
+    task: TaskName = "math"  # what all stages are about, or your own: my_package.my_module:MyTask
     model: str | None = None  # the model that everything starts from
     train: str | None = None  # problems that training and the SFT set draw from
     validation: str | None = None  # problems for validation during RL

@@ -19,22 +19,21 @@ from dccot.core.config import ConfigError, Seed, load_config, to_plain
 from dccot.core.files import JsonlWriter, checksum
 from dccot.core.provenance import record
 from dccot.core.runtime import Runtime
-from dccot.data.prompts import PromptConfig, Prompted
-from dccot.data.rollouts import Pair, missing_pairs, roll_out
-from dccot.data.task import task_of
+from dccot.data.prompts import PromptConfig
+from dccot.data.rollouts import missing_in, roll_out, sample_to_file
+from dccot.data.task import TaskName, task_of
 from dccot.model.folder import model_checksums, resolve_model
 from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import open_engine
 from dccot.rollout.progress import RolloutProgress
-from dccot.rollout.response import Rollout
 from dccot.rollout.settings import EngineConfig
 
 
 @dataclass
 class Settings:
     seed: Seed = 0
-    task: str = "math"  # or your own: my_package.my_module:MyTask
+    task: TaskName = "math"  # or your own: my_package.my_module:MyTask
     prompt: PromptConfig = field(default_factory=PromptConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -46,32 +45,18 @@ def run(model: str, problems: Path, samples: int, out: Path, resume: bool, setti
         raise ConfigError(f"{out} exists already; add --resume to finish it, or choose another --out")
     folder = resolve_model(model)
     task = task_of(settings)
-    asked = task.prompts(task.problems(problems), open_tokenizer(folder))
+    prompted = task.prompts(task.problems(problems), open_tokenizer(folder))
     with JsonlWriter(out) as writer:
         inputs = {"model": model_checksums(folder), "problems": {problems.name: checksum(problems)}}
         record(out, to_plain(settings) | {"samples": samples}, inputs, Runtime.alone())
-        pairs = missing_pairs(asked, range(samples), pairs_in(writer, asked))
+        pairs = missing_in([out], prompted, samples)
         if pairs:
             with open_engine(folder, settings.engine) as engine, RolloutProgress(len(pairs)) as progress:
-                for rollout in roll_out(
-                    engine, asked, pairs, settings.prompt, settings.rollout, seed=(settings.seed,), watch=progress
-                ):
-                    writer.write(rollout.to_json())
+                how = settings.prompt, settings.rollout
+                rollouts = roll_out(engine, prompted, pairs, *how, seed=(settings.seed,), watch=progress)
+                for _ in sample_to_file(writer, rollouts):
+                    pass
     return len(pairs)
-
-
-def pairs_in(writer: JsonlWriter, asked: Sequence[Prompted]) -> set[Pair]:
-    """Pairs that already have a row. Rows with another prompt are an error: they do not belong with the rest."""
-    prompts = {problem.id: ids for problem, ids in asked}
-    have = set()
-    for rollout in map(Rollout.from_json, writer.rows()):
-        if prompts.get(rollout.problem, rollout.response.prompt) != rollout.response.prompt:
-            raise ConfigError(
-                f"{writer.path} was made with another prompt or tokenizer (problem {rollout.problem!r}); "
-                "continue with those, or choose another --out"
-            )
-        have.add((rollout.problem, rollout.sample))
-    return have
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,7 +26,8 @@ from dccot.core.config import ConfigError, Positive, Seed, Share, lookup, one_of
 from dccot.core.provenance import describe_code
 from dccot.core.run import Run
 from dccot.core.runtime import Runtime
-from dccot.data import rewrite, sequential
+from dccot.data import sft_set
+from dccot.data.task import TaskName
 from dccot.eval import latency
 from dccot.eval.evaluate import METHODS, EvalConfig, eval_config, evaluate
 from dccot.eval.results import BENCHMARKS, Benchmark, Evaluation, named_benchmark, own_benchmark
@@ -171,16 +172,16 @@ def _given_sequential(plan: StagePlan) -> list[str]:
     return [*place, *_set("model", plan.start, plan), *_set("problems", plan.recipe.train, plan)]
 
 
-def _sequential_needs(plan: StagePlan, config: sequential.SequentialConfig) -> list[Need]:
+def _sequential_needs(plan: StagePlan, config: sft_set.SequentialConfig) -> list[Need]:
     return [Need("model", config.model, "model"), Need("problems", config.problems, "problems")]
 
 
-def _run_sequential(context: Context, config: sequential.SequentialConfig) -> None:
+def _run_sequential(context: Context, config: sft_set.SequentialConfig) -> None:
     context.folder.mkdir(parents=True, exist_ok=True)
-    context.say(sequential.run(config, context.engines.on(resolve_model(config.model), config.engine)))
+    context.say(sft_set.solve_sequentially(config, context.engines.on(resolve_model(config.model), config.engine)))
 
 
-def _rewrite_needs(plan: StagePlan, config: rewrite.RewriteConfig) -> list[Need]:
+def _rewrite_needs(plan: StagePlan, config: sft_set.RewriteConfig) -> list[Need]:
     found = [Need("source", config.source, "file")]
     found += [Need("instruction", config.instruction, "file")] if config.instruction else []
     if config.rule() is None:
@@ -188,11 +189,11 @@ def _rewrite_needs(plan: StagePlan, config: rewrite.RewriteConfig) -> list[Need]
     return found
 
 
-def _run_rewrite(context: Context, config: rewrite.RewriteConfig) -> None:
+def _run_rewrite(context: Context, config: sft_set.RewriteConfig) -> None:
     if not context.runtime.is_main:
         return
     context.folder.mkdir(parents=True, exist_ok=True)
-    context.say(asyncio.run(rewrite.run(config, lambda done, total: None)))
+    context.say(asyncio.run(sft_set.rewrite(config)))
 
 
 # ---- evaluation ----
@@ -212,7 +213,7 @@ class EvalStage:
     # names of the paper's, or files; default: the recipe's
     benchmarks: Annotated[list[str], LISTED] = field(default_factory=list)
     benchmark_folder: str = "runs/data"
-    task: str = "math"  # or your own: my_package.my_module:MyTask
+    task: TaskName = "math"  # or your own: my_package.my_module:MyTask
     n: Positive | None = None  # responses per problem; None: the paper's (200 or 16), 16 for a file
     max_prompt_tokens: Positive = 4096
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -275,7 +276,7 @@ class LatencyStage:
     parallel: COMPARED = ""  # stages, stage@step or folders
     sequential: COMPARED = ""
     problems: COMPARED = ""
-    task: str = "math"  # or your own: my_package.my_module:MyTask
+    task: TaskName = "math"  # or your own: my_package.my_module:MyTask
     budget: Positive = 12_000
     concurrency: Annotated[list[Positive], NUMBERS] = field(default_factory=lambda: [1, 4, 16])
     n: Positive = 1
@@ -385,9 +386,9 @@ def _run_report(context: Context, config: ReportStage) -> None:
 KINDS: dict[str, Kind] = {
     "sft": Kind(SFTConfig, lambda context, config: sft.train(config), _given_training, _sft_needs, trains=True),
     "rl": Kind(RLConfig, _run_rl, _given_rl, _rl_needs, trains=True),
-    "sequential": Kind(sequential.SequentialConfig, _run_sequential, _given_sequential, _sequential_needs),
+    "sequential": Kind(sft_set.SequentialConfig, _run_sequential, _given_sequential, _sequential_needs),
     "rewrite": Kind(
-        rewrite.RewriteConfig, _run_rewrite, lambda plan: [f"output={plan.folder}/sft.jsonl"], _rewrite_needs
+        sft_set.RewriteConfig, _run_rewrite, lambda plan: [f"output={plan.folder}/sft.jsonl"], _rewrite_needs
     ),
     "eval": Kind(EvalStage, _run_eval, _given_eval, _eval_needs),
     "latency": Kind(LatencyStage, _run_latency, lambda plan: [seed_setting(plan)], _latency_needs),

@@ -35,8 +35,8 @@ from dccot.core.run import Checkpoint
 from dccot.core.runtime import Runtime, require_shared
 from dccot.data.judge import GradingConfig, Judge
 from dccot.data.prompts import PromptConfig, Prompted
-from dccot.data.rollouts import Pair, missing_pairs, roll_out
-from dccot.data.task import find_task, task_of
+from dccot.data.rollouts import Pair, missing_in, roll_out, sample_to_file, saved_rows
+from dccot.data.task import TaskName, task_of
 from dccot.eval.results import (
     BENCHMARKS,
     Benchmark,
@@ -65,14 +65,11 @@ class EvalConfig:
     """The paper's sampling; `key=value` on the command line changes any of it."""
 
     seed: int = 0
-    task: str = "math"  # or your own: my_package.my_module:MyTask
+    task: TaskName = "math"  # or your own: my_package.my_module:MyTask
     prompt: PromptConfig = field(default_factory=lambda: PromptConfig(max_prompt_tokens=4096))
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(budget=12_000, top_p=0.95))
     engine: EngineConfig = field(default_factory=EngineConfig)
     grading: GradingConfig = field(default_factory=GradingConfig)
-
-    def check(self) -> None:
-        find_task(self.task)
 
     @property
     def method(self) -> str:
@@ -108,18 +105,16 @@ def evaluate(
         tokenizer = engine.tokenizer if engine else open_tokenizer(path)
         care: dict[str, Any] = {"strict": strict, "report": log.warning if runtime.is_main else lambda message: None}
         task = task_of(config)
-        asked = {b.name: task.prompts(task.problems(b.file, **care), tokenizer, **care) for b in benchmarks}
-        _check_context(path, config, asked)
+        prompted = {b.name: task.prompts(task.problems(b.file, **care), tokenizer, **care) for b in benchmarks}
+        _check_context(path, config, prompted)
         files = {benchmark.name: {benchmark.file.name: checksum(benchmark.file)} for benchmark in benchmarks}
         wanted = {benchmark.name: benchmark.samples for benchmark in benchmarks}
         record(out, to_plain(config) | {"samples": wanted}, {"model": weights, **files}, runtime)
-        missing = {
-            b.name: missing_pairs(asked[b.name], range(b.samples), _pairs_in(out, b, asked[b.name])) for b in benchmarks
-        }
+        missing = {b.name: missing_in(_files(out, b), prompted[b.name], b.samples) for b in benchmarks}
         if any(missing.values()):
             engine = stack.enter_context(open_engine(path, config.engine, engine, logs=out))
             for benchmark in benchmarks:
-                _generate(engine, benchmark, asked[benchmark.name], missing[benchmark.name], config, out, runtime)
+                _generate(engine, benchmark, prompted[benchmark.name], missing[benchmark.name], config, out, runtime)
         runtime.gather([])  # everything is on disk
         judge = stack.enter_context(task.open_judge())
         for file in sorted((out / "rollouts").glob("*.jsonl"))[runtime.rank :: runtime.ranks]:
@@ -127,16 +122,16 @@ def evaluate(
         runtime.gather([])  # and graded
         evaluation = Evaluation(out.name, str(path), config.method, config.rollout.budget)
         for benchmark in benchmarks:
-            samples = list(read_samples(out, benchmark, asked[benchmark.name]))
+            samples = list(read_samples(out, benchmark, prompted[benchmark.name]))
             evaluation.results[benchmark.name] = summarise(benchmark, samples, _classes(samples, judge, runtime))
         if runtime.is_main:
             evaluation.save(out)
     return evaluation
 
 
-def _check_context(path: Path, config: EvalConfig, asked: dict[str, list[Prompted]]) -> None:
+def _check_context(path: Path, config: EvalConfig, prompted: dict[str, list[Prompted]]) -> None:
     context = config.engine.context or read_config(path).max_position
-    longest = max(len(ids) for problems in asked.values() for _, ids in problems)
+    longest = max(len(ids) for problems in prompted.values() for _, ids in problems)
     require(
         longest + config.rollout.budget <= context,
         f"the longest prompt has {longest:,} tokens and --budget is {config.rollout.budget:,}; "
@@ -198,30 +193,13 @@ def _open_folder(out: Path, settings: dict) -> str | None:
     return None
 
 
-def _rows(out: Path, benchmark: Benchmark, asked: Sequence[Prompted]) -> Iterator[dict]:
+def _files(out: Path, benchmark: Benchmark) -> list[Path]:
+    return sorted((out / "rollouts").glob(f"{benchmark.name}.rank*.jsonl"))
+
+
+def read_samples(out: Path, benchmark: Benchmark, prompted: Sequence[Prompted]) -> Iterator[Sample]:
     """The saved responses that the table needs, each once."""
-    problems = {problem.id: problem for problem, _ in asked}
-    seen: set[Pair] = set()
-    for file in sorted((out / "rollouts").glob(f"{benchmark.name}.rank*.jsonl")):
-        for _, row in read_jsonl(file) if file.stat().st_size else ():
-            pair = row["problem"], row["sample"]
-            if row["problem"] not in problems or row["sample"] >= benchmark.samples or pair in seen:
-                continue
-            problem = problems[row["problem"]]
-            if (row["question"], row["gold"]) != (problem.question, problem.gold):
-                raise BadData(
-                    f"{file} answers another problem {problem.id} than {benchmark.file} asks; give another folder with --out"
-                )
-            seen.add(pair)
-            yield row
-
-
-def _pairs_in(out: Path, benchmark: Benchmark, asked: Sequence[Prompted]) -> set[Pair]:
-    return {(row["problem"], row["sample"]) for row in _rows(out, benchmark, asked)}
-
-
-def read_samples(out: Path, benchmark: Benchmark, asked: Sequence[Prompted]) -> Iterator[Sample]:
-    return map(Sample.from_row, _rows(out, benchmark, asked))
+    return map(Sample.from_row, saved_rows(_files(out, benchmark), prompted, benchmark.samples))
 
 
 # ---- generate, grade, classes ----
@@ -242,7 +220,7 @@ class LengthProgress(Progress):
 def _generate(
     engine: Engine,
     benchmark: Benchmark,
-    asked: Sequence[Prompted],
+    prompted: Sequence[Prompted],
     missing: Sequence[Pair],
     config: EvalConfig,
     out: Path,
@@ -254,15 +232,11 @@ def _generate(
     with ExitStack() as stack:
         progress = stack.enter_context(LengthProgress(benchmark.title, len(share), runtime.is_main))
         writes = runtime.rank % config.engine.tensor_parallel == 0  # the ranks of one replica hold the same responses
-        file = (
-            stack.enter_context(JsonlWriter(out / "rollouts" / f"{benchmark.name}.rank{runtime.rank}.jsonl"))
-            if writes
-            else None
-        )
+        file = out / "rollouts" / f"{benchmark.name}.rank{runtime.rank}.jsonl"
+        writer = stack.enter_context(JsonlWriter(file)) if writes else None
         seed = (config.seed, "eval", benchmark.name)
-        for rollout in roll_out(engine, asked, share, config.prompt, config.rollout, seed=seed):
-            if file:
-                file.write(saved(rollout))
+        rollouts = roll_out(engine, prompted, share, config.prompt, config.rollout, seed=seed)
+        for rollout in sample_to_file(writer, rollouts, row=saved):
             progress.advance(rollout.response.longest_path)
 
 

@@ -11,7 +11,7 @@ import re
 import types
 import typing
 
-from dccot.data.rewrite import RewriteConfig
+from dccot.data.sft_set import RewriteConfig
 from dccot.recipe import Recipe, Stage
 from dccot.stages import KINDS
 

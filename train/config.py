@@ -14,7 +14,7 @@ from dccot.core.config import ConfigError, NonNegative, Positive, Seed, Share, k
 from dccot.data.judge import GradingConfig
 from dccot.data.problems import PRESETS
 from dccot.data.prompts import PromptConfig
-from dccot.data.task import find_task
+from dccot.data.task import TaskName
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import resolve_model
 from dccot.model.sharding import ShardingConfig
@@ -52,7 +52,7 @@ class TrainingConfig:
     timeout_seconds: Seconds = 1800.0  # of a collective
     stall_seconds: Seconds = 3600.0  # a rank without progress for this long is ended
     wandb: str | None = None  # Weights & Biases project that also gets the metrics; None: off
-    task: str = "math"  # or your own: my_package.my_module:MyTask
+    task: TaskName = "math"  # or your own: my_package.my_module:MyTask
     model: ModelPath = field(default_factory=ModelPath)
     prompt: PromptConfig = field(default_factory=PromptConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -62,7 +62,6 @@ class TrainingConfig:
 
     def check(self) -> None:
         require(bool(self.name.strip()), f"name is {self.name!r}; it names the run's folder below output")
-        find_task(self.task)
         if self.wandb is not None and importlib.util.find_spec("wandb") is None:
             remedy = "pip install wandb, or leave wandb unset"
             raise ConfigError(f"wandb is {self.wandb!r}, but Weights & Biases is not installed: {remedy}")

@@ -28,9 +28,9 @@ from dccot.core.config import lookup
 from dccot.core.runtime import Runtime
 from dccot.core.signals import Stopped, asked
 from dccot.data.judge import Judge
+from dccot.data.problems import ProblemStream
 from dccot.data.prompts import Prompted
 from dccot.data.rollouts import grade, missing_pairs, roll_out
-from dccot.data.stream import ProblemStream
 from dccot.data.task import task_of
 from dccot.model.sharding import build_model
 from dccot.model.weights import full_parameters

@@ -24,8 +24,8 @@ from dccot.core.command import launch
 from dccot.core.files import BadData, read_jsonl, write_jsonl_atomic
 from dccot.core.run import step_name
 from dccot.core.runtime import Runtime
+from dccot.data.problems import ProblemStream
 from dccot.data.prompts import UnusablePrompt
-from dccot.data.stream import ProblemStream
 from dccot.data.task import task_of
 from dccot.rollout.response import Response, Round, Segment
 from dccot.rollout.tags import THINK_OPEN, IllFormed, TagIds, parse

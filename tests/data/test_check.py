@@ -5,8 +5,8 @@ import json
 import pytest
 
 from dccot.core.files import BadData, write_jsonl_atomic
-from dccot.data.check import check_set, leaks_in, verbatim_share, word_runs
 from dccot.data.cli import main
+from dccot.data.sft_set import check_set, leaks_in, verbatim_share, word_runs
 
 BLOCK = "<spawn_workers>\n<worker_1>{}</worker_1>\n<worker_2>{}</worker_2>\n<worker_3>{}</worker_3>\n</spawn_workers>"
 SOURCE = "<think>\none two three four five six seven eight nine ten eleven twelve</think>"

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dccot.core.config import ConfigError
+from dccot.core.config import ConfigError, check
 from dccot.data.judge import Grader, GradingConfig, Judge, Verdict, open_judge
 
 C, W, U = Verdict.CORRECT, Verdict.WRONG, Verdict.UNPARSABLE
@@ -297,7 +297,7 @@ def test_grading_processes_are_light_and_know_no_secrets(grader, monkeypatch):
 @pytest.mark.parametrize("field", ["workers", "seconds", "memory_mb"])
 def test_impossible_limits_are_refused(field):
     with pytest.raises(ValueError, match=rf"grading\.{field} is 0"):
-        GradingConfig(**{field: 0}).check()
+        check(GradingConfig(**{field: 0}), "grading")
 
 
 def test_equivalence_classes_follow_math_verify_and_unparsable_answers_stand_alone(grader):
@@ -327,7 +327,7 @@ class SaysYes(Judge):
 def test_a_judge_of_the_users_own_is_built_from_its_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "my_judges", SimpleNamespace(SaysYes=SaysYes))
     config = GradingConfig("my_judges:SaysYes", seconds=7.0)
-    config.check()
+    check(config, "grading")
     with open_judge(config) as judge:
         assert isinstance(judge, SaysYes) and judge.config is config
         assert judge.grade([("it is 7", "7"), ("it is 8", "7")]) == [Verdict.CORRECT, Verdict.WRONG]
@@ -341,4 +341,4 @@ def test_a_judge_of_the_users_own_is_built_from_its_name(monkeypatch):
 
 def test_a_judge_that_nobody_knows_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"grading\.kind is 'math_verfy'; it must be one of math_verify or your own"):
-        GradingConfig("math_verfy").check()
+        check(GradingConfig("math_verfy"), "grading")

@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from dccot.core.config import check
 from dccot.data.problems import Problem
 from dccot.data.prompts import PROMPTS, PromptConfig, PromptFormat, UnusablePrompt, prompts_of
 
@@ -108,7 +109,7 @@ def test_question_cannot_smuggle_chat_tokens_into_the_prompt(token):
 
 def test_unknown_kind_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="parallel, sequential, raw_sequential"):
-        PromptConfig("paralel").check()
+        check(PromptConfig("paralel"), "prompt")
 
 
 MY_FORMAT = PromptFormat("Q: ", "\nA: ", parallel=True)
@@ -117,10 +118,10 @@ MY_FORMAT = PromptFormat("Q: ", "\nA: ", parallel=True)
 def test_a_format_of_the_users_own_is_asked_by_its_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "my_formats", SimpleNamespace(MINE=MY_FORMAT, upper=str.upper))
     config = PromptConfig("my_formats:MINE", open_think=False)
-    config.check()
+    check(config, "prompt")
     assert config.text("2+2?") == "Q: 2+2?\nA: " and config.parallel
     with pytest.raises(ValueError, match="'my_formats:upper', a method_descriptor; it must be a PromptFormat"):
-        PromptConfig("my_formats:upper").check()
+        check(PromptConfig("my_formats:upper"), "prompt")
 
 
 def test_only_the_parallel_kind_lets_the_model_spawn():
@@ -193,7 +194,7 @@ def test_a_template_that_changes_the_question_or_refuses_it_is_not_used():
 )
 def test_settings_that_cannot_be_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):
-        PromptConfig(**settings).check()
+        check(PromptConfig(**settings), "prompt")
 
 
 def test_a_raw_prompt_needs_no_chat_format():

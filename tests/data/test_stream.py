@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dccot.core.files import BadData
-from dccot.data.problems import Problem
-from dccot.data.stream import ProblemStream
+from dccot.data.problems import Problem, ProblemStream
 
 
 def problems(count: int) -> list[Problem]:

@@ -229,7 +229,7 @@ def test_a_folder_made_with_other_weights_at_the_same_path_is_refused(uninterrup
 
 def test_a_problem_that_changed_under_its_id_is_refused(uninterrupted, speaker, sums, config, tmp_path):
     (tmp_path / "sums.jsonl").write_text(sums.read_text().replace("What is 3 + 3?", "What is 3 + 4?"))
-    with pytest.raises(BadData, match="another problem p3"):
+    with pytest.raises(BadData, match="problem 'p3' has changed since"):
         evaluate(speaker, [own_benchmark(tmp_path / "sums.jsonl", SAMPLES)], config, uninterrupted)
 
 

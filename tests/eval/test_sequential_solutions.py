@@ -6,11 +6,11 @@ from collections import defaultdict
 
 import pytest
 
-from dccot.core.config import ConfigError
+from dccot.core.config import ConfigError, check
 from dccot.core.files import read_jsonl
 from dccot.data.judge import Grader, GradingConfig
 from dccot.data.prompts import INSTRUCTION, PromptConfig
-from dccot.data.sequential import SequentialConfig, attempts_path, run
+from dccot.data.sft_set import SequentialConfig, solution_attempts, solve_sequentially
 from dccot.rollout.director import RolloutConfig
 
 
@@ -28,12 +28,12 @@ def config(speaker, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def uninterrupted(config, speaker_engine):
-    return run(config, speaker_engine)
+    return solve_sequentially(config, speaker_engine)
 
 
 def attempts(config) -> dict[str, list[dict]]:
     found = defaultdict(list)
-    for _, row in read_jsonl(attempts_path(config.output, 0)):
+    for _, row in read_jsonl(solution_attempts(config.output, 0)):
         found[row["id"]].append(row)
     return found
 
@@ -70,18 +70,18 @@ def test_cut_anywhere_and_started_again_it_keeps_the_same_solutions(
     uninterrupted, config, speaker_engine, share, tmp_path
 ):
     again = SequentialConfig(**{**config.__dict__, "output": str(tmp_path / "kept.jsonl")})
-    log = attempts_path(config.output, 0).read_bytes()
-    attempts_path(again.output, 0).write_bytes(log[: int(share * len(log))])
-    assert run(again, speaker_engine).kept == uninterrupted.kept
+    log = solution_attempts(config.output, 0).read_bytes()
+    solution_attempts(again.output, 0).write_bytes(log[: int(share * len(log))])
+    assert solve_sequentially(again, speaker_engine).kept == uninterrupted.kept
     assert {row["id"]: row for _, row in read_jsonl(again.output)} == {
         row["id"]: row for _, row in read_jsonl(config.output)
     }
 
 
 def test_finished_set_asks_the_engine_nothing(uninterrupted, config, speaker_engine):
-    before = os.stat(attempts_path(config.output, 0)).st_size
-    run(config, speaker_engine)
-    assert os.stat(attempts_path(config.output, 0)).st_size == before
+    before = os.stat(solution_attempts(config.output, 0)).st_size
+    solve_sequentially(config, speaker_engine)
+    assert os.stat(solution_attempts(config.output, 0)).st_size == before
 
 
 @pytest.mark.parametrize(
@@ -89,4 +89,4 @@ def test_finished_set_asks_the_engine_nothing(uninterrupted, config, speaker_eng
 )
 def test_impossible_settings_are_refused(config, wrong, words):
     with pytest.raises(ConfigError, match=words):
-        SequentialConfig(**{**config.__dict__, **wrong}).check()
+        check(SequentialConfig(**{**config.__dict__, **wrong}))

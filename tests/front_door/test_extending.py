@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dccot.core.config import ConfigError, load_config, lookup
+from dccot.core.config import ConfigError, check, load_config, lookup
 from dccot.core.files import write_jsonl_atomic
-from dccot.data import rewrite, sequential
+from dccot.data import sft_set
 from dccot.data.judge import GradingConfig, Verdict, open_judge
 from dccot.data.prompts import PromptConfig
 from dccot.data.task import task_of
@@ -242,8 +242,10 @@ def test_a_task_is_one_file_and_one_line_of_configuration(tmp_path):
         open_tokenizer(tmp_path / "model"), "x</think><answer>eert</answer>"
     )
     (recipe.folder / "sequential").mkdir(parents=True)
-    assert sequential.run(configs["sequential"], engine).kept == 1  # by its judge, on problems that it read itself
-    asyncio.run(rewrite.run(configs["rewrite"], lambda done, total: None))
+    assert (
+        sft_set.solve_sequentially(configs["sequential"], engine).kept == 1
+    )  # by its judge, on problems that it read itself
+    asyncio.run(sft_set.rewrite(configs["rewrite"]))
     [example] = sft.load_examples(tmp_path / "sft.jsonl", configs["sft"], engine.tokenizer)  # by its rewriting
     said = engine.tokenizer.decode(example.response.prompt)
     assert "The word is tree." in said and "Spell it backwards" in said and r"\boxed" not in said
@@ -279,7 +281,7 @@ def test_a_judge():
 
 def test_a_prompt_format():
     prompt = PromptConfig(kind=mine("MY_FORMAT"), open_think=False)
-    prompt.check()
+    check(prompt, "prompt")
     assert (prompt.text("1+1?"), prompt.parallel) == ("Q: 1+1? A:", False)
 
 

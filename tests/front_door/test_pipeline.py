@@ -7,8 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from dccot.core.config import ConfigError, flat
-from dccot.data.problems import Problem
-from dccot.data.stream import ProblemStream
+from dccot.data.problems import Problem, ProblemStream
 from dccot.recipe import load_recipe
 from dccot.rollout.generate import seed_of
 from dccot.stages import SharedEngine, load_stage

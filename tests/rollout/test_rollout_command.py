@@ -102,7 +102,7 @@ def test_rows_of_another_prompt_are_not_mixed_in(command, uninterrupted, tmp_pat
     out = tmp_path / "other.jsonl"
     out.write_text(json.dumps(uninterrupted["a", 0]) + "\n")
     assert main([*command, *SETTINGS, "--out", str(out), "--resume", "--method", "sequential"]) == 2
-    assert "was made with another prompt or tokenizer (problem 'a')" in capsys.readouterr().err
+    assert "question, gold, prompt or tokenizer of problem 'a' has changed since" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

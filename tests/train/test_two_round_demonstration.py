@@ -6,7 +6,7 @@ SFT set.
 from __future__ import annotations
 
 from dccot.core.files import write_jsonl_atomic
-from dccot.data.check import check_set
+from dccot.data.sft_set import check_set
 from dccot.kernels.reference import dense_mask
 from dccot.lab.worlds import bigram
 from dccot.rollout.tags import TagIds, flaw_of

@@ -1,0 +1,514 @@
+"""The SFT set: sequential solutions, rewritten into the parallel format, and a report on the result.
+
+    dccot data sequential configs/data/sequential.yaml model=MODEL problems=runs/data/deepscaler.jsonl
+    torchrun --nproc_per_node 8 -m dccot.data.cli sequential configs/data/sequential.yaml …      every rank takes its share
+    dccot data rewrite configs/data/rewrite.yaml source=runs/data/sequential.jsonl output=runs/data/sft.jsonl
+    dccot data check runs/data/sft.jsonl [--tokenizer MODEL] [--json]
+
+sequential   up to three attempts per problem; the first correct one is kept (rejection sampling)
+               <output>.attempts.<rank>.jsonl   every graded attempt as it arrives
+               output                           id, question, gold, solution, attempt, tokens
+rewrite      each solution is rewritten until it is well-formed and correct, or out of attempts
+               <output>.attempts.jsonl          every rewrite that arrived, accepted or with the reason against it, and
+                                                requests that failed, which are not attempts
+               output                           id, question, gold, completion, source: what `dccot sft` trains on
+check        balance      mean over blocks of shortest / longest worker, 1 = all equal
+             verbatim     share of a worker's words inside a run of five words that also occurs in the source
+             leak         a worker that names another worker, or states a result (`x = 5`) that another worker of this
+                          block reached first and that neither the question nor the director's text before the block has
+
+Outputs are in the order of the problems. A rerun reads the attempts and continues; an attempt's seed is derived from
+(seed, problem, attempt), so it ends with what an uninterrupted run would have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import statistics
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+from dccot.core.config import Positive, Seed, lookup, require, required
+from dccot.core.files import BadData, JsonlWriter, checksum, read_jsonl, write_atomic, write_jsonl_atomic
+from dccot.core.provenance import record
+from dccot.core.runtime import Runtime, require_shared
+from dccot.data.endpoints import Endpoint, EndpointConfig, Refused, Reply
+from dccot.data.judge import GradingConfig, Judge, Verdict
+from dccot.data.problems import Problem
+from dccot.data.prompts import PromptConfig
+from dccot.data.rollouts import missing_pairs, roll_out, sample_to_file
+from dccot.data.task import TaskName, task_of
+from dccot.model.folder import model_checksums, resolve_model
+from dccot.rollout.director import RolloutConfig
+from dccot.rollout.engine import Engine, open_engine
+from dccot.rollout.response import Rollout
+from dccot.rollout.settings import EngineConfig
+from dccot.rollout.tags import TAG_PATTERN, IllFormed, Parsed, flaw_of, parse
+
+Progress = Callable[[int, int], None]  # (done, total)
+
+
+def _silent(done: int, total: int) -> None: ...
+
+
+# ---- sequential solutions ----
+
+
+@dataclass
+class SequentialConfig:
+    # a Hugging Face folder, or a run (its newest checkpoint)
+    model: Annotated[str, required("name a Hugging Face folder or a run, e.g. model=runs/base")] = ""
+    problems: Annotated[str, required("name a JSONL or parquet file")] = ""
+    output: str = "runs/data/sequential.jsonl"
+    task: TaskName = "math"  # or your own: my_package.my_module:MyTask
+    first: int | None = 15_000  # use only the first N problems; None: all
+    attempts: Positive = 3
+    seed: Seed = 0
+    prompt: PromptConfig = field(default_factory=lambda: PromptConfig("raw_sequential"))
+    rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(budget=24_000, top_p=0.95))
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    grading: GradingConfig = field(default_factory=GradingConfig)
+
+    def check(self) -> None:
+        kind, alone = self.prompt.kind, self.engine.tensor_parallel == 1
+        wanted = f"prompt.kind is {kind}; sequential solutions are wanted: set it to sequential"
+        require(not self.prompt.parallel, wanted)
+        require(alone, "engine.tensor_parallel must be 1 here: every rank solves its own share")
+
+
+@dataclass
+class SequentialSummary:
+    problems: int
+    kept: int
+    verdicts: dict[str, int]  # of single attempts
+    tokens: int
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{count:,} {verdict}" for verdict, count in self.verdicts.items())
+        return f"{self.kept:,} of {self.problems:,} problems solved; attempts: {said}; {self.tokens:,} tokens written"
+
+
+def solve_sequentially(
+    config: SequentialConfig, engine: Engine | None = None, *, progress: Progress = _silent
+) -> SequentialSummary | None:
+    """`dccot data sequential`; None on ranks other than the first. A given engine is used and left running."""
+    task, output = task_of(config), Path(config.output)
+    problems = task.problems(config.problems)[: config.first]
+    with Runtime.of_workers() as runtime:
+        model = resolve_model(config.model)
+        read = {Path(config.problems).name: checksum(config.problems)}
+        record(output, config, {"model": model_checksums(model, runtime), "problems": read}, runtime)
+        require_shared(output.parent, runtime)  # rank 0 collects what all of them write there
+        opened = open_engine(model, config.engine, engine, logs=output.parent)
+        with task.open_judge() as judge, opened as engine:
+            _attempt_problems(engine, judge, problems, config, progress)
+            runtime.gather([])  # every attempt is on disk
+        return _keep_first_correct(problems, config) if runtime.is_main else None
+
+
+def solution_attempts(output: str | Path, replica: int | str) -> Path:
+    return Path(output).with_suffix(f".attempts.{replica}.jsonl")
+
+
+def _logged(output: str | Path) -> list[dict]:
+    """Every attempt that any rank of any earlier run has finished; an unfinished last line, left by a kill, does not
+    count.
+    """
+    paths = sorted(Path(output).parent.glob(solution_attempts(output, "*").name))
+    return [row for path in paths if path.stat().st_size for _, row in read_jsonl(path, report=lambda _: None)]
+
+
+def _attempt_problems(
+    engine: Engine, judge: Judge, problems: Sequence[Problem], config: SequentialConfig, progress: Progress
+) -> None:
+    """Append this rank's attempts until each of its problems is solved or out of attempts."""
+    prompted = task_of(config).prompts(problems, engine.tokenizer)[engine.replica :: engine.replicas]
+    earlier = _logged(config.output)
+    solved = {row["id"] for row in earlier if row["verdict"] == Verdict.CORRECT}
+    tried = {(row["id"], row["attempt"]) for row in earlier}
+    with JsonlWriter(solution_attempts(config.output, engine.replica)) as log:
+        for attempt in range(config.attempts):
+            due = missing_pairs((one for one in prompted if one[0].id not in solved), [attempt], tried)
+            seed = config.seed, "sequential"
+            rollouts = roll_out(engine, prompted, due, config.prompt, config.rollout, seed=seed)
+            for rollout in sample_to_file(log, rollouts, judge=judge, row=_attempt_row):
+                if rollout.correct:
+                    solved.add(rollout.problem)
+                progress(len(solved), len(prompted))
+
+
+def _attempt_row(rollout: Rollout) -> dict:
+    finish, tokens = rollout.response.finish.value, rollout.response.total_tokens
+    outcome = {"verdict": rollout.verdict, "finish": finish, "tokens": tokens}
+    return {"id": rollout.problem, "attempt": rollout.sample, **outcome, "text": rollout.text}
+
+
+def _keep_first_correct(problems: Sequence[Problem], config: SequentialConfig) -> SequentialSummary:
+    rows = _logged(config.output)
+    correct = [row for row in rows if row["verdict"] == Verdict.CORRECT]
+    first = {row["id"]: row for row in sorted(correct, key=lambda row: row["attempt"], reverse=True)}
+    kept = []
+    for problem, row in ((problem, first[problem.id]) for problem in problems if problem.id in first):
+        known = {"id": problem.id, "question": problem.question, "gold": problem.gold}
+        kept.append({**known, "solution": row["text"], "attempt": row["attempt"], "tokens": row["tokens"]})
+    write_jsonl_atomic(config.output, kept)
+    verdicts = dict(Counter(row["verdict"] for row in rows))
+    return SequentialSummary(len(problems), len(kept), verdicts, sum(row["tokens"] for row in rows))
+
+
+# ---- rewriting ----
+
+ACCEPTED, FAILED = "accepted", "failed"
+ENDPOINT = "endpoint"
+
+
+@dataclass
+class RewriteConfig:
+    source: Annotated[str, required("name the file that `dccot data sequential` wrote")] = ""
+    output: str = "runs/data/sft.jsonl"
+    first: int | None = 4000  # use only the first N solutions; None: all
+    attempts: Positive = 3
+    workers: int = 3
+    concurrency: Positive = 16  # concurrent requests
+    task: TaskName = "math"  # or your own: my_package.my_module:MyTask
+    # endpoint: a stronger model; or your own function, my_package.my_module:my_rule; None: the task's own, or endpoint
+    by: str | None = None
+    # a file with your own; with {question} and {assistant_response} it is the whole message; None: ours
+    instruction: str | None = None
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
+    grading: GradingConfig = field(default_factory=lambda: GradingConfig(workers=1))
+
+    def check(self) -> None:
+        self.rule()
+        fits = self.instruction is not None or self.workers == 3
+        require(fits, f"workers is {self.workers}, our instruction speaks of 3; set instruction=FILE")
+
+    def rule(self) -> Callable[..., str] | None:
+        """The function that rewrites; None: the endpoint does."""
+        if self.by is None:
+            return task_of(self).rewrite
+        return None if self.by == ENDPOINT else lookup({}, self.by, "by")
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A problem and a sequential solution of it."""
+
+    problem: Problem
+    text: str
+
+
+@dataclass
+class Summary:
+    """The outcome for the solutions, over all runs that wrote the same attempts."""
+
+    solutions: int
+    accepted: int
+    outcomes: dict[str, int]  # of single attempts, by reason
+    failed: int  # solutions whose request failed permanently
+    exhausted: int  # solutions with no attempt left
+    input_tokens: int
+    output_tokens: int
+
+    def __str__(self) -> str:
+        reasons = Counter({key: count for key, count in self.outcomes.items() if key not in (ACCEPTED, FAILED)})
+        lines = [
+            f"{self.accepted:,} of {self.solutions:,} solutions accepted, {self.exhausted:,} out of attempts, "
+            f"{self.failed:,} failed",
+            f"tokens spent: {self.input_tokens:,} read, {self.output_tokens:,} written",
+        ]
+        return "\n".join(lines + [f"  {count:>6,} attempts {reason}" for reason, count in reasons.most_common()])
+
+
+Rewriter = Callable[[Solution, int], Awaitable[Reply]]  # (solution, attempt) → reply
+
+
+def accept(problem: Problem, text: str, judge: Judge, workers: int = 3) -> str | None:
+    """Why a parallel solution must not be trained on; None if it is well-formed and correct."""
+    flaw = flaw_of(text, workers)
+    if flaw is not None:
+        return f"ill-formed: {flaw.value}"
+    verdict = judge.judge(text, problem.gold)
+    return None if verdict is Verdict.CORRECT else verdict.value
+
+
+def by_rule(rewrite: Callable[..., str]) -> Rewriter:
+    """A rewriter that follows a rule in this process, e.g. `arithmetic.rewrite_parallel`."""
+
+    async def reply(solution: Solution, attempt: int) -> Reply:
+        return Reply(rewrite(solution.problem, solution.text, attempt=attempt), False, 0, 0)
+
+    return reply
+
+
+def by_endpoint(endpoint: Endpoint, instruction: str) -> Rewriter:
+    """A rewriter that asks a stronger model: the instruction and then the problem with its solution, or one message if
+    the instruction has {question} and {assistant_response} to be filled in. There, doubled braces become single.
+    """
+    message = prompt_text("rewrite_task.txt")
+    if whole := "{question}" in instruction and "{assistant_response}" in instruction:
+        message = instruction
+    places = r"\{\{question\}\}|\{\{solution\}\}" if not whole else r"\{\{|\}\}|\{question\}|\{assistant_response\}"
+
+    async def reply(solution: Solution, attempt: int) -> Reply:
+        question, text = solution.problem.question, solution.text
+        meant = {"{{": "{", "}}": "}", "{question}": question, "{assistant_response}": text}
+        meant |= {"{{question}}": question, "{{solution}}": text}
+        filled = re.sub(places, lambda found: meant[found.group()], message)
+        return await (endpoint.ask("", filled) if whole else endpoint.ask(instruction, filled.strip()))
+
+    return reply
+
+
+def prompt_text(name: str) -> str:
+    return files("dccot.data").joinpath("prompts", name).read_text(encoding="utf-8")
+
+
+def load_solutions(path: str | Path, first: int | None = None) -> list[Solution]:
+    """Problems with their sequential solutions, in file order."""
+    found: dict[str, Solution] = {}
+    for line, row in read_jsonl(path, strict=True):
+        _require_fields(row, ("id", "question", "gold", "solution"), f"{path}:{line}", "a solution")
+        problem = Problem(str(row["id"]), row["question"], row["gold"])
+        if problem.id in found:
+            raise BadData(f"{path}:{line}: id {problem.id!r} occurs twice")
+        found[problem.id] = Solution(problem, row["solution"])
+    return list(found.values())[:first]
+
+
+def _require_fields(row: dict, names: Sequence[str], place: str, what: str) -> None:
+    missing = [name for name in names if name not in row]
+    if missing:
+        raise BadData(f"{place}: no field {missing[0]!r}; {what} has {', '.join(names[:-1])} and {names[-1]}")
+
+
+def rewrite_attempts(output: str | Path) -> Path:
+    return Path(output).with_suffix(".attempts.jsonl")
+
+
+async def rewrite(config: RewriteConfig, progress: Progress = _silent) -> Summary:
+    """`dccot data rewrite`: read, ask the endpoint or the rule, check, write."""
+    solutions = load_solutions(config.source, config.first)
+    read = {"source": config.source, "instruction": config.instruction}
+    inputs = {key: {Path(file).name: checksum(file)} for key, file in read.items() if file}
+    record(Path(config.output), config, inputs, Runtime.alone())
+    async with AsyncExitStack() as stack:
+        if (rule := config.rule()) is not None:
+            rewriter = by_rule(rule)
+        else:
+            own = config.instruction
+            instruction = Path(own).read_text(encoding="utf-8") if own else prompt_text("rewrite.txt")
+            rewriter = by_endpoint(await stack.enter_async_context(Endpoint(config.endpoint)), instruction)
+        judge = stack.enter_context(task_of(config).open_judge())
+        summary = await rewrite_all(solutions, rewriter, judge, config, progress=progress)
+    write_atomic(Path(config.output).with_suffix(".summary.json"), json.dumps(asdict(summary), indent=1) + "\n")
+    return summary
+
+
+async def rewrite_all(
+    solutions: Sequence[Solution],
+    rewriter: Rewriter,
+    judge: Judge,
+    config: RewriteConfig,
+    *,
+    progress: Progress = _silent,
+) -> Summary:
+    """Retry every solution until it is accepted or out of attempts, then write the accepted ones. Safe to kill and call
+    again.
+    """
+    with JsonlWriter(rewrite_attempts(config.output)) as log:
+        rows = list(log.rows())
+        tried = Counter(row["id"] for row in rows if row["outcome"] != FAILED)
+        finished = {row["id"] for row in rows if row["outcome"] == ACCEPTED}
+        open_ones = [s for s in solutions if s.problem.id not in finished and tried[s.problem.id] < config.attempts]
+        done = len(solutions) - len(open_ones)
+        queue = iter(open_ones)
+
+        async def lane() -> None:
+            nonlocal done
+            for solution in queue:
+                for attempt in range(tried[solution.problem.id], config.attempts):
+                    row = await _rewrite_once(solution, attempt, rewriter, judge, config.workers)
+                    rows.append(row)
+                    log.write(row)
+                    if row["outcome"] in (ACCEPTED, FAILED):
+                        break
+                done += 1
+                progress(done, len(solutions))
+
+        try:
+            async with asyncio.TaskGroup() as lanes:
+                for _ in range(min(config.concurrency, len(open_ones))):
+                    lanes.create_task(lane())
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+    texts = {row["id"]: row["text"].strip() for row in rows if row["outcome"] == ACCEPTED}
+    accepted = [solution for solution in solutions if solution.problem.id in texts]
+    write_jsonl_atomic(
+        config.output,
+        ({**asdict(s.problem), "completion": texts[s.problem.id], "source": s.text} for s in accepted),
+    )
+    return _summary(solutions, rows, config.attempts)
+
+
+async def _rewrite_once(solution: Solution, attempt: int, rewriter: Rewriter, judge: Judge, workers: int) -> dict:
+    """One attempt as a row of the log."""
+    row = {"id": solution.problem.id, "attempt": attempt}
+    try:
+        reply = await rewriter(solution, attempt)
+    except Refused as error:
+        return {**row, "outcome": FAILED, "reason": str(error)}
+    reason = await asyncio.to_thread(accept, solution.problem, reply.text.strip(), judge, workers)
+    if reason is not None and reply.cut:
+        reason = "cut by max_tokens"
+    return {**row, "outcome": reason or ACCEPTED, **asdict(reply)}
+
+
+def _summary(solutions: Sequence[Solution], rows: Sequence[dict], attempts: int) -> Summary:
+    ids = {solution.problem.id for solution in solutions}
+    rows = [row for row in rows if row["id"] in ids]
+    tried = Counter(row["id"] for row in rows if row["outcome"] != FAILED)
+    accepted = {row["id"] for row in rows if row["outcome"] == ACCEPTED}
+    exhausted = {id_ for id_, count in tried.items() if count >= attempts} - accepted
+    failed = {row["id"] for row in rows if row["outcome"] == FAILED} - accepted - exhausted
+    spent = [sum(row.get(name, 0) for row in rows) for name in ("input_tokens", "output_tokens")]
+    outcomes = dict(Counter(row["outcome"] for row in rows))
+    return Summary(len(ids), len(accepted), outcomes, len(failed), len(exhausted), *spent)
+
+
+# ---- the report on a finished set ----
+
+RUN = 5  # consecutive matching words that count as copied
+NAMED_WORKER = re.compile(r"\bworkers?[ _#]?(\d+)\b|\b(?:the )?other workers?\b", re.IGNORECASE)
+RESULT = re.compile(r"(?<![\w\\])([A-Za-z]\w*(?:_\{\w+\})?(?:\([^()=]{1,20}\))?)\s*=\s*(-?\d+(?:\.\d+)?(?:/\d+)?)")
+
+
+@dataclass
+class Spread:
+    """Minimum, median, mean and maximum of a quantity."""
+
+    values: list[float] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, float]:
+        v = self.values
+        return {"min": min(v), "median": statistics.median(v), "mean": statistics.fmean(v), "max": max(v)} if v else {}
+
+    def __str__(self) -> str:
+        return "   ".join(f"{name} {value:,.4g}" for name, value in self.to_json().items()) or "none"
+
+
+@dataclass
+class SetReport:
+    unit: str = "words"
+    examples: int = 0
+    ill_formed: Counter = field(default_factory=Counter)
+    rounds: Counter = field(default_factory=Counter)
+    total: Spread = field(default_factory=Spread)
+    longest_path: Spread = field(default_factory=Spread)
+    parallelism: Spread = field(default_factory=Spread)
+    balance: Spread = field(default_factory=Spread)
+    verbatim: Spread = field(default_factory=Spread)
+    leaks: list[str] = field(default_factory=list)  # "id, round, worker: what"
+
+    def __str__(self) -> str:
+        flaws = "".join(f"   {flaw} {count:,}" for flaw, count in self.ill_formed.items())
+        lines = {
+            "examples": f"{self.examples:,}",
+            "ill-formed": f"{sum(self.ill_formed.values()):,}{flaws}",
+            "rounds": ", ".join(f"{n:,} × {number}" for number, n in sorted(self.rounds.items())) or "none",
+            "length": f"{self.total}   ({self.unit})",
+            "longest path": self.longest_path,
+            "parallelism": self.parallelism,
+            "worker balance": self.balance,
+            "verbatim in source": self.verbatim,
+            "leaks": f"{len(self.leaks):,}",
+        }
+        shown = [f"  {leak}" for leak in self.leaks[:10]] + ["  …"] * (len(self.leaks) > 10)
+        return "\n".join([f"{name:<20}{value}" for name, value in lines.items()] + shown)
+
+    def to_json(self) -> dict:
+        return {name: value.to_json() if isinstance(value, Spread) else value for name, value in self.__dict__.items()}
+
+
+def check_set(path: str | Path, *, workers: int = 3, tokenizer: Any = None) -> SetReport:
+    """Read an SFT set (id, question, completion, and source where known) and measure it."""
+    report = SetReport("tokens" if tokenizer else "words")
+
+    def size(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False) if tokenizer else text.split())
+
+    for line, row in read_jsonl(path):
+        _require_fields(row, ("id", "question", "completion"), f"{path}:{line}", "an SFT row")
+        report.examples += 1
+        try:
+            parsed = parse(row["completion"], workers)
+        except IllFormed as error:
+            report.ill_formed[error.flaw.value] += 1
+            continue
+        _measure(report, parsed, row, size)
+    if not report.examples:
+        raise BadData(f"{path}: no example in it")
+    return report
+
+
+def _measure(report: SetReport, parsed: Parsed, row: dict, size: Callable[[str], int]) -> None:
+    report.rounds[len(parsed.rounds)] += 1
+    total = path = size(parsed.final)
+    known = row["question"]
+    source = word_runs(row["source"]) if row.get("source") else None
+    for number, round_ in enumerate(parsed.rounds, start=1):
+        texts = [TAG_PATTERN.sub("", text) for text in round_.workers]
+        lengths = [size(text) for text in texts]
+        total += size(round_.director) + sum(lengths)
+        path += size(round_.director) + max(lengths)
+        known += "\n" + round_.director
+        report.balance.values.append(min(lengths) / max(1, max(lengths)))
+        if source is not None:
+            report.verbatim.values += [verbatim_share(text, source) for text in texts]
+        place = f"{row['id']}, round {number}"
+        report.leaks += [f"{place}, worker {worker}: {what}" for worker, what in leaks_in(texts, known)]
+        known += "\n" + "\n".join(texts)
+    report.total.values.append(total)
+    report.longest_path.values.append(path)
+    report.parallelism.values.append(total / max(1, path))
+
+
+def leaks_in(workers: list[str], known: str) -> Iterable[tuple[int, str]]:
+    """(worker, what) for everything in a block's texts that its writer could not know. `known` is everything read
+    before the block.
+    """
+    before = _results(known)
+    reached: dict[str, int] = {}  # result → the first worker that states it
+    for index, text in enumerate(workers, start=1):
+        for match in NAMED_WORKER.finditer(text):
+            if match.group(1) is None or int(match.group(1)) != index:
+                yield index, f"names {match.group().strip()!r}"
+        for result in _results(text) - before:
+            first = reached.setdefault(result, index)
+            if first != index:
+                yield index, f"states {result!r}, which worker {first} reached"
+
+
+def _results(text: str) -> set[str]:
+    return {f"{name}={value}" for name, value in RESULT.findall(text)}
+
+
+def word_runs(text: str) -> set[tuple[str, ...]]:
+    """Every run of five words in a text."""
+    words = TAG_PATTERN.sub(" ", text).split()
+    return {tuple(words[i : i + RUN]) for i in range(len(words) - RUN + 1)}
+
+
+def verbatim_share(text: str, source_runs: set[tuple[str, ...]]) -> float:
+    """Share of the words that are covered by five-word runs of the source; 1 for a text too short to judge."""
+    words = TAG_PATTERN.sub(" ", text).split()
+    starts = [i for i in range(len(words) - RUN + 1) if tuple(words[i : i + RUN]) in source_runs]
+    covered = {i + k for i in starts for k in range(RUN)}
+    return len(covered) / len(words) if len(words) >= RUN else 1.0
