@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from dccot.core.runtime import keep_freed_memory
+from dccot.lab.bench.harness import row
 from dccot.lab.bench.trees import paper_shape
 from dccot.rollout.response import Response, Round, Segment
 from dccot.train.forest import Forest, pack
@@ -27,6 +28,7 @@ from dccot.train.forest import Forest, pack
 TOKEN_BUDGET = 32_768
 SAMPLES = 7  # responses to one prompt
 WARM_UP = 20  # responses
+GROWTH = (1, 4, 16)
 
 
 def paper_like_response(rng: random.Random, prompt: list[int], tokens: int, vocabulary: int) -> Response:
@@ -40,10 +42,8 @@ def paper_like_response(rng: random.Random, prompt: list[int], tokens: int, voca
         return Segment(ids[:inserted], ids[inserted:], [-0.5] * (length - inserted))
 
     director = [segment(length, inserted=5 * bool(i)) for i, length in enumerate(shape.director)]
-    rounds = [
-        Round(own, [segment(length, inserted=5) for length in workers]) for own, workers in zip(director, shape.rounds)
-    ]
-    return Response(prompt, rounds, director[-1])
+    workers = [[segment(length, inserted=5) for length in lengths] for lengths in shape.rounds]
+    return Response(prompt, list(map(Round, director, workers)), director[-1])
 
 
 def paper_like_responses(
@@ -53,11 +53,8 @@ def paper_like_responses(
     rng = random.Random(seed)
     made: list[Response] = []
     while len(made) < count:
-        prompt = rng.choices(range(1000), k=prompt_tokens)
-        made += [
-            paper_like_response(rng, prompt, tokens - prompt_tokens, vocabulary)
-            for _ in range(min(SAMPLES, count - len(made)))
-        ]
+        prompt, group = rng.choices(range(1000), k=prompt_tokens), min(SAMPLES, count - len(made))
+        made += [paper_like_response(rng, prompt, tokens - prompt_tokens, vocabulary) for _ in range(group)]
     return made
 
 
@@ -74,9 +71,7 @@ def build_all(responses: list[Response]) -> tuple[float, int]:
 
 
 def branching_rows(count: int, tokens: int, seed: int = 0, vocabulary: int = 151_936) -> list[np.ndarray]:
-    """Rows of `tokens` tokens; of every SAMPLES, all but the first leave the first one after a quarter of it or
-    later.
-    """
+    """Rows of `tokens` tokens; of every SAMPLES, all but the first leave the first one after a quarter or later."""
     rng = np.random.default_rng(seed)
     made: list[np.ndarray] = []
     while len(made) < count:
@@ -100,16 +95,15 @@ def lay_out(rows: list[np.ndarray]) -> tuple[float, float]:
 def run_rows(base: int) -> list[dict]:
     rows: list[dict] = []
     taken: dict[str, list[float]] = {"": [], ", without the kernel's": []}
-    for times in (1, 4, 16):
+    for times in GROWTH:
         batch = branching_rows(base * times, 6000)
         seconds, own = map(min, zip(*(lay_out(batch) for _ in range(2))))
         for each, spent in zip(taken.values(), (seconds, own)):
             each.append(spent)
-        name, target = f"Forest.from_rows, {base * times:,} rows of 6,000 tokens", 2.0 if base * times == 1000 else None
-        rows.append({"name": name, "value": seconds, "unit": "s", "target": target, "better": "lower"})
+        target = 2.0 if base * times == 1000 else None
+        rows.append(row(f"Forest.from_rows, {base * times:,} rows of 6,000 tokens", seconds, "s", target))
     for which, (first, *_, last) in taken.items():
-        name = f"the same, time per token at 16× against 1×{which}"
-        rows.append({"name": name, "value": last / first / 16, "unit": "×", "target": 1.5, "better": "lower"})
+        rows.append(row(f"the same, time per token at 16× against 1×{which}", last / first / 16, "×", 1.5))
     return rows
 
 
@@ -120,21 +114,10 @@ def run(quick: bool = False) -> list[dict]:
     responses = paper_like_responses(base, 6000)
     build_all(responses[:WARM_UP])
     rows, per_token = [], {}
-    for times in (1, 4, 16):
+    for times in GROWTH:
         seconds, tokens = min(build_all(responses * times) for _ in range(2))
         per_token[times] = seconds / tokens
-        name = f"build and pack {base * times:,} responses of ~6,000 tokens"
-        rows.append(
-            {
-                "name": name,
-                "value": seconds,
-                "unit": "s",
-                "target": 2.0 if base * times == 1000 else None,
-                "better": "lower",
-            }
-        )
-    growth = per_token[16] / per_token[1]
-    rows.append(
-        {"name": "time per token at 16× against 1×", "value": growth, "unit": "×", "target": 1.5, "better": "lower"}
-    )
+        target = 2.0 if base * times == 1000 else None
+        rows.append(row(f"build and pack {base * times:,} responses of ~6,000 tokens", seconds, "s", target))
+    rows.append(row("time per token at 16× against 1×", per_token[16] / per_token[1], "×", 1.5))
     return rows + run_rows(base)

@@ -1,10 +1,9 @@
-"""The part of kernels.py that needs a GPU: Triton kernels against dense-mask SDPA, FlexAttention and every
-FlashAttention installed.
+"""What kernels.py measures on a GPU: Triton kernels against dense-mask SDPA, FlexAttention, every FlashAttention.
 
 TFLOP/s count unmasked pairs only (4·D flops per pair and head forward, 2.5 times that backward), so that work on masked
 pairs lowers them. A candidate that is not installed, does not fit or fails becomes a row that says so, and the others
 are still measured. Deliberately thin: it only prepares inputs and passes functions to triton.testing.do_bench. It has
-not been run where there is no GPU.
+never been run: no GPU was available.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dccot.kernels import lm_head as fused
+from dccot.kernels.lm_head import linear_logprob
 from dccot.kernels.mask import TreeMask, positions
 from dccot.kernels.reference import dense_logprob
 from dccot.kernels.tree_attention import tree_attention
 from dccot.lab.bench import trees
-from dccot.lab.bench.kernels import attention_inputs, dense_sdpa, forward_backward, row
+from dccot.lab.bench.harness import row
+from dccot.lab.bench.kernels import attention_inputs, dense_sdpa, forward_backward
 from dccot.train.plan import GPUS
 
 Attention = Callable[[Tensor, Tensor, Tensor], Any]
@@ -42,51 +43,43 @@ def attention_rows(tree: str, tokens: int, query_heads: int, key_heads: int, dim
     visible_until = trees.tree(tree, tokens).cuda()
     causal, mask = TreeMask.causal([len(visible_until)], device="cuda"), TreeMask(visible_until)
     inputs = attention_inputs(len(visible_until), query_heads, key_heads, dim, device="cuda", dtype=torch.bfloat16)
+    ours = functools.partial(tree_attention, mask=mask)
     candidates: dict[str, Callable[[], Attention]] = {
-        TREE: lambda: functools.partial(tree_attention, mask=mask),
+        TREE: lambda: ours,
         CAUSAL: lambda: functools.partial(tree_attention, mask=causal),
         "SDPA with a dense mask": lambda: dense_that_fits(visible_until),
         "FlexAttention with its own block mask": lambda: flex_attention(visible_until),
-        "FlexAttention with our tiles, FLASH where installed": lambda: functools.partial(
-            tree_attention, mask=mask, backend="flash"
-        ),
-        **{
-            f"{name} varlen, prefixes gathered": functools.partial(flash_attention, visible_until, module)
-            for name, module in FLASH.items()
-        },
+        "FlexAttention with our tiles, FLASH where installed": lambda: functools.partial(ours, backend="flash"),
     }
-    pairs = {
-        name: int((positions(causal.visible_until if name == CAUSAL else visible_until) + 1).sum())
-        for name in candidates
-    }
-    flops = {name: 4.0 * dim * query_heads * count for name, count in pairs.items()}
+    for name, module in FLASH.items():
+        candidates[f"{name} varlen, prefixes gathered"] = functools.partial(flash_attention, visible_until, module)
+    seen = lambda ends: 4.0 * dim * query_heads * int((positions(ends) + 1).sum())
+    flops = dict.fromkeys(candidates, seen(visible_until)) | {CAUSAL: seen(causal.visible_until)}
     rows, speed = compared(candidates, inputs, flops)
     peak = next((gpu.tflops for name, gpu in GPUS.items() if name in torch.cuda.get_device_name()), None)
     for what in PASSES:
         for against, other in (("peak", peak), ("own causal kernel", speed.get((CAUSAL, what)))):
             if other and (TREE, what) in speed:
-                rows.append(row(f"attention: tree, {what}, share of {against}", speed[TREE, what] / other, "share"))
+                share = speed[TREE, what] / other
+                rows.append(row(f"attention: tree, {what}, share of {against}", share, "share", better="higher"))
     return rows
 
 
 def compared(
     candidates: Mapping[str, Callable[[], Attention]], inputs: Sequence[Tensor], flops: Mapping[str, float]
 ) -> tuple[list[dict], dict[tuple[str, str], float]]:
-    """TFLOP/s of every candidate and pass as rows and by name; one that cannot be built or run is a row with the
-    reason.
-    """
+    """TFLOP/s of every candidate and pass, as rows and by name; what cannot run is a row with the reason."""
     rows, speed = [], {}
-    for name, build in candidates.items():
-        for what, factor in PASSES.items():
-            try:
-                attention = build()
-                backward = forward_backward(attention, *inputs)
-                function = backward if "backward" in what else functools.partial(attention, *inputs[:3])
-                speed[name, what] = factor * flops[name] / (_milliseconds(function) * 1e9)
-                rows.append(row(f"attention: {name}, {what}", speed[name, what], "TFLOP/s"))
-            except Exception as error:
-                rows.append(missing(f"attention: {name}, {what}", error))
-                _free()
+    for (name, build), (what, factor) in itertools.product(candidates.items(), PASSES.items()):
+        try:
+            attention = build()
+            backward = forward_backward(attention, *inputs)
+            function = backward if "backward" in what else functools.partial(attention, *inputs[:3])
+            speed[name, what] = factor * flops[name] / (_milliseconds(function) * 1e9)
+            rows.append(row(f"attention: {name}, {what}", speed[name, what], "TFLOP/s", better="higher"))
+        except Exception as error:
+            rows.append(missing(f"attention: {name}, {what}", error))
+            _free()
     return rows, speed
 
 
@@ -94,7 +87,7 @@ def missing(name: str, error: Exception) -> dict:
     """A row without a value."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     verdict = "not run" if isinstance(error, ModuleNotFoundError | DoesNotFit) else f"failed: {type(error).__name__}"
-    return {**row(name, 0.0, ""), "value": None, "reason": f"{verdict}: {reason[:160]}"}
+    return {**row(name, None, "", better="higher"), "reason": f"{verdict}: {reason[:160]}"}
 
 
 class DoesNotFit(Exception):
@@ -105,9 +98,8 @@ def dense_that_fits(visible_until: Tensor) -> Attention:
     """SDPA converts the mask to numbers in the inputs' precision, in addition to our boolean one."""
     needed, (free, _) = 3 * len(visible_until) ** 2, torch.cuda.mem_get_info()
     if needed > free:
-        raise DoesNotFit(
-            f"the mask alone takes {needed / 1e9:.1f} GB at {len(visible_until):,} tokens, {free / 1e9:.1f} GB are free"
-        )
+        room = f"{needed / 1e9:.1f} GB at {len(visible_until):,} tokens, {free / 1e9:.1f} GB are free"
+        raise DoesNotFit(f"the mask alone takes {room}")
     return dense_sdpa(visible_until)
 
 
@@ -135,9 +127,8 @@ def flash_attention(visible_until: Tensor, module: str) -> Attention:
     rows, keys = (torch.from_numpy(np.concatenate(parts)).to(visible_until.device) for parts in (strips, seen))
     lengths: dict[str, Any] = {}
     for side, parts in (("q", strips), ("k", seen)):
-        lengths[f"cu_seqlens_{side}"] = torch.tensor(
-            np.cumsum([0, *map(len, parts)]), dtype=torch.int32, device=visible_until.device
-        )
+        past = np.cumsum([0, *map(len, parts)])
+        lengths[f"cu_seqlens_{side}"] = torch.tensor(past, dtype=torch.int32, device=visible_until.device)
         lengths[f"max_seqlen_{side}"] = max(map(len, parts))
     back = rows.argsort()
 
@@ -153,15 +144,15 @@ def logprob_rows(rows: int, vocabulary: int, dim: int) -> list[dict]:
     weight = torch.randn(vocabulary, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(vocabulary, (rows,), device="cuda")
     found = []
-    for name, head in (("fused", fused.linear_logprob), ("plain PyTorch", dense_logprob)):
+    for name, head in (("fused", linear_logprob), ("plain PyTorch", dense_logprob)):
         function = lambda head=head: torch.autograd.grad(head(hidden, weight, targets, 0.6)[0].sum(), (hidden, weight))
         try:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             function()
             peak = torch.cuda.max_memory_allocated() - before
-            found.append(row(f"logprob: {name}, forward + backward", _milliseconds(function), "ms", better="lower"))
-            found.append(row(f"logprob: {name}, extra memory", peak / 2**20, "MB", better="lower"))
+            found.append(row(f"logprob: {name}, forward + backward", _milliseconds(function), "ms"))
+            found.append(row(f"logprob: {name}, extra memory", peak / 2**20, "MB"))
         except Exception as error:
             found.append(missing(f"logprob: {name}", error))
             _free()

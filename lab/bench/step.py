@@ -1,10 +1,10 @@
 """Our training step vs. the reference implementation: same weights, same responses, same loss.
 
-    dccot bench train                                                  everything, each measurement in its own process
-    python -m dccot.lab.bench.step ours 2048 MODEL REPEATS           one measurement, as JSON
+    dccot bench train                                           everything, each measurement in its own process
+    python -m dccot.lab.bench.step ours 2048 MODEL REPEATS      one measurement, as JSON
 
-    ours        responses packed as forests; tree attention; LM head, log-prob and entropy fused, on the rows that carry loss
-    reference   transformers' model, one response per micro-batch, every worker twice, dense mask in SDPA, logits at every position
+    ours        responses packed as forests; tree attention; fused LM head on the rows that carry loss
+    reference   transformers' model, one response per micro-batch, every worker twice, dense mask in SDPA, all logits
 
 Both recompute activations in the backward and step AdamW, in fp32 on all cores. The model has 20M parameters and a
 vocabulary of 32K; responses are like the paper's (three workers, prompts shared), 4K tokens of them per step, or one
@@ -19,30 +19,30 @@ norms, rotation, SwiGLU and softmax are memory-bound. The rows named "share of o
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from dccot.core.runtime import Runtime
+from dccot.kernels.mask import parents, positions
+from dccot.kernels.reference import dense_mask
 from dccot.lab.bench.forest import paper_like_responses
+from dccot.lab.bench.harness import peak_memory, row
 from dccot.model.config import parse_config
 from dccot.model.sharding import ShardingConfig, build_model
 from dccot.model.transformer import Transformer
 from dccot.model.weights import save_checkpoint
-from dccot.rollout.response import Response, Segment
+from dccot.rollout.response import Response
 from dccot.train.flops import matmul_peak, model_flops, pair_cost
 from dccot.train.forest import Forest, pack
 from dccot.train.sft import negative_logprob
@@ -53,10 +53,11 @@ SIZES = (1024, 2048, 4096, 8192)
 PROMPT_SHARE = 0.04
 TEMPERATURE = 0.6
 MODEL: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 32_768, "hidden_size": 256, "intermediate_size": 1024,
-    "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16_384, "rope_theta": 1e6,
-    "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-}  # fmt: skip
+    **{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6},
+    **{"vocab_size": 32_768, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    **{"max_position_embeddings": 16_384, "rope_theta": 1e6},
+}
 
 
 def step_responses(tokens: int) -> list[Response]:
@@ -78,34 +79,27 @@ class Ours:
         return plan.forests(0)
 
     def step(self, responses: list[Response]) -> float:
-        forests = self.forests(responses)
-        return update(
-            self.model, self.optimizer, forests, negative_logprob, self.config, 0, TEMPERATURE, self.runtime
-        ).loss
+        settings = negative_logprob, self.config, 0, TEMPERATURE, self.runtime
+        return update(self.model, self.optimizer, self.forests(responses), *settings).loss
 
 
 class Reference:
     """One response at a time through transformers' model, in the paper's layout."""
 
     def __init__(self, folder: Path):
-        self.model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="sdpa"
-        ).train()
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        self.model = loaded.train()
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, weight_decay=0.01, fused=True)
 
     def step(self, responses: list[Response]) -> float:
         count, total = sum(response.sampled_tokens for response in responses), 0.0
         for response in responses:
-            tokens, positions, mask, targets, rows = paper_layout(response)
-            given = {
-                "input_ids": tokens[None],
-                "position_ids": positions[None],
-                "attention_mask": mask[None, None],
-                "use_cache": False,
-            }
-            logprobs = (self.model(**given).logits[0] / TEMPERATURE).log_softmax(-1)
-            loss = -logprobs[rows, tokens[targets]].sum() / count
+            tokens, visible_until, targets = paper_layout(response)
+            given = {"input_ids": tokens[None], "position_ids": positions(visible_until)[None], "use_cache": False}
+            logits = self.model(**given, attention_mask=dense_mask(visible_until)[None, None]).logits[0]
+            logprobs = (logits / TEMPERATURE).log_softmax(-1)
+            loss = -logprobs[parents(visible_until)[targets], tokens[targets]].sum() / count
             loss.backward()
             total += float(loss.detach())
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -114,85 +108,47 @@ class Reference:
         return total
 
 
-def paper_layout(response: Response) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """tokens, positions [N], mask [N, N], and for every sampled token its index and the row that predicts it."""
-    spans: list[
-        tuple[list[int], int, list[tuple[int, int]], int]
-    ] = []  # ids, position, what it sees, where loss begins
-    at = 0
-
-    def lay(ids: list[int], position: int, sees: list[tuple[int, int]], inserted: int) -> tuple[int, int]:
-        nonlocal at
-        spans.append((ids, position, sees, inserted))
-        at += len(ids)
-        return at - len(ids), at
-
-    def grow(segment: Segment, *, as_written: bool) -> None:
-        trunk.append(lay(segment.tokens, depth(), list(trunk), len(segment.inserted) if as_written else len(segment)))
-
-    def depth() -> int:
-        return sum(stop - start for start, stop in trunk)
-
-    trunk: list[tuple[int, int]] = []
-    trunk.append(lay(response.prompt, 0, [], len(response.prompt)))
-    for round_ in response.rounds:
-        grow(round_.director, as_written=True)
-        for worker in round_.workers:
-            lay(worker.tokens, depth(), list(trunk), len(worker.inserted))
-        for worker in round_.workers:
-            grow(worker, as_written=False)
-    if response.final is not None:
-        grow(response.final, as_written=True)
-    return _dense(spans, at)
-
-
-def _dense(spans: list, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    mask, start, targets, rows = torch.zeros(size, size, dtype=torch.bool), 0, [], []
-    for ids, _, sees, inserted in spans:
-        stop = start + len(ids)
-        for first, last in sees:
-            mask[start:stop, first:last] = True
-        mask[start:stop, start:stop] = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
-        index = np.arange(start, stop)
-        before = np.concatenate([[sees[-1][1] - 1 if sees else -1], index[:-1]])
-        targets.append(index[inserted:])
-        rows.append(before[inserted:])
-        start = stop
-    tokens = torch.tensor([token for ids, *_ in spans for token in ids])
-    positions = torch.cat([torch.arange(position, position + len(ids)) for ids, position, *_ in spans])
-    return tokens, positions, mask, torch.from_numpy(np.concatenate(targets)), torch.from_numpy(np.concatenate(rows))
-
-
-@contextlib.contextmanager
-def high_water_mark() -> Iterator[list[float]]:
-    """The process's peak resident size inside the block, in bytes, as counted by the kernel."""
-    Path("/proc/self/clear_refs").write_text("5")
-    found: list[float] = []
-    yield found
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    found.append(1024.0 * int(status["VmHWM"].split()[0]))
-
-
-def measure(way: str, tokens: int, folder: Path, repeats: int) -> dict:
-    """One way at one size: loss and peak bytes of the first step, best seconds; of "mfu", what it takes to work that
-    out.
+def paper_layout(response: Response) -> tuple[Tensor, Tensor, Tensor]:
+    """tokens and visible_until [N] with every worker as written, on its own branch, and as read, on the trunk; and the
+    indices of the sampled tokens.
     """
+    tokens: list[int] = []
+    ends: list[int] = []  # of a branch; 0 on the trunk
+    targets: list[int] = []
+
+    def lay(ids: list[int], inserted: int, branch: bool = False) -> None:
+        start, stop = len(tokens), len(tokens) + len(ids)
+        tokens.extend(ids)
+        ends.extend([stop if branch else 0] * len(ids))
+        targets.extend(range(start + inserted, stop))
+
+    lay(response.prompt, len(response.prompt))
+    for round_ in response.rounds:
+        lay(round_.director.tokens, len(round_.director.inserted))
+        for worker in round_.workers:
+            lay(worker.tokens, len(worker.inserted), branch=True)
+        for worker in round_.workers:
+            lay(worker.tokens, len(worker))
+    if response.final is not None:
+        lay(response.final.tokens, len(response.final.inserted))
+    visible_until = torch.tensor([end or len(tokens) for end in ends])
+    return torch.tensor(tokens), visible_until, torch.tensor(targets)
+
+
+def measure(way: str, tokens: int, folder: Path, repeats: int) -> dict[str, Any]:
+    """One way at one size: loss and peak bytes of the first step, best seconds; of "mfu", what it takes."""
     logging.disable(logging.WARNING)
     trainer: Reference | Ours = Reference(folder) if way == "reference" else Ours(folder, recompute=way == "ours")
     trainer.step(step_responses(256)[:1])  # one-time work happens here
     responses, seconds, losses, peaks = step_responses(tokens), [], [], []
     for _ in range(repeats):
-        with high_water_mark() as peak:
+        with peak_memory() as peak:
             start = time.perf_counter()
             losses.append(trainer.step(responses))
             seconds.append(time.perf_counter() - start)
-        peaks += peak
-    found: dict[str, Any] = {
-        "loss": losses[0],
-        "seconds": min(seconds),
-        "peak_bytes": peaks[0],
-        "tokens": sum(r.total_tokens for r in responses),
-    }
+        peaks.append(peak.most)
+    found: dict[str, Any] = {"loss": losses[0], "seconds": min(seconds), "peak_bytes": peaks[0]}
+    found["tokens"] = sum(response.total_tokens for response in responses)
     if isinstance(trainer, Ours) and way == "mfu":
         found["flops"] = 3 * model_flops(trainer.model.config, trainer.forests(responses))
         found["peak_flops"] = matmul_peak(torch.device("cpu"), torch.float32)
@@ -206,21 +162,21 @@ def shares(trainer: Ours, responses: list[Response]) -> dict[str, float]:
         trainer.step(responses)
     kinds = dict.fromkeys(("matrix products", "attention", "everything else"), 0.0)
     for event in profiler.key_averages():
-        attention = "flash_attention" in event.key or "tree_attention" in event.key
         products = event.key in ("aten::mm", "aten::addmm", "aten::bmm")
-        kinds["attention" if attention else "matrix products" if products else "everything else"] += (
-            event.self_cpu_time_total
-        )
+        kind = "matrix products" if products else "everything else"
+        if "flash_attention" in event.key or "tree_attention" in event.key:
+            kind = "attention"
+        kinds[kind] += event.self_cpu_time_total
     return {kind: time_ / sum(kinds.values()) for kind, time_ in kinds.items()}
 
 
-def make_model(folder: Path) -> None:
-    model = Transformer(parse_config(MODEL))
+def make_model(shape: dict[str, Any], folder: Path) -> None:
+    model = Transformer(parse_config(shape))
     model.init_weights(seed=0)
     save_checkpoint(model, folder)
 
 
-def in_own_process(way: str, tokens: int, folder: Path, repeats: int) -> dict:
+def in_own_process(way: str, tokens: int, folder: Path, repeats: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "dccot.lab.bench.step", way, str(tokens), str(folder), str(repeats)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -230,46 +186,28 @@ def in_own_process(way: str, tokens: int, folder: Path, repeats: int) -> dict:
 
 def run(quick: bool = False) -> list[dict]:
     sizes = SIZES[:2] if quick else SIZES
-    repeats = {size: 1 if quick or size > 2048 else 2 for size in sizes}
+    ways = [(way, size) for size in sizes for way in ("ours", "reference")]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
-        make_model(folder)
-        found = {
-            (way, size): in_own_process(way, size, folder, repeats[size])
-            for size in sizes
-            for way in ("ours", "reference")
-        }
+        make_model(MODEL, folder)
+        found = {(way, size): in_own_process(way, size, folder, 1 if quick or size > 2048 else 2) for way, size in ways}
         mfu = in_own_process("mfu", 2048, folder, 1 if quick else 3)
     return compared(found, sizes) + utilisation(mfu)
-
-
-def row(name: str, value: float, unit: str, target: float | None = None, better: str = "lower") -> dict:
-    return {"name": name, "value": value, "unit": unit, "target": target, "better": better}
 
 
 def compared(found: dict[tuple[str, int], dict], sizes: tuple[int, ...]) -> list[dict]:
     rows, faster, lighter = [], {2048: 1.5, 8192: 2.5}, {8192: 0.5}
     for size in sizes:
         ours, theirs, name = found["ours", size], found["reference", size], f"{size // 1024}K tokens per response"
+        speed, peak = theirs["seconds"] / ours["seconds"], ours["peak_bytes"] / theirs["peak_bytes"]
         rows += [
             row(f"step, ours, {name}", ours["seconds"], "s"),
             row(f"step, reference, {name}", theirs["seconds"], "s"),
-            row(
-                f"speed against the reference, {name}",
-                theirs["seconds"] / ours["seconds"],
-                "×",
-                faster.get(size),
-                "higher",
-            ),
+            row(f"speed against the reference, {name}", speed, "×", faster.get(size), "higher"),
             row(f"difference of losses, {name}", abs(ours["loss"] - theirs["loss"]) / theirs["loss"], "relative", 1e-5),
             row(f"peak memory, ours, {name}", ours["peak_bytes"] / 2**30, "GiB"),
             row(f"peak memory, reference, {name}", theirs["peak_bytes"] / 2**30, "GiB"),
-            row(
-                f"peak memory against the reference, {name}",
-                ours["peak_bytes"] / theirs["peak_bytes"],
-                "×",
-                lighter.get(size),
-            ),
+            row(f"peak memory against the reference, {name}", peak, "×", lighter.get(size)),
         ]
     for way in ("ours", "reference"):
         first, last = (found[way, size] for size in (sizes[0], sizes[-1]))

@@ -26,19 +26,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+KINDS = ("paper", "one", "shared-7x200", "packs", "causal")
 SHARED = re.compile(r"shared-(\d+)x(\d+)")
 # Trees that kernel targets are checked on: kind and tokens.
 MEASURED = (
-    ("paper", 16_384), ("paper", 32_768), ("shared-3x200", 0), ("shared-7x200", 0), ("shared-3x1500", 0), ("shared-7x1500", 0),
-    ("packs", 32_768), ("one", 60_000),
-)  # fmt: skip
+    *(("paper", 16_384), ("paper", 32_768), ("packs", 32_768), ("one", 60_000)),
+    *((f"shared-{responses}x{prompt}", 0) for prompt in (200, 1500) for responses in (3, 7)),
+)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Lengths of one response: director segments (the first includes the prompt) and, between them, rounds of
-    workers.
-    """
+    """Lengths of a response: director segments, the first with the prompt, and between them rounds of workers."""
 
     director: tuple[int, ...]
     rounds: tuple[tuple[int, ...], ...] = ()
@@ -61,6 +60,10 @@ class Shape:
         scale = lambda lengths: tuple(max(1, round(length * factor)) for length in lengths)
         return Shape(scale(self.director), tuple(map(scale, self.rounds)))
 
+    def longer(self, prompt: int) -> Shape:
+        """With `prompt` tokens more before it."""
+        return Shape((self.director[0] + prompt, *self.director[1:]), self.rounds)
+
 
 def forest(shapes: list[Shape], duplicates: bool = False) -> Tensor:
     """`visible_until` of responses packed one after the other."""
@@ -75,8 +78,7 @@ def tree(name: str, tokens: int, seed: int = 0) -> Tensor:
     if not (sizes := SHARED.fullmatch(name)):
         return forest(packed)
     prompt = int(sizes[2])
-    after = [Shape((shape.director[0] - prompt, *shape.director[1:]), shape.rounds) for shape in packed]
-    responses = prompt + forest(after)
+    responses = prompt + forest([shape.longer(-prompt) for shape in packed])
     return torch.cat([torch.full((prompt,), prompt + len(responses)), responses])
 
 
@@ -89,16 +91,13 @@ def shapes(name: str, tokens: int, seed: int = 0) -> list[Shape]:
         shape = paper_shape(rng)
         return [shape.scaled(tokens / len(shape.visible_until()))]
     if sizes := SHARED.fullmatch(name):
-        drawn = [paper_shape(rng, prompt=0) for _ in range(int(sizes[1]))]
-        return [Shape((shape.director[0] + int(sizes[2]), *shape.director[1:]), shape.rounds) for shape in drawn]
+        return [paper_shape(rng, prompt=0).longer(int(sizes[2])) for _ in range(int(sizes[1]))]
     if name == "packs":
         return [Shape((int(length),)) for length in rng.integers(20, 121, size=max(1, tokens // 70))]
     if name == "causal":
         return [Shape((tokens,))]
     if not Path(name).is_file():
-        raise ValueError(
-            f"no tree shape {name!r}: use paper, one, shared-7x200, packs, causal or the path of a rollout JSONL"
-        )
+        raise ValueError(f"no tree shape {name!r}: use {', '.join(KINDS)} or the path of a rollout JSONL")
     return from_rollouts(Path(name), tokens)
 
 
@@ -112,9 +111,7 @@ def paper_like(tokens: int, seed: int = 0) -> list[Shape]:
 
 
 def paper_shape(rng: np.random.Generator, prompt: int = 200) -> Shape:
-    """The paper's model: a director of ~1,500 tokens a segment, three workers of ~700 each, one round or two; a prompt
-    before it.
-    """
+    """Like the paper's model, with a prompt of about that many tokens before it."""
     rounds = 1 if rng.random() < 0.75 else 2
     around = lambda mean, size: np.maximum(1, mean * rng.lognormal(-0.08, 0.4, size)).astype(int)
     director = around(1500, rounds + 1)
@@ -126,14 +123,12 @@ def from_rollouts(file: Path, tokens: int) -> list[Shape]:
     """The first responses of the file that fit into `tokens`."""
     found: list[Shape] = []
     total = 0
+    length = lambda segment: len(segment["inserted"]) + len(segment["sampled"]) if segment else 0
     for line in file.read_text().splitlines():
         response = json.loads(line)["response"]
-        length = lambda segment: len(segment["inserted"]) + len(segment["sampled"])
-        director = [length(each["director"]) for each in response["rounds"]] + [
-            length(response["final"]) if response["final"] else 0
-        ]
-        director[0] += len(response["prompt"])
-        shape = Shape(tuple(director), tuple(tuple(map(length, each["workers"])) for each in response["rounds"]))
+        director = [*(each["director"] for each in response["rounds"]), response["final"]]
+        rounds = tuple(tuple(map(length, each["workers"])) for each in response["rounds"])
+        shape = Shape(tuple(map(length, director)), rounds).longer(len(response["prompt"]))
         total += len(shape.visible_until())
         if total > tokens and found:
             break

@@ -19,7 +19,7 @@ from dccot.kernels.mask import TreeMask
 from dccot.kernels.reference import dense_logprob
 from dccot.kernels.tree_attention import tree_attention
 from dccot.lab.bench import trees
-from dccot.lab.bench.__main__ import table
+from dccot.lab.bench.harness import table
 from dccot.lab.bench.kernels import HEAD_DIM, HEADS, HIDDEN, TOKENS, attention_inputs
 from dccot.lab.gpu_check.worker import Context
 

@@ -1,4 +1,4 @@
-"""Shapes of trees that kernels are measured on, and the benchmark's outputs."""
+"""Shapes of trees that kernels are measured on, and the benchmarks' outputs."""
 
 import json
 import mmap
@@ -8,11 +8,11 @@ import torch
 
 from dccot.kernels.mask import TreeMask, validate
 from dccot.kernels.tree_attention import tree_attention
+from dccot.lab.bench import harness, kernels_on_gpu, trees
 from dccot.lab.bench import kernels as bench
-from dccot.lab.bench import kernels_on_gpu as kernels_gpu
-from dccot.lab.bench import trees
-from dccot.lab.bench.__main__ import table
+from dccot.lab.bench.step import paper_layout
 from dccot.lab.bench.trees import Shape, forest, paper_like
+from dccot.rollout.response import Response, Round, Segment
 
 
 @pytest.fixture(autouse=True)
@@ -24,18 +24,19 @@ def one_thread(monkeypatch):
     torch.set_num_threads(threads)
 
 
-def test_worker_one_needs_no_branch_of_its_own():
-    shape = Shape(director=(2, 1), rounds=((2, 1, 3),))
-    #       S1     | W2 | W3        | W1       W2  W3          S2
-    assert shape.visible_until().tolist() == [13, 13, 3, 6, 6, 6, 13, 13, 13, 13, 13, 13, 13]
-    #       S1     | W1    | W2 | W3      | W1 W2 W3 S2
-    assert shape.visible_until(duplicates=True).tolist() == [15, 15, 4, 4, 5, 8, 8, 8] + [15] * 7
-
-
-def test_two_rounds_follow_each_other_on_the_trunk():
-    shape = Shape(director=(1, 1, 1), rounds=((1, 1), (1, 2)))
-    #                     S1  W2  W1  W2' S2  W2    W1 W2'   S3
-    assert shape.visible_until().tolist() == [11, 2, 11, 11, 11, 7, 7, 11, 11, 11, 11]
+@pytest.mark.parametrize(
+    ("shape", "duplicates", "expected"),
+    [
+        #                                          S1  | W2 | W3  | W1, W2, W3 as read, S2
+        (Shape((2, 1), ((2, 1, 3),)), False, [13] * 2 + [3] + [6] * 3 + [13] * 7),
+        #                                          S1  | W1 | W2 | W3 | W1, W2, W3 as read, S2
+        (Shape((2, 1), ((2, 1, 3),)), True, [15] * 2 + [4] * 2 + [5] + [8] * 3 + [15] * 7),
+        #                                          S1  | W2 | W1, W2 as read, S2 | W2 | W1, W2 as read, S3
+        (Shape((1, 1, 1), ((1, 1), (1, 2))), False, [11] + [2] + [11] * 3 + [7] * 2 + [11] * 4),
+    ],
+)
+def test_worker_one_needs_no_branch_of_its_own(shape, duplicates, expected):
+    assert shape.visible_until(duplicates).tolist() == expected
 
 
 def test_responses_are_packed_one_after_the_other():
@@ -50,69 +51,74 @@ def test_paper_like_trees_have_the_requested_size_and_are_forests(tokens):
 
 
 def test_responses_that_share_a_prompt_hold_it_once():
-    responses = trees.shapes("shared-3x200", 0)
-    shared, apart = trees.tree("shared-3x200", 0), forest(responses)
+    shared, apart = trees.tree("shared-3x200", 0), forest(trees.shapes("shared-3x200", 0))
     validate(shared)
-    assert (
-        len(apart) - len(shared) == 2 * 200
-        and shared[:200].unique().tolist() == [len(shared)]
-        and shared[200] < len(shared)
-    )
-
-
-def segment(inserted: int, sampled: int) -> dict:
-    return {"inserted": [7] * inserted, "sampled": [7] * sampled, "logprobs": [0.0] * sampled}
+    assert len(apart) - len(shared) == 2 * 200
+    assert shared[:200].unique().tolist() == [len(shared)] and shared[200] < len(shared)
 
 
 def test_shapes_come_from_a_rollout_file(tmp_path):
+    segment = lambda inserted, sampled: {"inserted": [7] * inserted, "sampled": [7] * sampled}
     rounds = [{"director": segment(0, 5), "workers": [segment(1, 3), segment(1, 2)]}]
-    complete = {"prompt": [7] * 10, "rounds": rounds, "final": segment(2, 6), "finish": "answered"}
-    out_of_budget = {"prompt": [7] * 10, "rounds": rounds, "final": None, "finish": "budget"}
+    responses = [{"prompt": [7] * 10, "rounds": rounds, "final": final} for final in (segment(2, 6), None)]
     file = tmp_path / "step_000001.jsonl"
-    file.write_text(
-        "\n".join(json.dumps({"problem": "1", "response": response}) for response in (complete, out_of_budget)) + "\n"
-    )
+    file.write_text("".join(json.dumps({"problem": "1", "response": response}) + "\n" for response in responses))
     assert trees.shapes(str(file), tokens=100) == [Shape((15, 8), ((4, 3),)), Shape((15, 0), ((4, 3),))]
     assert len(trees.shapes(str(file), tokens=34)) == 1
-    for shape in trees.shapes(str(file), tokens=100):
-        validate(forest([shape]))
+
+
+def test_the_reference_holds_every_worker_twice():
+    """By hand: prompt 2, director 1 | worker 1: tag, word | worker 2: tag, two words | both as read, final 1."""
+    workers = [Segment([8], [1], [0.0]), Segment([9], [2, 3], [0.0] * 2)]
+    response = Response([5, 6], [Round(Segment([], [7], [0.0]), workers)], Segment([4], [0], [0.0]))
+    tokens, visible_until, targets = paper_layout(response)
+    assert tokens.tolist() == [5, 6, 7, 8, 1, 9, 2, 3, 8, 1, 9, 2, 3, 4, 0]
+    assert visible_until.tolist() == [15] * 3 + [5] * 2 + [8] * 3 + [15] * 7
+    assert targets.tolist() == [2, 4, 6, 7, 14]
 
 
 def test_an_unknown_shape_is_an_error_with_the_choices(capsys):
     assert bench.main(["attention", "--tree", "bush"]) == 2
-    assert (
-        "no tree shape 'bush': use paper, one, shared-7x200, packs, causal or the path of a rollout JSONL"
-        in capsys.readouterr().err
-    )
+    choices = "use paper, one, shared-7x200, packs, causal or the path of a rollout JSONL"
+    assert f"no tree shape 'bush': {choices}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["attention", "--tokens", "300", "--heads", "2", "--key-heads", "1", "--head-dim", "16"],
-                                       ["logprob", "--rows", "20", "--vocabulary", "300", "--hidden", "16"]])  # fmt: skip
-def test_the_command_writes_table_json_plot_and_trace(arguments, tmp_path, capsys):
-    assert bench.main([*arguments, "--profile", "--output", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / f"{arguments[0]}.json").read_text())
-    printed = capsys.readouterr().out
+ATTENTION = "attention --tokens 300 --heads 2 --key-heads 1 --head-dim 16"
+LOGPROB = "logprob --rows 20 --vocabulary 300 --hidden 16"
+
+
+@pytest.mark.parametrize("command", [ATTENTION, LOGPROB])
+def test_the_command_writes_table_json_and_trace(command, tmp_path, capsys):
+    name, *options = command.split()
+    assert bench.main([name, *options, "--profile", "--output", str(tmp_path)]) == 0
+    rows, printed = json.loads((tmp_path / f"{name}.json").read_text()), capsys.readouterr().out
     assert all(row["name"] in printed and set(row) == {"name", "value", "unit", "target", "better"} for row in rows)
-    assert (tmp_path / f"{arguments[0]}.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((tmp_path / f"{arguments[0]}.trace.json").read_text())["traceEvents"]
+    assert json.loads((tmp_path / f"{name}.trace.json").read_text())["traceEvents"]
 
 
 def test_every_promised_ratio_is_among_the_rows():
-    targets = {row["target"] for row in bench.run(quick=True)}
-    assert {0.85, 0.15, 20, 4, 3, 8, 1.35, 1e-5} <= targets
+    targets = {(row["target"], row["better"]) for row in bench.run(quick=True)}
+    at_least, at_most = (0.85, 0.95, 20, 3, 8), (0.15, 4, 1.35, 1e-5)
+    assert {*((target, "higher") for target in at_least), *((target, "lower") for target in at_most)} <= targets
+
+
+def test_a_row_is_short_on_the_wrong_side_of_its_target():
+    missed = [harness.row("a", 2.0, "×", 3, "higher"), harness.row("b", 2.0, "s", 1.0), harness.row("c", 2.0, "s", 3.0)]
+    assert [harness.falls_short(row) for row in missed] == [True, True, False]
+    assert [line.split()[-1] for line in harness.table(missed).splitlines()[1:]] == ["short", "short", "3"]
 
 
 def test_peak_memory_sees_an_allocation_and_forgets_it_when_reset():
-    before = bench.reset_peak_memory()
-    with mmap.mmap(-1, 64 * 2**20) as block:  # not from the heap, which keeps what it has
+    with harness.peak_memory() as first, mmap.mmap(-1, 64 * 2**20) as block:  # not from the heap, which keeps its own
         block[::4096] = bytes(64 * 2**20 // 4096)  # every page
-    assert bench.peak_memory() - before > 60 * 2**20
-    assert bench.reset_peak_memory() - before < 30 * 2**20
+    with harness.peak_memory() as second:
+        pass
+    assert first.most - first.before > 60 * 2**20 and second.most - first.before < 30 * 2**20
 
 
 def test_a_candidate_that_fails_or_is_not_installed_leaves_its_reason_and_ends_nothing(monkeypatch):
     """The loop of the GPU benchmark, with candidates of which one is broken, one forward-only, one missing."""
-    monkeypatch.setattr(kernels_gpu, "_milliseconds", lambda function: function() and 2.0)
+    monkeypatch.setattr(kernels_on_gpu, "_milliseconds", lambda function: function() and 2.0)
     tokens = trees.tree("paper", 200)
     mask = TreeMask(tokens)
 
@@ -121,24 +127,21 @@ def test_a_candidate_that_fails_or_is_not_installed_leaves_its_reason_and_ends_n
 
     candidates = {
         "broken": lambda: broken,
-        "missing": lambda: kernels_gpu.flash_attention(tokens, "flash_attention_that_nobody_installed"),
+        "missing": lambda: kernels_on_gpu.flash_attention(tokens, "flash_attention_that_nobody_installed"),
         "forward only": lambda: lambda q, k, v: (q.detach(),),
         "whole": lambda: lambda q, k, v: (tree_attention(q, k, v, mask),),
     }
-    rows, speed = kernels_gpu.compared(
-        candidates, bench.attention_inputs(len(tokens), 2, 1, 32), dict.fromkeys(candidates, 4e9)
-    )
+    inputs = bench.attention_inputs(len(tokens), 2, 1, 32)
+    rows, speed = kernels_on_gpu.compared(candidates, inputs, dict.fromkeys(candidates, 4e9))
     assert speed == {("forward only", "forward"): 2.0, ("whole", "forward"): 2.0, ("whole", "forward + backward"): 7.0}
     reasons = {row["name"].removeprefix("attention: "): row.get("reason") for row in rows}
     assert reasons["broken, forward"] == "failed: RuntimeError: CUDA error: no kernel image"
     assert reasons["missing, forward"] == "not run: No module named 'flash_attention_that_nobody_installed'"
     assert "does not require grad" in reasons["forward only, forward + backward"]
-    assert reasons["whole, forward"] is None
-    printed = table(rows)
-    assert "failed: RuntimeError: CUDA error" in printed and json.loads(json.dumps(rows)) == rows
+    assert reasons["whole, forward"] is None and "failed: RuntimeError: CUDA error" in harness.table(rows)
 
 
 def test_a_dense_mask_that_cannot_fit_is_not_tried(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**9))
-    with pytest.raises(kernels_gpu.DoesNotFit, match=r"takes 1.2 GB at 20,000 tokens, 1.0 GB are free"):
-        kernels_gpu.dense_that_fits(torch.full((20_000,), 20_000))
+    with pytest.raises(kernels_on_gpu.DoesNotFit, match=r"takes 1.2 GB at 20,000 tokens, 1.0 GB are free"):
+        kernels_on_gpu.dense_that_fits(torch.full((20_000,), 20_000))
