@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 # seconds that ranks wait for the slowest one when each works independently; torchrun notices dead ranks
 PATIENCE = 7 * 24 * 3600.0
+START_UP = 1800.0  # seconds for all ranks to start and find each other, whatever a collective may take later
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MMAP_FROM, TRIM_FROM = 2**30, 2**31 - 1  # bytes
 KEEP_FREED_MEMORY = {
@@ -49,7 +50,7 @@ class Runtime:
 
     @classmethod
     def start(cls, timeout_seconds: float = 1800) -> Runtime:
-        """Join torchrun's process group, or create one of size 1. An existing group uses the timeout from now on."""
+        """Join torchrun's process group, or create one of size 1. Its collectives have this timeout from now on."""
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
         if cuda:
@@ -58,27 +59,12 @@ class Runtime:
             keep_freed_memory()
         owned = not dist.is_initialized()
         if owned:
-            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-            timeout, bound = (
-                timedelta(seconds=timeout_seconds),
-                device if cuda else None,
-            )  # vLLM and HSDP can only split a bound group
-            rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG: no rank may outlive torchrun
-                store = _fresh_store(rank, ranks, timeout)
-                dist.init_process_group(
-                    backend, timeout=timeout, store=store, rank=rank, world_size=ranks, device_id=bound
-                )
-            elif "RANK" in os.environ:
-                dist.init_process_group(backend, timeout=timeout, device_id=bound)
-            else:
-                dist.init_process_group(
-                    backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1, device_id=bound
-                )
-        else:
-            set_timeout(timeout_seconds)
-        return cls(dist.get_rank(), dist.get_world_size(), device, owned)
+            _join("cpu:gloo,cuda:nccl" if cuda else "gloo", device if cuda else None)
+        runtime = cls(dist.get_rank(), dist.get_world_size(), device, owned)
+        if owned:
+            runtime.barrier()  # all are here before the shorter timeout counts
+        set_timeout(timeout_seconds)
+        return runtime
 
     @classmethod
     def of_workers(cls) -> Runtime:
@@ -219,6 +205,19 @@ def require_shared(folder: Path, runtime: Runtime, patience: float = 10.0) -> No
             f"{folder} of rank 0 on {runtime.broadcast(socket.gethostname())} is another folder than that of {', '.join(blind)}; "
             "choose one on a disk that all machines share"
         )
+
+
+def _join(backend: str, bound: torch.device | None) -> None:
+    """Start the process group, bound to a GPU: vLLM and HSDP can only split a bound group."""
+    timeout = timedelta(seconds=START_UP)
+    group: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG: no rank may outlive torchrun
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        group = {"store": _fresh_store(rank, ranks, timeout), "rank": rank, "world_size": ranks}
+    elif "RANK" in os.environ:
+        group = {}  # torch reads the environment
+    dist.init_process_group(backend, timeout=timeout, device_id=bound, **group)
 
 
 def _fresh_store(rank: int, ranks: int, timeout: timedelta) -> dist.Store:

@@ -18,6 +18,8 @@ import torch
 def say(*words):                                                        # in one piece, whatever the other rank says at the same time
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 
+if os.environ["RANK"] == "1":
+    time.sleep(4)                                                       # starting may take longer than any collective
 with Runtime.start(2.0) as outer:                                       # a training run's group, with little patience
     mesh = _mesh(torch.device("cpu"), 2)
     say("mesh", [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in mesh.get_all_groups()])
@@ -78,7 +80,7 @@ def test_one_worker_needs_no_group_and_a_group_that_exists_takes_the_time_out_of
     subprocess.run([sys.executable, "-c", ALONE], check=True, timeout=900, env=environment)
 
 
-def test_ranks_that_work_apart_are_waited_for_and_ranks_of_a_stage_only_so_long(tmp_path):
+def test_late_ranks_and_ranks_that_work_apart_are_waited_for_and_those_of_a_stage_only_so_long(tmp_path):
     program = tmp_path / "apart.py"
     program.write_text(APART)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(program)]
