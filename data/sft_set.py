@@ -47,9 +47,8 @@ from dccot.data.rollouts import missing_pairs, roll_out, sample_to_file
 from dccot.data.task import TaskName, task_of
 from dccot.model.folder import model_checksums, resolve_model
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.engine import Engine, open_engine
+from dccot.rollout.engine import Engine, EngineConfig, open_engine
 from dccot.rollout.response import Rollout
-from dccot.rollout.settings import EngineConfig
 from dccot.rollout.tags import TAG_PATTERN, IllFormed, Parsed, flaw_of, parse
 
 Progress = Callable[[int, int], None]  # (done, total)

@@ -25,9 +25,8 @@ from dccot.data.task import TaskName, task_of
 from dccot.model.folder import model_checksums, resolve_model
 from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.engine import open_engine
-from dccot.rollout.progress import RolloutProgress
-from dccot.rollout.settings import EngineConfig
+from dccot.rollout.engine import EngineConfig, open_engine
+from dccot.rollout.generate import RolloutProgress
 
 
 @dataclass

@@ -35,8 +35,7 @@ from dccot.eval.tables import row_labels
 from dccot.model.folder import resolve_model
 from dccot.model.weights import stored_parameters
 from dccot.recipe import Recipe, StagePlan, stage_seed
-from dccot.rollout.engine import Engine, open_engine
-from dccot.rollout.settings import EngineConfig
+from dccot.rollout.engine import EngineConfig, TrainingEngine, open_training_engine
 from dccot.train import rl, sft
 from dccot.train.config import RLConfig, SFTConfig
 
@@ -53,11 +52,11 @@ class SharedEngine:
         self.gpu_memory = min((config.gpu_memory for config in configs), default=1.0)
         self.sleeps = any(kind_of(plan.stage.run).config is RLConfig for plan in plans)
         self.logs = logs
-        self.engine: Engine | None = None
+        self.engine: TrainingEngine | None = None
         self._shape: tuple | None = None
         self._stack = ExitStack()
 
-    def on(self, model: Path, config: EngineConfig) -> Engine:
+    def on(self, model: Path, config: EngineConfig) -> TrainingEngine:
         config = replace(config, gpu_memory=self.gpu_memory)
         shape = (
             json.loads((model / "config.json").read_text()),
@@ -68,7 +67,7 @@ class SharedEngine:
             self.engine.load(stored_parameters(model))
             return self.engine
         self.close()
-        opened = open_engine(model, config, logs=self.logs, sleeps=self.sleeps)
+        opened = open_training_engine(model, config, logs=self.logs, sleeps=self.sleeps)
         self.engine, self._shape = self._stack.enter_context(opened), shape
         return self.engine
 
@@ -178,7 +177,8 @@ def _sequential_needs(plan: StagePlan, config: sft_set.SequentialConfig) -> list
 
 def _run_sequential(context: Context, config: sft_set.SequentialConfig) -> None:
     context.folder.mkdir(parents=True, exist_ok=True)
-    context.say(sft_set.solve_sequentially(config, context.engines.on(resolve_model(config.model), config.engine)))
+    engine = None if config.engine.url else context.engines.on(resolve_model(config.model), config.engine)
+    context.say(sft_set.solve_sequentially(config, engine))
 
 
 def _rewrite_needs(plan: StagePlan, config: sft_set.RewriteConfig) -> list[Need]:
@@ -262,7 +262,7 @@ def _eval_needs(plan: StagePlan, config: EvalStage) -> list[Need]:
 
 def _run_eval(context: Context, config: EvalStage) -> None:
     model = resolve_model(context.plan.recipe.place(config.model))
-    engine = context.engines.on(model, config.engine)
+    engine = None if config.engine.url else context.engines.on(model, config.engine)
     evaluate(model, config.named(), config.evaluation(), context.folder, engine=engine)
 
 

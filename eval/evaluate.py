@@ -51,9 +51,8 @@ from dccot.model.config import read_config
 from dccot.model.folder import explain_best, model_checksums, resolve_model
 from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.engine import Engine, open_engine
+from dccot.rollout.engine import Engine, EngineConfig, open_engine
 from dccot.rollout.response import Rollout
-from dccot.rollout.settings import EngineConfig
 
 log = logging.getLogger(__name__)
 METHODS = ("parallel", "sequential")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dccot.core.command import positive, run_cleanly
-from dccot.core.config import ConfigError
+from dccot.core.config import ConfigError, check
 from dccot.data.prompts import PromptConfig
 from dccot.data.task import settings_of
 from dccot.eval.live import view_for
@@ -33,10 +33,9 @@ from dccot.model.config import read_config
 from dccot.model.folder import explain_best, resolve_model
 from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import Call, RolloutConfig
-from dccot.rollout.engine import Engine, open_engine
+from dccot.rollout.engine import Engine, EngineConfig, open_engine
 from dccot.rollout.generate import Request, generate
 from dccot.rollout.response import Finish, Response
-from dccot.rollout.settings import EngineConfig
 from dccot.rollout.tags import ANSWER_CLOSE, ANSWER_OPEN, flaw_of, sequential_flaw_of
 
 NO_LIMIT = sys.maxsize  # the model's context is the limit here, not a setting
@@ -128,7 +127,7 @@ def _prepare(
     given: dict[str, Any] = {"budget": budget, "temperature": temperature}
     rollout = replace(rollout, **{name: value for name, value in given.items() if value is not None})
     prompt = replace(prompt, max_prompt_tokens=NO_LIMIT, kind="sequential" if sequential else prompt.kind)
-    rollout.check()
+    check(rollout, "rollout")
     if not problem.strip():
         remedy = 'write it in quotes after the model: dccot solve MODEL "What is 2 + 3?"'
         raise ConfigError(f"the problem is empty; {remedy}")

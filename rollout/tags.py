@@ -89,34 +89,33 @@ class Parsed:
 def parse(text: str, workers: int = 3) -> Parsed:
     """Split a well-formed text into director and worker segments; raise `IllFormed` with the broken rule otherwise."""
     cursor = _Cursor(text)
-    if cursor.text_until_tag().strip() or cursor.tag() != THINK_OPEN:
+    before, tag = cursor.take()
+    if before.strip() or tag != THINK_OPEN:
         raise cursor.error(Flaw.NO_THINK)
     rounds: list[ParsedRound] = []
-    segment_start = 0
-    while True:
-        thought = cursor.text_until_tag()
-        tag = cursor.tag()
-        if tag == SPAWN_OPEN:
-            if not thought.strip():
-                raise cursor.error(Flaw.EMPTY_DIRECTOR)
-            director = text[segment_start : cursor.at]
-            rounds.append(ParsedRound(director, _parse_workers(cursor, workers)))
-            segment_start = cursor.at
-        elif tag == THINK_CLOSE:
-            break
-        else:
-            raise cursor.error(Flaw.OPEN_THINK if tag is None else Flaw.STRAY_TAG)
+    start = 0  # of the director's segment
+    thought, tag = cursor.take()
+    while tag == SPAWN_OPEN:
+        if not thought.strip():
+            raise cursor.error(Flaw.EMPTY_DIRECTOR)
+        director = text[start : cursor.at]
+        rounds.append(ParsedRound(director, _parse_workers(cursor, workers)))
+        start = cursor.at
+        thought, tag = cursor.take()
+    if tag != THINK_CLOSE:
+        raise cursor.error(Flaw.OPEN_THINK if tag is None else Flaw.STRAY_TAG)
     if not rounds:
         raise cursor.error(Flaw.NO_SPAWN)
-    if cursor.text_until_tag().strip() or cursor.tag() != ANSWER_OPEN:
+    between, tag = cursor.take()
+    if between.strip() or tag != ANSWER_OPEN:
         raise cursor.error(Flaw.NO_ANSWER)
-    answer = cursor.text_until_tag()
-    tag = cursor.tag()
+    answer, tag = cursor.take()
     if tag != ANSWER_CLOSE:
         raise cursor.error(Flaw.OPEN_ANSWER if tag is None else Flaw.TAG_IN_ANSWER)
-    if cursor.text_until_tag().strip() or cursor.tag() is not None:
+    after, tag = cursor.take()
+    if after.strip() or tag is not None:
         raise cursor.error(Flaw.TEXT_AFTER_ANSWER)
-    return Parsed(rounds, text[segment_start:].rstrip(), answer.strip())
+    return Parsed(rounds, text[start:].rstrip(), answer.strip())
 
 
 def flaw_of(text: str, workers: int = 3) -> Flaw | None:
@@ -129,17 +128,14 @@ def flaw_of(text: str, workers: int = 3) -> Flaw | None:
 
 
 def overshoots(text: str) -> Counter[str]:
-    """How often the token that ended a segment ran on after the tag, by what it wrote there: newline, space, tag
-    (`><`), text (`>The`).
-
-    After a tag that ends a segment comes one that is inserted; whatever is between them was sampled in one token with
-    the `>`.
+    """How often the token that ended a segment ran on after the tag, by what it wrote: newline, space, tag (`><`) or
+    text (`>The`). An inserted tag follows; whatever is between them was sampled in one token with the `>`.
     """
-    after = (found[1] for found in _OVERSHOT.finditer(text))
-    return Counter(
-        "tag" if over[0] == "<" else "text" if over.strip() else "newline" if "\n" in over else "space"
-        for over in after
-    )
+
+    def kind(over: str) -> str:
+        return "tag" if over[0] == "<" else "text" if over.strip() else "newline" if "\n" in over else "space"
+
+    return Counter(kind(found[1]) for found in _OVERSHOT.finditer(text))
 
 
 def sequential_flaw_of(text: str) -> Flaw | None:
@@ -168,22 +164,18 @@ def answer_block(text: str) -> str | None:
 
 def _parse_workers(cursor: _Cursor, workers: int) -> list[str]:
     """The texts of one block; the cursor is after <spawn_workers> and is left after </spawn_workers>."""
-    texts = []
-    for index in range(1, workers + 1):
-        between, tag = cursor.text_until_tag(), cursor.tag()
+    texts: list[str] = []
+    for index, expected in enumerate([*map(worker_open, range(1, workers + 1)), SPAWN_CLOSE], start=1):
+        between, tag = cursor.take()
         if between.strip():
             raise cursor.error(Flaw.TEXT_BETWEEN_WORKERS)
-        if tag != worker_open(index):
+        if tag != expected:
             raise cursor.error(Flaw.OPEN_SPAWN if tag is None else Flaw.WORKER_ORDER)
-        thought, tag = cursor.text_until_tag(), cursor.tag()
-        if tag != worker_close(index):
-            raise cursor.error(Flaw.OPEN_WORKER if tag is None else Flaw.TAG_IN_WORKER)
-        texts.append(thought + worker_close(index))
-    between, tag = cursor.text_until_tag(), cursor.tag()
-    if between.strip():
-        raise cursor.error(Flaw.TEXT_BETWEEN_WORKERS)
-    if tag != SPAWN_CLOSE:
-        raise cursor.error(Flaw.OPEN_SPAWN if tag is None else Flaw.WORKER_ORDER)
+        if tag != SPAWN_CLOSE:
+            thought, tag = cursor.take()
+            if tag != worker_close(index):
+                raise cursor.error(Flaw.OPEN_WORKER if tag is None else Flaw.TAG_IN_WORKER)
+            texts.append(thought + tag)
     return texts
 
 
@@ -191,20 +183,13 @@ class _Cursor:
     """Reads a text as an alternation of plain text and tags."""
 
     def __init__(self, text: str):
-        self.text, self.at = text, 0
-        self._tags = TAG_PATTERN.finditer(text)
-        self._next = next(self._tags, None)
+        self.text, self.at, self._tags = text, 0, TAG_PATTERN.finditer(text)
 
-    def text_until_tag(self) -> str:
-        start, self.at = self.at, self._next.start() if self._next else len(self.text)
-        return self.text[start : self.at]
-
-    def tag(self) -> str | None:
-        """The tag at the cursor, which moves past it; None at the end of the text."""
-        if self._next is None:
-            return None
-        found, self.at, self._next = self._next.group(), self._next.end(), next(self._tags, None)
-        return found
+    def take(self) -> tuple[str, str | None]:
+        """The text up to the next tag, and the tag; None at the end of the text."""
+        start, found = self.at, next(self._tags, None)
+        self.at = found.end() if found else len(self.text)
+        return (self.text[start : found.start()], found[0]) if found else (self.text[start:], None)
 
     def error(self, flaw: Flaw) -> IllFormed:
         return IllFormed(flaw, self.text[: self.at])
@@ -219,9 +204,8 @@ def check_same_ids(tokenizer, other, folder: str | Path) -> None:
     """Reject an engine whose tokenizer splits text or tags differently from the trainer's."""
     if tokenizer.encode(PROBE, add_special_tokens=False) != other.encode(PROBE, add_special_tokens=False):
         kind = f"the engine's tokenizer ({type(other).__name__})"
-        raise BadData(
-            f"{kind} splits text differently from the tokenizer of {folder}; `dccot serve` gives vLLM a repaired one"
-        )
+        remedy = "`dccot serve` gives vLLM a repaired one"
+        raise BadData(f"{kind} splits text differently from the tokenizer of {folder}; {remedy}")
 
 
 @dataclass(frozen=True)
@@ -235,25 +219,17 @@ class TagIds:
 
     @classmethod
     def of(cls, tokenizer, workers: int = 3) -> TagIds:
+        name = f"tokenizer {tokenizer.name_or_path!r}"
         if tokenizer.eos_token_id is None:
-            raise ValueError(
-                f"tokenizer {tokenizer.name_or_path!r} has no eos token; set eos_token in its tokenizer_config.json"
-            )
+            raise ValueError(f"{name} has no eos token; set eos_token in its tokenizer_config.json")
 
         def encode(tag: str) -> tuple[int, ...]:
             ids = tuple(tokenizer.encode(tag, add_special_tokens=False))
             if tokenizer.decode(list(ids), skip_special_tokens=False) != tag:
-                raise ValueError(
-                    f"tokenizer {tokenizer.name_or_path!r} does not give {tag!r} back after encoding it ({list(ids)}); "
-                    "use a tokenizer that can spell the tags, or add them to it"
-                )
+                fault = f"{name} does not give {tag!r} back after encoding it ({list(ids)})"
+                raise ValueError(f"{fault}; use a tokenizer that can spell the tags, or add them to it")
             return ids
 
-        for tag in all_tags(workers):
-            encode(tag)
-        return cls(
-            workers,
-            encode(SPAWN_CLOSE),
-            tuple(encode(worker_open(i)) for i in range(1, workers + 1)),
-            tokenizer.eos_token_id,
-        )
+        ids = {tag: encode(tag) for tag in all_tags(workers)}
+        opening = tuple(ids[worker_open(i)] for i in range(1, workers + 1))
+        return cls(workers, ids[SPAWN_CLOSE], opening, tokenizer.eos_token_id)

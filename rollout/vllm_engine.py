@@ -1,9 +1,9 @@
-"""The co-located engine: vLLM in the trainer's own process, as the `Engine` of interface.py. The only file that imports
-vLLM.
+"""The co-located engine: vLLM in the trainer's own process, as the `TrainingEngine` of engine.py.
 
-    add(key, call, …) ─► step() ─► [(key, Completion), …]           no call waits for another: the caller drives the steps
-    load(named parameters)                                          weights streamed in, prefix cache reset; no disk, no rebuild
-    sleep() / wake()                                                GPU only: memory is lent to training
+    add(key, call, …) ─► step() ─► [(key, Completion), …]    no call waits for another: the caller drives the steps
+    load(named parameters)                                   weights streamed in, prefix cache reset
+    verify(named parameters)                                 are they the engine's? compared through its own kernels
+    sleep() / wake()                                         GPU only: memory is lent to training
 
 Under torchrun every rank builds its own engine at the same time (vLLM's external launcher). With tensor_parallel = 1
 the ranks then generate independently, each its share, in any number of steps. With tensor_parallel = T, T neighbouring
@@ -13,11 +13,12 @@ ranks are one replica: they must add the same calls in the same order. `replica`
 # ruff: noqa: E402 (settings that vLLM reads at import come first)
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where the trainer's tensors are
-os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # its messages go to the engine's log (engine_start.py), not to the console
+os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # its messages go to the engine's log, not to the console
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO"))
 logging.getLogger("vllm").propagate = False
@@ -25,13 +26,20 @@ logging.getLogger("vllm").addHandler(logging.NullHandler())
 
 import gc
 import json
+import random
+import sys
+import tempfile
+import threading
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import tokens_input
@@ -41,13 +49,15 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from dccot.core.runtime import PATIENCE, Runtime, free_memory, keep_freed_memory
 from dccot.model.tokenizer import open_tokenizer, tokenizer_folder
 from dccot.model.weights import open_tensors
-from dccot.rollout.director import Call, Completion, Stop
-from dccot.rollout.engine import EngineStalled
-from dccot.rollout.settings import EngineConfig
-from dccot.rollout.sync import differing
+from dccot.rollout.director import Call, Completion
+from dccot.rollout.engine import EngineConfig, EngineStalled, Sampling, vllm_options
 from dccot.rollout.tags import check_same_ids
-from dccot.rollout.vllm_start import end_log, logged, undisturbed
 
+if TYPE_CHECKING:
+    from dccot.rollout.engine import Parameters
+
+HEARTBEAT_SECONDS = 15.0
+LINES_OF_A_FAILURE = 60
 ON_GPU = torch.cuda.is_available()
 if ON_GPU:
     # all its process groups in a few calls instead of one by one: thousands of ranks
@@ -58,13 +68,11 @@ if ON_GPU:
 
 class VllmEngine:
     def __init__(
-        self, model: str | Path, config: EngineConfig | None = None, *, log: Path | None = None, sleeps: bool = False
+        self, model: str | Path, config: EngineConfig | None = None, *, logs: Path | None = None, sleeps: bool = False
     ):
-        """`log` receives vLLM's messages; an engine that `sleeps` can lend its memory to training, at most one per
-        process.
-        """
+        """`logs`: folder of the file with vLLM's messages. At most one engine per process `sleeps`."""
         self.config = config = config or EngineConfig()
-        self._log, self._sleeps = log, sleeps and ON_GPU
+        self._sleeps = sleeps and ON_GPU
         self.model = str(model)
         with open_tensors(model) as tensors:  # damaged weights cost one line, before vLLM takes its time
             self._checkpoint_names = set(tensors)
@@ -78,19 +86,18 @@ class VllmEngine:
         self.replicas = world // config.tensor_parallel
         self.replica = int(os.environ.get("RANK", "0")) // config.tensor_parallel
         self._made_the_group = not dist.is_initialized()
-        with undisturbed(), logged(log), tokenizer_folder(self.model) as tokenizer:
-            self._engine = LLMEngine.from_engine_args(
-                engine_arguments(self.model, tokenizer, config, world > 1, sleeps)
-            )
+        with undisturbed(), logged(logs) as self._log, tokenizer_folder(self.model) as tokenizer:
+            arguments = engine_arguments(self.model, tokenizer, config, world > 1, sleeps)
+            self._engine = LLMEngine.from_engine_args(arguments)
         # it would destroy the trainer's process group when this object is collected
         self._engine.engine_core._finalizer.detach()
         self.context: int = self._engine.model_config.max_model_len
         self.tokenizer = self._engine.get_tokenizer()
         check_same_ids(open_tokenizer(self.model), self.tokenizer, self.model)
+        self._sampling = Sampling(self.tokenizer)
         self._network = self._engine.model_executor.driver_worker.worker.get_model()
         self._pending: dict[str, Call] = {}
         self.sampled_tokens = 0  # since the engine was built
-        self._tag_tokens: dict[str, int | None] = {}
         self._tied = bool(json.loads((Path(self.model) / "config.json").read_text()).get("tie_word_embeddings"))
         self._whole, self._asleep = True, False  # weights consistent; memory released
         self._last_finished = time.monotonic()
@@ -98,27 +105,17 @@ class VllmEngine:
     def add(
         self, key: str, call: Call, *, seed: int, temperature: float, top_p: float = 1.0, priority: int = 0
     ) -> None:
-        """Queue a call; lower priority runs first. `key` names it in step()'s results and in errors."""
         if not self._whole:
-            raise RuntimeError(
-                "the engine's weights are gone or mixed (it slept, or a load failed): load all of them before generating"
-            )
+            state = "the engine's weights are gone or mixed (it slept, or a load failed)"
+            raise RuntimeError(f"{state}: load all of them before generating")
         if key in self._pending:
             raise ValueError(f"call {key!r} is already running; keys must be unique among pending calls")
         if not self._pending:
             self._last_finished = time.monotonic()
-        token = self._single_token(call.stop) if call.stop else None
-        as_text = call.stop is not None and token is None
+        rule = self._sampling.parameters(call, seed=seed, temperature=temperature, top_p=top_p)
         params = SamplingParams(
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            max_tokens=call.max_tokens,
-            stop=[call.stop] if as_text else None,
-            stop_token_ids=[token] if token is not None else None,
-            include_stop_str_in_output=True,
-            detokenize=as_text,  # saves an eighth of a small model's time if a tag is one token
-            skip_special_tokens=False,  # pieces of the tags may be special tokens
+            **rule,
+            detokenize=rule["stop"] is not None,  # saves an eighth of a small model's time if a tag is one token
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -128,7 +125,7 @@ class VllmEngine:
         self._pending[key] = call
 
     def step(self) -> list[tuple[str, Completion]]:
-        """One forward pass over all running calls; returns those it finished."""
+        """One forward pass over all running calls."""
         state = torch.get_rng_state()  # vLLM draws from torch's global generator even when every request has its own
         outputs = self._engine.step()
         torch.set_rng_state(state)
@@ -145,7 +142,6 @@ class VllmEngine:
 
     @property
     def running(self) -> int:
-        """Sequences in the next step; the other pending calls are queued."""
         return len(self._engine.engine_core.engine_core.scheduler.running)
 
     @property
@@ -153,7 +149,6 @@ class VllmEngine:
         return self._pending
 
     def written(self) -> dict[str, list[int]]:
-        """What every pending call has sampled so far, for live views."""
         states = self._engine.output_processor.request_states.values()
         return {state.external_req_id: list(state.detokenizer.output_token_ids) for state in states}
 
@@ -163,16 +158,11 @@ class VllmEngine:
         for key in keys:
             del self._pending[key]
 
-    def load(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights by `parameters` (Hugging Face names), consumed one at a time; nothing may be running.
-
-        On several ranks the iterable may be collective (each item gathered from all of them): every rank must call
-        this.
-        """
+    def load(self, parameters: Parameters) -> None:
+        """Replace the weights by `parameters`, consumed one at a time."""
         if self._pending:
-            raise RuntimeError(
-                f"weights cannot change under {len(self._pending)} running calls; finish or abort {_some(self._pending)}"
-            )
+            calls = f"{len(self._pending)} running calls; finish or abort {_some(self._pending)}"
+            raise RuntimeError(f"weights cannot change under {calls}")
         seen: set[str] = set()
         faults: list[Exception] = []
 
@@ -201,34 +191,25 @@ class VllmEngine:
             self._asleep = False
         self.forget_prefixes()
 
-    def verify(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise if the engine's weights differ from these; collective if `parameters` is."""
-        if self.config.tensor_parallel > 1:
-            raise ValueError(
-                f"verify compares whole weights; engine.tensor_parallel is {self.config.tensor_parallel}, which splits them"
-            )
+    def verify(self, parameters: Parameters) -> None:
+        if (split := self.config.tensor_parallel) > 1:
+            raise ValueError(f"verify compares whole weights; engine.tensor_parallel is {split}, which splits them")
         whole = self._with_head(parameters, wanted=True)
         wrong = differing(self._network, whole, self._network.packed_modules_mapping, self._engine.model_config.dtype)
         if wrong:
-            raise ValueError(
-                f"the engine computes with other weights than the given ones: {_some(wrong)}; load them again"
-            )
+            raise ValueError(f"the engine's weights differ from the given ones: {_some(wrong)}; load them again")
 
-    def _with_head(self, parameters: Iterable[tuple[str, Tensor]], wanted: bool) -> Iterator[tuple[str, Tensor]]:
-        """A tied head is not a parameter of the trainer; vLLM still has it, and loads it if the checkpoint contains
-        it.
-        """
+    def _with_head(self, parameters: Parameters, wanted: bool) -> Iterator[tuple[str, Tensor]]:
+        """A tied head is not a parameter of the trainer; vLLM has one, and loads it if the checkpoint contains it."""
         for name, tensor in parameters:
             yield name, tensor
             if self._tied and wanted and name == "model.embed_tokens.weight":
                 yield "lm_head.weight", tensor
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache, so that what follows does not depend on what ran before; nothing may be running."""
         if self._pending:
-            raise RuntimeError(
-                f"the prefix cache is in use by {len(self._pending)} running calls: {_some(self._pending)}"
-            )
+            calls = f"{len(self._pending)} running calls: {_some(self._pending)}"
+            raise RuntimeError(f"the prefix cache is in use by {calls}")
         if not self._engine.reset_prefix_cache():
             self._engine.step()  # an asynchronous scheduler still holds blocks of calls that have just ended
             if not self._engine.reset_prefix_cache():
@@ -249,10 +230,8 @@ class VllmEngine:
         """Release everything except a process group that existed before the engine. All weights are freed."""
         self.abort(list(self._pending))
         core = self._engine.engine_core.engine_core
-        del (
-            self._network,
-            self._engine,
-        )  # before vLLM releases the memory that sleeps: a tensor still in it would be freed too late
+        # before vLLM releases the memory that sleeps: a tensor still in it would be freed too late
+        del self._network, self._engine
         if self._made_the_group:
             core.shutdown()
         else:  # the same without its last step, which destroys every process group
@@ -261,66 +240,41 @@ class VllmEngine:
             gc.unfreeze()
         del core
         free_memory()
-        if self._log:
-            end_log(self._log)
+        close_log(self._log)
 
-    def _completion(self, output) -> Completion:
-        result, tag = output.outputs[0], self._pending[output.request_id].stop
-        if result.finish_reason not in ("stop", "length"):
-            raise RuntimeError(
-                f"call {output.request_id!r} ended with {result.finish_reason!r}; expected 'stop' or 'length'"
-            )
-        # None: the tokenizer's EOS; the model's folder may name other tokens that end its text, too
-        reason = result.stop_reason
-        tagged = tag is not None and reason is not None and reason in (tag, self._single_token(tag))
-        stop = Stop.LENGTH if result.finish_reason == "length" else Stop.TAG if tagged else Stop.EOS
+    def _completion(self, output: Any) -> Completion:
+        result = output.outputs[0]
+        stop = self._sampling.stop_of(self._pending[output.request_id], result.finish_reason, result.stop_reason)
         return Completion(list(result.token_ids), result.logprobs.logprobs, stop, output.num_cached_tokens or 0)
-
-    def _single_token(self, tag: str) -> int | None:
-        """The token that is this tag; None if the tokenizer spells it with several."""
-        if tag not in self._tag_tokens:
-            ids = self.tokenizer.encode(tag, add_special_tokens=False)
-            self._tag_tokens[tag] = ids[0] if len(ids) == 1 else None
-        return self._tag_tokens[tag]
 
     def _stall_report(self, seconds: float) -> str:
         written = {key: len(ids) for key, ids in self.written().items()}
         calls = [f"{key} ({written.get(key, 0)}/{call.max_tokens} tokens)" for key, call in self._pending.items()]
-        rank = os.environ.get("RANK", "0")
-        return (
-            f"rank {rank}: no call finished for {seconds:.0f} s (engine.stall_seconds is {self.config.stall_seconds:g}); "
-            f"{len(calls)} pending: {_some(calls)}"
-        )
+        limit = f"engine.stall_seconds is {self.config.stall_seconds:g}"
+        return f"rank {_rank()}: no call finished for {seconds:.0f} s ({limit}); {len(calls)} pending: {_some(calls)}"
 
 
 def engine_arguments(model: str, tokenizer: str, config: EngineConfig, distributed: bool, sleeps: bool) -> EngineArgs:
-    kv_cache_gb = config.kv_cache_gb if config.kv_cache_gb or ON_GPU else 1.0
+    chosen = {
+        "kv_cache_memory_bytes": int(config.kv_cache_gb * 2**30) if config.kv_cache_gb else None,
+        "block_size": config.block_size,
+        "enforce_eager": None if config.compile is None else not config.compile,
+    }
     return EngineArgs(
+        **vllm_options(ON_GPU) | {name: value for name, value in chosen.items() if value is not None},
         model=model,
         tokenizer=tokenizer,
         dtype=config.dtype,
-        hf_overrides={
-            "head_dtype": "float32"
-        },  # logits in the trainer's precision: rounding to bf16 would distort log-probs
         max_model_len=config.context,
         max_num_seqs=config.max_sequences,
         max_num_batched_tokens=config.batched_tokens if ON_GPU else None,
         tensor_parallel_size=config.tensor_parallel,
         distributed_executor_backend="external_launcher" if distributed else None,
         gpu_memory_utilization=config.gpu_memory,
-        kv_cache_memory_bytes=int(kv_cache_gb * 2**30) if kv_cache_gb else None,
-        block_size=config.block_size or (None if ON_GPU else 32),
-        enforce_eager=not (ON_GPU if config.compile is None else config.compile),
         enable_prefix_caching=True,
-        # a CPU generator cannot be rewound, which a seeded prompt in several chunks needs
-        enable_chunked_prefill=ON_GPU,
         enable_sleep_mode=sleeps and ON_GPU,
         sleep_mode_offload_cudagraph=sleeps and ON_GPU,
-        scheduling_policy="priority",  # started responses go before new ones
-        logprobs_mode="processed_logprobs",  # at the sampling temperature, as the trainer computes them
-        generation_config="vllm",  # sampling settings come from us, not from the model's folder
         disable_log_stats=True,
-        use_tqdm_on_load=False,
         trust_remote_code=False,
     )
 
@@ -328,3 +282,129 @@ def engine_arguments(model: str, tokenizer: str, config: EngineConfig, distribut
 def _some(names: Iterable[str], limit: int = 20) -> str:
     names = list(names)
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", "0")
+
+
+# ---- startup: minutes on a GPU, and the cause of a failure is usually logged long before the exception ----
+
+
+@contextlib.contextmanager
+def logged(folder: Path | None) -> Iterator[logging.Handler]:
+    """Append stderr and vLLM's messages to a file in `folder`, or to a temporary one, while an engine starts.
+
+    The console shows that it is alive and, if it fails, the end of the log. vLLM's messages continue to go to the file
+    in `folder` until `close_log`.
+    """
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+    log = folder / f"engine.rank{_rank()}.log" if folder else None
+    with open(log, "ab") if log else tempfile.NamedTemporaryFile() as file:
+        handler = logging.FileHandler(file.name)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logging.getLogger("vllm").addHandler(handler)
+        sys.stderr.flush()
+        console, done, began, failed = os.dup(2), threading.Event(), time.monotonic(), True
+        os.dup2(file.fileno(), 2)
+        heart = threading.Thread(target=_beat, args=(console, Path(file.name), began, done), daemon=True)
+        if _rank() == "0":
+            heart.start()
+        try:
+            yield handler
+            failed = False
+        finally:
+            sys.stderr.flush()
+            done.set()
+            if heart.ident:
+                heart.join()
+            if failed:
+                lines = Path(file.name).read_text(errors="replace").splitlines()[-LINES_OF_A_FAILURE:]
+                where = f"; the end of {log}:" if log else ":"
+                heading = f"the engine did not start ({time.monotonic() - began:.0f} s){where}"
+                os.write(console, "\n".join([heading, *lines, ""]).encode())
+            if failed or log is None:
+                close_log(handler)
+            os.dup2(console, 2)
+            os.close(console)
+
+
+def _beat(console: int, log: Path, began: float, done: threading.Event) -> None:
+    while not done.wait(HEARTBEAT_SECONDS):
+        said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        last = said[-1][:160] if said else "no output yet"
+        os.write(console, f"starting the engine: {time.monotonic() - began:.0f} s; {last}\n".encode())
+
+
+def close_log(handler: logging.Handler) -> None:
+    logging.getLogger("vllm").removeHandler(handler)
+    handler.close()
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """vLLM seeds every global generator, edits the environment and replaces torch.set_num_threads: all undone."""
+    environment, set_num_threads = dict(os.environ), torch.set_num_threads
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        restore_environment(environment)
+
+
+def restore_environment(before: dict[str, str]) -> None:
+    """Undo changes one by one: other threads may read the environment meanwhile and must never find it empty."""
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    for name, value in before.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+# ---- verify: fingerprint(W) = W · r for a fixed random vector r, one number per row; vectors are compared as they are.
+# The engine fuses some layers (q, k, v → qkv; gate, up → gate_up): its fingerprints are those of the parts in a row.
+
+
+def probe(width: int, like: Tensor) -> Tensor:
+    """The vector r for matrices of this width: always the same, with the dtype and device of `like`."""
+    return torch.randn(width, generator=torch.Generator().manual_seed(width)).to(like)
+
+
+@torch.no_grad()
+def differing(model: nn.Module, parameters: Parameters, fused: dict[str, list[str]], dtype: torch.dtype) -> list[str]:
+    """Names (Hugging Face) of the parameters that differ in vLLM's `model`. `fused`: its layer → ours, in order."""
+    tolerance = 1e-4 if dtype == torch.float32 else 0.03
+    home = {part: (whole, index) for whole, parts in fused.items() for index, part in enumerate(parts)}
+    collected: dict[tuple[str, str], dict[int, tuple[str, Tensor]]] = {}
+    wrong: list[str] = []
+    for name, tensor in parameters:
+        layer, _, kind = name.rpartition(".")
+        above, _, leaf = layer.rpartition(".")
+        whole, index = home.get(leaf, (leaf, 0))
+        tensor = tensor.to(dtype)
+        value = tensor.float() @ probe(tensor.shape[1], tensor).float() if tensor.ndim == 2 else tensor.float()
+        collected.setdefault((f"{above}.{whole}".lstrip("."), kind), {})[index] = name, value
+    for (layer, kind), parts in collected.items():
+        have = _fingerprint(model.get_submodule(layer), kind, dtype)
+        for _, (name, expected) in sorted(parts.items()):
+            mine, have = have[: len(expected)].to(expected), have[len(expected) :]
+            limit = tolerance * float(expected.abs().max())
+            if mine.shape != expected.shape or not torch.allclose(mine, expected, rtol=0, atol=limit):
+                wrong.append(name)
+    return wrong
+
+
+def _fingerprint(layer: nn.Module, kind: str, dtype: torch.dtype) -> Tensor:
+    kernel = getattr(layer, "quant_method", None)
+    if kernel is None or kind == "bias":
+        return getattr(layer, kind).float()
+    width, device = cast(int, layer.input_size_per_partition), cast(Tensor, layer.weight).device
+    vector = probe(width, torch.empty(0, dtype=dtype, device=device))
+    return kernel.apply(layer, vector.unsqueeze(0)).squeeze(0).float()

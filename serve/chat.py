@@ -1,12 +1,12 @@
 """Chat completions: a request becomes a `Job` of n responses, which is answered whole or as a stream of chunks.
 
-    chat.admit(ask) → Job          400, 404 and 503 happen here, before anything is sampled; the job is running when it is returned
+    chat.admit(request) → Job      400, 404 and 503 happen here, before anything is sampled; the job is then running
     await job.whole()              one chat.completion object
     job.chunks()                   chat.completion.chunk objects, as they arrive; a list of those that arrived together
 
 In a stream, a new delta carries its lane in addition to the standard fields: `round` (from 1), `worker` (0: the
 director), `text`, `tokens`. `reasoning` and `content` are in reading order: worker 2's text follows once worker 1 has
-finished.
+finished. Prometheus metrics are added to vLLM's at /metrics.
 """
 
 from __future__ import annotations
@@ -17,35 +17,52 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GracefulHTTPError
 
 from dccot.data.prompts import PromptConfig, special_tokens
 from dccot.rollout.director import Director, RolloutConfig
-from dccot.rollout.response import Finish
+from dccot.rollout.response import Finish, Response
 from dccot.rollout.tags import all_tags
-from dccot.serve import metrics
-from dccot.serve.request import Ask, Refused, prompt_text
-from dccot.serve.session import Thinking, Words
-from dccot.serve.settings import ServeConfig
+from dccot.serve.launch import ServeConfig
+from dccot.serve.request import ChatRequest, Refused, prompt_text
+from dccot.serve.session import Session, Vocabulary
 from dccot.serve.stream import Channels, Piece, ReadingOrder, answer_tokens
 
 CHARACTERS_PER_TOKEN = 32  # messages longer than this many times the model's context are rejected before tokenising
+
+RUNNING = Gauge("dccot_responses_running", "responses that are being written", multiprocess_mode="livesum")
+RESPONSES = Counter("dccot_responses", "responses by how they ended: stop, length, cancelled, error", ["finish"])
+REFUSED = Counter("dccot_requests_refused", "requests that were not run, by HTTP status", ["status"])
+
+
+def _histogram(name: str, about: str, buckets: Iterable[float]) -> Histogram:
+    return Histogram(f"dccot_{name}", about, buckets=tuple(buckets))
+
+
+SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+ROUNDS = _histogram("rounds", "rounds of workers per response", (0, 1, 2, 3, 4, 6, 8))
+WORKERS = _histogram("workers", "workers per response", (0, 2, 3, 6, 9, 12, 18, 24))
+LONGEST_PATH = _histogram("longest_path_tokens", "tokens on a response's longest path", (2**p for p in range(5, 17)))
+PARALLELISM = _histogram("parallelism", "tokens over those on the longest path", (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4))
+FIRST_TOKEN = _histogram("time_to_first_token_seconds", "from the request to the first sampled token", SECONDS)
+ANSWER = _histogram("time_to_answer_seconds", "from the request to the end of its response", SECONDS)
 
 
 class Chat:
     def __init__(self, engine: EngineClient, config: ServeConfig, models: list[str]):
         self.engine, self.config, self.models = engine, config, models
         self.context: int = engine.model_config.max_model_len
-        self.words = Words(engine.renderer.get_tokenizer(), config.rollout.workers)
-        config.prompt.chat_format_for(self.words.tokenizer)  # raises if the model cannot be asked so
+        self.vocabulary = Vocabulary(engine.renderer.get_tokenizer(), config.rollout.workers)
+        config.prompt.chat_format_for(self.vocabulary.tokenizer)  # raises if the model cannot be asked so
         tags = all_tags(config.rollout.workers)
-        self._reserved = [token for token in special_tokens(self.words.tokenizer) if token not in tags]
+        self._reserved = [token for token in special_tokens(self.vocabulary.tokenizer) if token not in tags]
         self._by_priority = engine.vllm_config.scheduler_config.policy == "priority"
         self._order = itertools.count()
         self._tokenising = ThreadPoolExecutor(1, "dccot-tokenising")
@@ -58,16 +75,13 @@ class Chat:
         return {
             "method": "divide-and-conquer chain of thought: a director that spawns workers and joins them",
             "prompt": self.config.prompt.kind,
-            "workers": rollout.workers,
-            "budget": rollout.budget,
-            "temperature": rollout.temperature,
-            "top_p": rollout.top_p,
+            **{name: getattr(rollout, name) for name in ("workers", "budget", "temperature", "top_p")},
             "max_n": self.config.max_n,
         }
 
     @contextmanager
     def arrival(self) -> Iterator[None]:
-        """While a request is read and tokenised: uploads take memory, too."""
+        """While a request is read and tokenised: uploads take memory as well."""
         self._refuse_if_busy(self.arriving + 1)
         self.arriving += 1
         try:
@@ -75,60 +89,56 @@ class Chat:
         finally:
             self.arriving -= 1
 
-    async def admit(self, ask: Ask) -> Job:
-        if ask.model is not None and ask.model not in self.models:
-            raise Refused(
-                f"there is no model {ascii(ask.model)[:60]}; this server has {', '.join(self.models)}", "model", 404
-            )
-        rollout, prompt = self._settings(ask)
-        self._refuse_if_busy(ask.n)
+    async def admit(self, request: ChatRequest) -> Job:
+        if request.model is not None and request.model not in self.models:
+            known = f"this server has {', '.join(self.models)}"
+            raise Refused(f"there is no model {ascii(request.model)[:60]}; {known}", "model", 404)
+        rollout, prompt = self._settings(request)
+        self._refuse_if_busy(request.n)
         loop = asyncio.get_running_loop()
-        ids = await loop.run_in_executor(self._tokenising, self._prompt_ids, ask, prompt)
-        self._refuse_if_busy(ask.n)  # others may have arrived meanwhile
-        seed = secrets.randbits(63) if ask.seed is None else ask.seed
+        ids = await loop.run_in_executor(self._tokenising, self._prompt_ids, request, prompt)
+        self._refuse_if_busy(request.n)  # others may have arrived meanwhile
+        seed = secrets.randbits(63) if request.seed is None else request.seed
         order = next(self._order) if self._by_priority else 0  # started responses go before new ones
         name = f"chatcmpl-{uuid.uuid4().hex}"
-        directors = [Director(ids, rollout, self.words.tags, self.context, prompt.parallel) for _ in range(ask.n)]
-        piecewise = ask.stream or bool(ask.stop)
-        thoughts = [
-            Thinking(self.engine, director, rollout, self.words, name, seed, sample, order, piecewise)
-            for sample, director in enumerate(directors)
-        ]
-        return Job(self, ask, name, thoughts)
+        piecewise = request.stream or bool(request.stop)
+        sessions = []
+        for sample in range(request.n):
+            director = Director(ids, rollout, self.vocabulary.tags, self.context, prompt.parallel)
+            sessions.append(
+                Session(self.engine, director, rollout, self.vocabulary, name, seed, sample, order, piecewise)
+            )
+        return Job(self, request, name, sessions)
 
-    def _settings(self, ask: Ask) -> tuple[RolloutConfig, PromptConfig]:
-        if ask.n > self.config.max_n:
-            raise Refused(f"n is {ask.n}; this server answers at most {self.config.max_n} at once", "n")
-        budget = ask.max_completion_tokens or self.config.rollout.budget
-        if budget > self.config.rollout.budget:
-            limit = f"the longest path of this server's responses has at most {self.config.rollout.budget:,} tokens"
+    def _settings(self, request: ChatRequest) -> tuple[RolloutConfig, PromptConfig]:
+        if request.n > self.config.max_n:
+            raise Refused(f"n is {request.n}; this server answers at most {self.config.max_n} at once", "n")
+        rollout, prompt = replace(self.config.rollout), self.config.prompt
+        budget = request.budget or rollout.budget
+        if budget > rollout.budget:
+            limit = f"the longest path of this server's responses has at most {rollout.budget:,} tokens"
             raise Refused(f"max_completion_tokens is {budget:,}; {limit}", "max_completion_tokens")
-        rollout = replace(self.config.rollout, budget=budget)
-        rollout.temperature = rollout.temperature if ask.temperature is None else ask.temperature
-        rollout.top_p = rollout.top_p if ask.top_p is None else ask.top_p
-        without_workers = ask.reasoning_effort == "none" and self.config.prompt.parallel
-        return rollout, replace(self.config.prompt, kind="sequential") if without_workers else self.config.prompt
+        rollout.budget = budget
+        rollout.temperature = rollout.temperature if request.temperature is None else request.temperature
+        rollout.top_p = rollout.top_p if request.top_p is None else request.top_p
+        without_workers = request.reasoning_effort == "none" and prompt.parallel
+        return rollout, replace(prompt, kind="sequential") if without_workers else prompt
 
-    def _prompt_ids(self, ask: Ask, prompt: PromptConfig) -> list[int]:
+    def _prompt_ids(self, request: ChatRequest, prompt: PromptConfig) -> list[int]:
         limit = min(self.context - 1, prompt.max_prompt_tokens)
-        characters = sum(len(message.content) for message in ask.messages)
+        most = f"this server's prompts have at most {limit:,} tokens"
+        characters = sum(len(message.content) for message in request.messages)
         if characters > CHARACTERS_PER_TOKEN * limit:
-            raise Refused(
-                f"messages have {characters:,} characters; this server's prompts have at most {limit:,} tokens",
-                "messages",
-            )
-        for at, message in enumerate(ask.messages):
-            found = next((token for token in self._reserved if token in message.content), None)
-            if found is not None:
-                raise Refused(
-                    f"messages[{at}].content holds the special token {found!r}; remove it", f"messages[{at}].content"
-                )
-        text = prompt_text(prompt, ask.messages, self.words.tokenizer, self.words.eos)
-        ids = list(self.words.tokenizer.encode(text, add_special_tokens=prompt.wording.raw))
+            raise Refused(f"messages have {characters:,} characters; {most}", "messages")
+        for at, message in enumerate(request.messages):
+            if found := next((token for token in self._reserved if token in message.content), None):
+                where = f"messages[{at}].content"
+                raise Refused(f"{where} holds the special token {found!r}; remove it", where)
+        tokenizer = self.vocabulary.tokenizer
+        text = prompt_text(prompt, request.messages, tokenizer, self.vocabulary.eos)
+        ids = list(tokenizer.encode(text, add_special_tokens=prompt.wording.raw))
         if len(ids) > limit:
-            raise Refused(
-                f"messages make a prompt of {len(ids):,} tokens; this server's have at most {limit:,}", "messages"
-            )
+            raise Refused(f"messages make a prompt of {len(ids):,} tokens; {most}", "messages")
         return ids
 
     def _refuse_if_busy(self, n: int) -> None:
@@ -156,7 +166,7 @@ class Chat:
 class Choice:
     """One response in progress: what has been sent to the client."""
 
-    def __init__(self, index: int, stop: tuple[str, ...]):
+    def __init__(self, index: int, stop: Iterable[str]):
         self.index, self.order, self.channels = index, ReadingOrder(), Channels(stop)
 
     def hear(self, piece: Piece) -> Iterator[tuple[dict, list[int]]]:
@@ -178,41 +188,45 @@ def _delta(reasoning: str, content: str) -> dict:
 class Job:
     """n responses to one request. It runs from the start until it is done or `close`d."""
 
-    def __init__(self, chat: Chat, ask: Ask, name: str, thoughts: list[Thinking]):
-        self.chat, self.ask, self.name, self.thoughts = chat, ask, name, thoughts
-        self.choices = [Choice(index, ask.stop) for index in range(ask.n)]
+    def __init__(self, chat: Chat, request: ChatRequest, name: str, sessions: list[Session]):
+        self.chat, self.request, self.name, self.sessions = chat, request, name, sessions
+        self.choices = [Choice(index, request.stop) for index in range(request.n)]
         self.began, self.created = time.monotonic(), int(time.time())
         # an empty delta: this choice has finished
         self._deltas: asyncio.Queue[tuple[int, dict, list[int]] | None] = asyncio.Queue()
-        self._unfinished = ask.n
-        chat.running += ask.n
-        metrics.RUNNING.inc(ask.n)
+        self._unfinished = request.n
+        chat.running += request.n
+        RUNNING.inc(request.n)
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._ended)
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:
-            for choice, thinking in zip(self.choices, self.thoughts, strict=True):
-                group.create_task(self._think(choice, thinking))
+            for choice, session in zip(self.choices, self.sessions, strict=True):
+                group.create_task(self._respond(choice, session))
 
-    async def _think(self, choice: Choice, thinking: Thinking) -> None:
+    async def _respond(self, choice: Choice, session: Session) -> None:
         def hear(piece: Piece) -> bool:
             for delta, ids in choice.hear(piece):
                 self._deltas.put_nowait((choice.index, delta, ids))
             return choice.channels.stopped is not None
 
-        await thinking.run(hear)
+        await session.run(hear)
         seconds = time.monotonic() - self.began
         self.chat.usual_seconds += 0.1 * (seconds - self.chat.usual_seconds)
-        metrics.observe(thinking.director.response, self._finish(choice.index)[0], seconds, thinking.first_token)
+        RESPONSES.labels(self._finish(choice.index)[0]).inc()
+        _observe(session.director.response)
+        ANSWER.observe(seconds)
+        if session.first_token is not None:
+            FIRST_TOKEN.observe(session.first_token)
         self._unfinished -= 1
         self._deltas.put_nowait((choice.index, {}, []))
 
     def _ended(self, task: asyncio.Task) -> None:
-        self.chat.running -= self.ask.n
-        metrics.RUNNING.dec(self.ask.n)
+        self.chat.running -= self.request.n
+        RUNNING.dec(self.request.n)
         if task.cancelled() or task.exception() is not None:
-            metrics.RESPONSES.labels("cancelled" if task.cancelled() else "error").inc(self._unfinished)
+            RESPONSES.labels("cancelled" if task.cancelled() else "error").inc(self._unfinished)
         self._deltas.put_nowait(None)
 
     async def close(self) -> None:
@@ -224,11 +238,14 @@ class Job:
         try:
             await self._task
         except BaseExceptionGroup as group:
-            raise _first(group) from None
+            error: BaseException = group
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from None
 
     def _finish(self, index: int) -> tuple[str, str | None]:
         """(finish_reason, stop_reason)"""
-        stopped, finish = self.choices[index].channels.stopped, self.thoughts[index].director.response.finish
+        stopped, finish = self.choices[index].channels.stopped, self.sessions[index].director.response.finish
         if stopped is not None:
             return "stop", stopped
         return ("stop", None) if finish is Finish.ANSWERED else ("length", finish.value)
@@ -239,25 +256,16 @@ class Job:
         while (item := self._deltas.get_nowait()) is not None:
             for field in ("reasoning", "content"):
                 messages[item[0]][field] += item[1].get(field, "")
-        return self._object(
-            "chat.completion", [self._choice(message, index) for index, message in enumerate(messages)]
-        ) | {
-            "usage": self._usage(),
-            **({"prompt_token_ids": self.thoughts[0].director.prompt} if self.ask.return_token_ids else {}),
-        }
+        ids = {"prompt_token_ids": self.sessions[0].director.prompt} if self.request.return_token_ids else {}
+        choices = [self._choice(message, index) for index, message in enumerate(messages)]
+        return self._object("chat.completion", choices) | {"usage": self._usage(), **ids}
 
     def _choice(self, message: dict, index: int) -> dict:
         finish, reason = self._finish(index)
-        ids = {"token_ids": self.thoughts[index].director.response.as_read} if self.ask.return_token_ids else {}
         message["reasoning_content"] = message["reasoning"]
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": None,
-            "finish_reason": finish,
-            "stop_reason": reason,
-            **ids,
-        }
+        choice = {"index": index, "message": message, "logprobs": None, "finish_reason": finish, "stop_reason": reason}
+        response = self.sessions[index].director.response
+        return choice | ({"token_ids": response.as_read} if self.request.return_token_ids else {})
 
     async def chunks(self) -> AsyncIterator[list[dict]]:
         """Events as they arrive; the workers of a round write at the same time, and their events are sent together."""
@@ -269,42 +277,43 @@ class Job:
                 items.append(self._deltas.get_nowait())
             yield [self._told(*item) for item in items if item is not None]
         await self._done()
-        if self.ask.include_usage:
+        if self.request.stream_options.include_usage:
             yield [self._object("chat.completion.chunk", []) | {"usage": self._usage()}]
 
     def _told(self, index: int, delta: dict, ids: list[int]) -> dict:
         if delta:
-            return self._chunk(index, delta, {"token_ids": ids} if self.ask.return_token_ids else {})
+            return self._chunk(index, delta, **({"token_ids": ids} if self.request.return_token_ids else {}))
         finish, reason = self._finish(index)
-        return self._chunk(index, {}, {"finish_reason": finish, "stop_reason": reason})
+        return self._chunk(index, {}, finish_reason=finish, stop_reason=reason)
 
-    def _chunk(self, index: int, delta: dict, more: dict | None = None) -> dict:
-        return self._object(
-            "chat.completion.chunk", [{"index": index, "delta": delta, "finish_reason": None, **(more or {})}]
-        )
+    def _chunk(self, index: int, delta: dict, **more: object) -> dict:
+        choice = {"index": index, "delta": delta, "finish_reason": None, **more}
+        return self._object("chat.completion.chunk", [choice])
 
     def _object(self, kind: str, choices: list[dict]) -> dict:
-        model = self.ask.model or self.chat.models[0]
+        model = self.request.model or self.chat.models[0]
         return {"id": self.name, "object": kind, "created": self.created, "model": model, "choices": choices}
 
     def _usage(self) -> dict:
-        responses = [thinking.director.response for thinking in self.thoughts]
-        decode: Callable[[list[int]], str] = self.chat.words.decode
-        sampled = sum(response.sampled_tokens for response in responses)
-        prompt = len(responses[0].prompt)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": sampled,
-            "total_tokens": prompt + sampled,
-            "completion_tokens_details": {
-                "reasoning_tokens": sampled - sum(answer_tokens(response, decode) for response in responses),
-                "longest_path_tokens": max(response.longest_path for response in responses),
-                "rounds": max(len(response.rounds) for response in responses),
-                "workers": sum(len(round_.workers) for response in responses for round_ in response.rounds),
-            },
+        responses = [session.director.response for session in self.sessions]
+        answers = sum(answer_tokens(response, self.chat.vocabulary.decode) for response in responses)
+        sampled, prompt = sum(response.sampled_tokens for response in responses), len(responses[0].prompt)
+        details = {
+            "reasoning_tokens": sampled - answers,
+            "longest_path_tokens": max(response.longest_path for response in responses),
+            "rounds": max(len(response.rounds) for response in responses),
+            "workers": sum(map(_workers, responses)),
         }
+        counts = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+        return counts | {"completion_tokens_details": details}
 
 
-def _first(group: BaseExceptionGroup) -> BaseException:
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+def _workers(response: Response) -> int:
+    return sum(len(round_.workers) for round_ in response.rounds)
+
+
+def _observe(response: Response) -> None:
+    ROUNDS.observe(len(response.rounds))
+    WORKERS.observe(_workers(response))
+    LONGEST_PATH.observe(response.longest_path)
+    PARALLELISM.observe(response.parallelism)

@@ -29,10 +29,9 @@ from vllm.entrypoints.serve.utils.api_utils import listen_for_disconnect
 
 from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.tags import check_same_ids
-from dccot.serve import metrics
-from dccot.serve.chat import Chat, Job
-from dccot.serve.request import MAX_BODY, Refused, read_ask
-from dccot.serve.settings import from_environment
+from dccot.serve.chat import REFUSED, Chat, Job
+from dccot.serve.launch import from_environment
+from dccot.serve.request import MAX_BODY, Refused, parse_request
 
 log = logging.getLogger("vllm.dccot")
 
@@ -63,13 +62,13 @@ async def chat_completions(request: Request) -> Response:
     chat: Chat = request.app.state.dccot
     try:
         with chat.arrival():
-            job = await chat.admit(read_ask(await _body(request)))
+            job = await chat.admit(parse_request(await _body(request)))
     except ClientDisconnect:
         return Response(status_code=499)  # nobody reads it
     except Refused as refused:
-        metrics.REFUSED.labels(str(refused.status)).inc()
+        REFUSED.labels(str(refused.status)).inc()
         return _refusal(refused)
-    return EventStream(job) if job.ask.stream else await _whole(job, request)
+    return EventStream(job) if job.request.stream else await _whole(job, request)
 
 
 def _refusal(refused: Refused) -> Response:
@@ -123,9 +122,8 @@ class EventStream(StreamingResponse):
     async def _events(job: Job) -> AsyncIterator[str]:
         try:
             async for chunks in job.chunks():
-                yield "".join(
-                    f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n" for chunk in chunks
-                )
+                texts = (json.dumps(chunk, ensure_ascii=False, separators=(",", ":")) for chunk in chunks)
+                yield "".join(f"data: {text}\n\n" for text in texts)
         except Exception as error:
             yield f"data: {json.dumps(_failure(job, error).body)}\n\n"
         yield "data: [DONE]\n\n"
@@ -140,9 +138,8 @@ async def models(request: Request) -> Response:
 @cache
 def _page() -> str:
     pages = files("dccot.serve") / "pages"
-    style = (files("dccot.eval") / "pages" / "view.css").read_text() + (pages / "serve.css").read_text()
-    html = (pages / "serve.html").read_text()
-    return html.replace("{{style}}", style).replace("{{script}}", (pages / "serve.js").read_text())
+    html, style, script = ((pages / f"serve.{kind}").read_text() for kind in ("html", "css", "js"))
+    return html.replace("{{style}}", style).replace("{{script}}", script)
 
 
 async def page() -> Response:

@@ -1,6 +1,6 @@
 """Turns the parallel output of director and workers into the text that a plain client reads.
 
-    pieces as they arrive ──ReadingOrder──► pieces in the order in which the director reads them ──Channels──► reasoning, content
+    pieces as they arrive ─ReadingOrder─► in the order in which the director reads them ─Channels─► reasoning, content
 
 A worker's pieces wait until the workers before it have finished, so that a plain client's text is complete and in
 order. The answer is what the director writes after its first `</think>`, without the `<answer>` tags; a `</think>` in a

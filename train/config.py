@@ -20,7 +20,7 @@ from dccot.model.folder import resolve_model
 from dccot.model.sharding import ShardingConfig
 from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.settings import EngineConfig
+from dccot.rollout.engine import EngineConfig
 from dccot.rollout.tags import TagIds
 from dccot.train.checkpoint import CheckpointConfig
 from dccot.train.objectives import ObjectiveConfig

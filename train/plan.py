@@ -30,7 +30,7 @@ from typing import Any
 from dccot.core.config import ConfigError, load_config
 from dccot.core.run import Run
 from dccot.model.config import ModelConfig, parse_config, read_config
-from dccot.rollout.settings import EngineConfig
+from dccot.rollout.engine import EngineConfig
 from dccot.train.config import RLConfig
 from dccot.train.largest import largest_micro_batch
 from dccot.train.memory import TrainingMemory, numbers, parameter_shapes

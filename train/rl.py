@@ -35,7 +35,7 @@ from dccot.data.task import task_of
 from dccot.model.sharding import build_model
 from dccot.model.weights import full_parameters
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.engine import Engine, open_engine
+from dccot.rollout.engine import Engine, TrainingEngine, open_training_engine
 from dccot.rollout.generate import Watch
 from dccot.rollout.response import Rollout
 from dccot.train.batch import Batch, MiniBatch
@@ -53,7 +53,7 @@ from dccot.train.update import StepReport, compute_logprobs
 log = logging.getLogger(__name__)
 
 
-def train(config: RLConfig, engine: Engine | None = None) -> None:
+def train(config: RLConfig, engine: TrainingEngine | None = None) -> None:
     """Run the stage to the end. A given engine is used (its weights are replaced) and left running; otherwise the stage
     starts its own.
     """
@@ -96,7 +96,7 @@ class RL(Trainer[RLConfig]):
     Files are read first and engine and judge started last, so that bad data is rejected before weights are loaded.
     """
 
-    def __init__(self, config: RLConfig, runtime: Runtime, stack: ExitStack, engine: Engine | None = None):
+    def __init__(self, config: RLConfig, runtime: Runtime, stack: ExitStack, engine: TrainingEngine | None = None):
         path, _, tokenizer = open_model(config)
         self.task = task = task_of(config)
 
@@ -120,10 +120,10 @@ class RL(Trainer[RLConfig]):
             dtype = config.sharding.compute_dtype
             frozen = replace(config.sharding, master_dtype=dtype, activation_checkpointing=False)
             self.reference = build_model(path, frozen, device=runtime.device).requires_grad_(False).eval()
-        self.engine: Engine | None = None
+        self.engine: TrainingEngine | None = None
         if self.replayed is None:
             self.judge: Judge = stack.enter_context(task.open_judge())
-            started = open_engine(path, config.engine, engine, logs=self.run.folder, sleeps=True)
+            started = open_training_engine(path, config.engine, engine, logs=self.run.folder, sleeps=True)
             self.engine = sampler = stack.enter_context(started)
             self.phases.pending = lambda: list(sampler.pending)
         state = self.resume(stack)

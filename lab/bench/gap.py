@@ -27,9 +27,8 @@ from dccot.model.sharding import DTYPES
 from dccot.model.transformer import Transformer
 from dccot.model.weights import load_weights
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.engine import open_engine
+from dccot.rollout.engine import EngineConfig, open_engine
 from dccot.rollout.response import Response
-from dccot.rollout.settings import EngineConfig
 from dccot.train.forest import Forest, pack
 from dccot.train.update import compute_logprobs
 

@@ -24,10 +24,9 @@ from dccot.model.config import read_config
 from dccot.model.transformer import Transformer
 from dccot.model.weights import create_checkpoint, full_parameters, load_weights, save_checkpoint
 from dccot.rollout.director import Call, Completion, Director, RolloutConfig
-from dccot.rollout.engine import Engine, open_engine
+from dccot.rollout.engine import Engine, EngineConfig, open_engine, open_training_engine
 from dccot.rollout.generate import Request, Watch, generate, seed_of
 from dccot.rollout.response import Response
-from dccot.rollout.settings import EngineConfig
 from dccot.rollout.tags import TagIds
 
 BLOCK = 32
@@ -167,7 +166,7 @@ def sync_rows(folder: Path, quick: bool) -> list[dict]:
     config = EngineConfig(dtype="float32", kv_cache_gb=0.5)
     sync, disk = [], []
     with ExitStack() as stack:
-        engine = stack.enter_context(open_engine(folder / "first", config))
+        engine = stack.enter_context(open_training_engine(folder / "first", config))
         for _ in range(1 if quick else 3):
             start = time.perf_counter()
             engine.load(full_parameters(model))
@@ -176,7 +175,7 @@ def sync_rows(folder: Path, quick: bool) -> list[dict]:
             start = time.perf_counter()
             save_checkpoint(model, folder / "second", source=folder / "first")
             stack.close()
-            engine = stack.enter_context(open_engine(folder / "second", config))
+            engine = stack.enter_context(open_training_engine(folder / "second", config))
             disk.append(time.perf_counter() - start)
         engine.verify(full_parameters(model))
     parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6

@@ -40,9 +40,8 @@ from dccot.data.prompts import PromptConfig
 from dccot.lab.bench.servers import CONTEXT, cpu_seconds, memory, metric, row, running, say, server, until
 from dccot.lab.worlds import bigram as tiny
 from dccot.rollout.director import Call, RolloutConfig
-from dccot.rollout.engine import Engine, open_engine
+from dccot.rollout.engine import ONE_PROCESS, Engine, EngineConfig, as_flags, open_engine, vllm_options
 from dccot.rollout.generate import Request, Watch, generate, seed_of
-from dccot.rollout.settings import EngineConfig
 
 CLIENTS, LIMIT = 64, 900.0  # seconds that each part may take
 # storms, each followed by the same requests offline; oneDNN and malloc keep something for every new size of a batch at
@@ -50,9 +49,7 @@ CLIENTS, LIMIT = 64, 900.0  # seconds that each part may take
 PAIRS = 4
 CONFIG = RolloutConfig(budget=200)
 CHANCES = tiny.Chances(spawn=1 / 40, close=1 / 25, eos=1 / 60)  # 3 to 600 tokens per response
-PLAIN = ["--no-enable-chunked-prefill", "--enforce-eager", "--block-size", "32", "--scheduling-policy", "priority"]
-PLAIN += ["--logprobs-mode", "processed_logprobs", "--distributed-executor-backend"]
-PLAIN += ["vllm.v1.executor.uniproc_executor.UniProcExecutor"]  # as `dccot serve`: in the engine's own process
+PLAIN = as_flags(vllm_options(on_gpu=False) | {"distributed_executor_backend": ONE_PROCESS})  # as `dccot serve`
 HOSTILE = (
     b"{",
     b"[" * 50_000,

@@ -26,9 +26,9 @@ from dccot.model.sharding import ShardingConfig, build_model
 from dccot.model.transformer import Transformer
 from dccot.model.weights import full_parameters, load_weights
 from dccot.rollout.director import RolloutConfig
+from dccot.rollout.engine import EngineConfig
 from dccot.rollout.generate import Request, generate
 from dccot.rollout.response import Response, Round, Segment
-from dccot.rollout.settings import EngineConfig
 from dccot.train.config import RLConfig
 from dccot.train.forest import pack
 from dccot.train.rl import train
@@ -57,7 +57,7 @@ def engine_of(context: Context, dtype: str, sleeps: bool = False) -> Any:
     return VllmEngine(model_folder(context), engine_settings(context, dtype), sleeps=sleeps)
 
 
-def engine_settings(context: Context, dtype: str, **others: Any) -> EngineConfig:
+def engine_settings(context: Context, dtype: Any, **others: Any) -> EngineConfig:
     cache = 1.0 if context.cuda else 0.125
     return EngineConfig(dtype=dtype, context=1024, max_sequences=64, gpu_memory=0.5, kv_cache_gb=cache, **others)
 

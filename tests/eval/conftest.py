@@ -15,7 +15,7 @@ import urllib.request
 import pytest
 
 from dccot.lab.worlds import bigram as tiny
-from dccot.rollout.settings import EngineConfig
+from dccot.rollout.engine import EngineConfig
 
 ENGINE = EngineConfig(dtype="float32", context=1024, max_sequences=16, kv_cache_gb=0.1)
 

@@ -17,8 +17,8 @@ from dccot.eval.solve import answer_in, main, solve, summary
 from dccot.eval.timeline import Step, Timeline
 from dccot.lab.worlds.bigram import Chances, save
 from dccot.rollout.director import RolloutConfig
+from dccot.rollout.engine import EngineConfig
 from dccot.rollout.generate import Request, generate
-from dccot.rollout.settings import EngineConfig
 
 PROBLEM = "What is 1 plus 2?"
 BUDGET = 200

@@ -19,9 +19,8 @@ from dccot.model.tokenizer import PROBE, open_tokenizer
 from dccot.model.transformer import Transformer
 from dccot.model.weights import load_weights
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.engine import open_engine
+from dccot.rollout.engine import EngineConfig, open_engine
 from dccot.rollout.generate import Request, generate
-from dccot.rollout.settings import EngineConfig
 from dccot.train.forest import pack
 
 ROLLOUT = RolloutConfig(budget=96, temperature=0.6, max_rounds=1)

@@ -21,8 +21,8 @@ from dccot.model.tokenizer import open_tokenizer, tokenizer_folder
 from dccot.model.transformer import Transformer
 from dccot.model.weights import full_parameters, write_folder
 from dccot.rollout.director import Completion, Director, RolloutConfig, Stop
+from dccot.rollout.engine import EngineConfig
 from dccot.rollout.response import Response
-from dccot.rollout.settings import EngineConfig
 from dccot.rollout.tags import SPAWN_OPEN, TagIds, flaw_of, overshoots, worker_close
 from dccot.rollout.vllm_engine import VllmEngine
 from tests.support.real_packages import tokenizer_files

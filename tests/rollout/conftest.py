@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dccot.lab.worlds import bigram as tiny
-from dccot.rollout.settings import EngineConfig
+from dccot.rollout.engine import EngineConfig
 
 KINDS = ("single", "spelled")
 CONTEXT = 512

@@ -8,10 +8,10 @@ import sys
 import weakref
 from pathlib import Path
 
-from dccot.rollout import vllm_start as engine_start
+from dccot.rollout import vllm_engine
 from dccot.rollout.director import RolloutConfig
+from dccot.rollout.engine import EngineConfig
 from dccot.rollout.generate import Request, generate
-from dccot.rollout.settings import EngineConfig
 from dccot.rollout.vllm_engine import VllmEngine
 
 GREEDY = RolloutConfig(budget=40, temperature=0.0)
@@ -23,15 +23,15 @@ def greedy(engine: VllmEngine) -> list[int]:
 
 
 def main(folder: Path, out: Path) -> None:
-    engine_start.HEARTBEAT_SECONDS = 0.1
+    vllm_engine.HEARTBEAT_SECONDS = 0.1
     found: dict = {}
     try:
-        VllmEngine(folder, EngineConfig(dtype="float32", kv_cache_gb=1e-6), log=out / "failed.log")
+        VllmEngine(folder, EngineConfig(dtype="float32", kv_cache_gb=1e-6), logs=out / "failed")
     except ValueError as error:
         found["error"] = str(error)
     print("--- and now one that starts", file=sys.stderr, flush=True)
     config = EngineConfig(dtype="float32", kv_cache_gb=0.125)
-    engine = VllmEngine(folder, config, log=out / "first.log")
+    engine = VllmEngine(folder, config, logs=out / "first")
     found["first"] = greedy(engine)
     runner = engine._engine.model_executor.driver_worker.worker.model_runner
     held = [

@@ -26,8 +26,8 @@ from dccot.lab.worlds import bigram
 from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout import vllm_engine as engine_module
 from dccot.rollout.director import RolloutConfig
+from dccot.rollout.engine import EngineConfig
 from dccot.rollout.generate import Request, Watch, generate
-from dccot.rollout.settings import EngineConfig
 from dccot.rollout.tags import TagIds
 from dccot.rollout.vllm_engine import VllmEngine
 

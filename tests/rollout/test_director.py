@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from dccot.core.config import ConfigError
+from dccot.core.config import ConfigError, check
 from dccot.rollout.director import Call, Completion, Director, RolloutConfig, Stop
 from dccot.rollout.response import Finish, Response, Round, Segment
 from dccot.rollout.tags import TagIds
@@ -348,11 +348,10 @@ def test_every_call_reads_what_algorithm_1_says_and_every_sampled_id_is_kept():
 
 
 @pytest.mark.parametrize(
-    ("setting", "named"),
-    [({"workers": 0}, "workers is 0"), ({"budget": 0}, "budget is 0"), ({"total_tokens": 0}, "total_tokens is 0"),
-     ({"max_rounds": -1}, "max_rounds is -1"),
-     ({"temperature": -0.1}, "temperature is -0.1"), ({"top_p": 0.0}, "top_p is 0.0"), ({"top_p": 1.5}, "top_p is 1.5")],
-)  # fmt: skip
-def test_impossible_settings_are_refused_by_name(setting, named):
-    with pytest.raises(ConfigError, match=f"rollout.{named}"):
-        RolloutConfig(**setting).check()
+    ("name", "value"),
+    [*dict.fromkeys(("workers", "budget", "total_tokens", "top_p"), 0).items(), ("max_rounds", -1)]
+    + [("temperature", -0.1), ("top_p", 1.5)],
+)
+def test_impossible_settings_are_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=f"rollout.{name} is {value}"):
+        check(RolloutConfig(**{name: value}), "rollout")

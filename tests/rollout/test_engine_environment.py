@@ -3,7 +3,7 @@
 import os
 import threading
 
-from dccot.rollout.vllm_start import restore_environment
+from dccot.rollout.vllm_engine import restore_environment
 
 
 def test_only_what_changed_is_restored_and_nothing_is_ever_missing(monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dccot.rollout import vllm_engine as engine_module
-from dccot.rollout.settings import EngineConfig
+from dccot.rollout.engine import EngineConfig
 from dccot.rollout.vllm_engine import engine_arguments
 from tests.support import programs
 
@@ -27,15 +27,15 @@ def life(checkpoints, tmp_path_factory) -> tuple[dict, str, Path]:
 def test_a_start_that_fails_shows_the_end_of_its_log(life):
     found, stderr, out = life
     assert "No available memory for the cache blocks" in found["error"]
-    shown = stderr.split("--- and now")[0].split(f"the end of {out / 'failed.log'}:\n")[1]
-    lines = (out / "failed.log").read_text().splitlines()
+    shown = stderr.split("--- and now")[0].split(f"the end of {out / 'failed/engine.rank0.log'}:\n")[1]
+    lines = (out / "failed/engine.rank0.log").read_text().splitlines()
     assert shown.splitlines() == lines[-60:] and any(" INFO vllm" in line for line in lines)
 
 
 def test_the_console_hears_that_the_engine_is_still_starting_and_the_log_has_the_rest(life):
     _, stderr, out = life
     beats = [line for line in stderr.split("--- and now")[1].splitlines() if line.startswith("starting the engine: ")]
-    said = (out / "first.log").read_text()
+    said = (out / "first/engine.rank0.log").read_text()
     assert any(beat.split(" s; ", 1)[1][:60] in said for beat in beats)
     assert "vllm" in said and " INFO vllm" not in stderr.split("--- and now")[1].replace("\n".join(beats), "")
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 import sys
 import time
@@ -11,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.generate import Request, generate
-from dccot.rollout.progress import RolloutProgress
+from dccot.rollout.generate import Request, RolloutProgress, generate
 from dccot.rollout.response import Rollout
 from dccot.rollouts import main
 from tests.support import programs
@@ -122,16 +122,18 @@ def test_what_cannot_run_is_refused_in_one_line(command, changed, message, capsy
     assert message in capsys.readouterr().err
 
 
-def test_progress_shows_responses_tokens_per_second_and_running_sequences(engines, monkeypatch):
-    monkeypatch.setattr("dccot.rollout.progress.REFRESH_SECONDS", 0.0)
-    engine, screen = engines["single"], io.StringIO()
+def test_progress_shows_responses_tokens_per_second_and_running_sequences(engines):
+    engine, said = engines["single"], []
+
+    class Said(RolloutProgress):
+        def show(self, done, text="", **more):
+            super().show(done, text, **more)
+            said.append(text)
+
     requests = [Request("p", sample, [5, 6, 7]) for sample in range(6)]
-    with RolloutProgress(len(requests), console=Console(file=screen, force_terminal=True, width=120)) as progress:
-        before = engine.sampled_tokens
-        responses = [
-            response for _, response in generate(engine, requests, RolloutConfig(budget=60), seed=(0,), watch=progress)
-        ]
-    assert engine.sampled_tokens - before == sum(response.sampled_tokens for response in responses)
-    assert "tokens/s" in screen.getvalue()
-    assert "running" in screen.getvalue()
-    assert "6/6" in screen.getvalue()
+    with Said(len(requests), console=Console(file=io.StringIO())) as progress:
+        progress.refresh, before = 0.0, engine.sampled_tokens
+        done = list(generate(engine, requests, RolloutConfig(budget=60), seed=(0,), watch=progress))
+    assert engine.sampled_tokens - before == sum(response.sampled_tokens for _, response in done)
+    assert any(re.fullmatch(r"[\d,]+ tokens/s, [1-6] running", text) for text in said)
+    assert progress.done == 6

@@ -8,9 +8,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.engine import open_engine
+from dccot.rollout.engine import EngineConfig, open_engine
 from dccot.rollout.generate import Request, generate
-from dccot.rollout.settings import EngineConfig
 from dccot.rollout.vllm_engine import VllmEngine
 
 GREEDY = RolloutConfig(budget=80, temperature=0.0)
@@ -85,7 +84,7 @@ def test_verify_finds_the_one_value_that_differs(engine, checkpoints):
             place = tuple(size // 2 for size in parameter.shape)
             old = parameter[place].item()
             parameter[place] += 1.0
-            with pytest.raises(ValueError, match=f"other weights than the given ones: {name};"):
+            with pytest.raises(ValueError, match=f"weights differ from the given ones: {name};"):
                 engine.verify(model.named_parameters())
             parameter[place] = old
 
@@ -93,7 +92,7 @@ def test_verify_finds_the_one_value_that_differs(engine, checkpoints):
 def test_weights_are_cast_to_the_engines_precision(checkpoints):
     engine = VllmEngine(checkpoints["single"], EngineConfig(dtype="bfloat16", kv_cache_gb=0.125))
     model = perturbed(checkpoints["single"], seed=10)
-    with pytest.raises(ValueError, match="other weights than the given ones"):
+    with pytest.raises(ValueError, match="weights differ from the given ones"):
         engine.verify(model.named_parameters())
     engine.load(model.named_parameters())
     engine.verify(model.named_parameters())

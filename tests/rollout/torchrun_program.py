@@ -18,8 +18,8 @@ from vllm.distributed.parallel_state import destroy_model_parallel
 from dccot.model.sharding import ShardingConfig, build_model
 from dccot.model.weights import full_parameters, save_checkpoint
 from dccot.rollout.director import RolloutConfig
+from dccot.rollout.engine import EngineConfig
 from dccot.rollout.generate import Request, Watch, generate
-from dccot.rollout.settings import EngineConfig
 from dccot.rollout.vllm_engine import VllmEngine
 
 

@@ -18,7 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from dccot.lab.worlds import bigram as tiny
-from dccot.rollout.settings import EngineConfig
+from dccot.rollout.engine import EngineConfig
 from tests.support.servers import KEY, dccot_serve, vllm_serve
 
 CONTEXT, BUDGET = 1024, 160

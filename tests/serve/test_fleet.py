@@ -22,10 +22,9 @@ from dccot.eval.results import own_benchmark
 from dccot.lab.worlds import bigram as tiny
 from dccot.rollout import fleet as remote
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.engine import EngineStalled, open_engine
+from dccot.rollout.engine import EngineConfig, EngineStalled, open_engine
 from dccot.rollout.generate import Request, Watch, generate
 from dccot.rollout.response import Rollout
-from dccot.rollout.settings import EngineConfig
 from dccot.rollouts import main as rollout_main
 from dccot.train.config import RLConfig
 from tests.serve.conftest import CONTEXT
@@ -102,7 +101,7 @@ def test_servers_that_cannot_take_part_are_refused_with_the_remedy(servers, mode
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     with pytest.raises(ConfigError, match="does not answer"):
         open_fleet(model, "http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match="another tokenizer"):
+    with pytest.raises(ConfigError, match="tokenizer differs"):
         open_fleet(tiny.save(tmp_path / "single", "single", context=512), servers[0].address)
     monkeypatch.delenv("VLLM_API_KEY")
     with pytest.raises(ConfigError, match="set VLLM_API_KEY"):

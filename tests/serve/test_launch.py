@@ -4,9 +4,8 @@ import json
 import shlex
 
 from dccot.lab.worlds import bigram as tiny
-from dccot.rollout.settings import EngineConfig
-from dccot.serve.launch import defaults, main, overrides
-from dccot.serve.settings import VARIABLE, from_environment
+from dccot.rollout.engine import EngineConfig, as_flags, vllm_options
+from dccot.serve.launch import VARIABLE, from_environment, main, overrides
 
 NOTHING = {"workers": None, "budget": None, "max_n": None, "max_requests": None}
 
@@ -33,10 +32,9 @@ def test_the_server_is_set_up_like_the_engine_of_solve():
 
     from dccot.rollout.vllm_engine import engine_arguments
 
-    served = make_arg_parser(FlexibleArgumentParser()).parse_args(["model", *defaults(on_gpu=False)])
+    served = make_arg_parser(FlexibleArgumentParser()).parse_args(["model", *as_flags(vllm_options(on_gpu=False))])
     solving = engine_arguments("model", "model", EngineConfig(), distributed=False, sleeps=False)
-    for name in ("hf_overrides", "scheduling_policy", "generation_config", "logprobs_mode", "enable_chunked_prefill", "enforce_eager",
-                 "block_size", "kv_cache_memory_bytes"):  # fmt: skip
+    for name in vllm_options(on_gpu=False):
         assert getattr(served, name) == getattr(solving, name), name
 
 

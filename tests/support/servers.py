@@ -13,23 +13,13 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from dccot.serve.launch import ONE_PROCESS
+from dccot.rollout.engine import ONE_PROCESS, as_flags, vllm_options
 from tests.support import programs
 
 ROOT = Path(__file__).parents[2]
 KEY = "a key for tests"
-OPTIONS = (
-    "--dtype",
-    "float32",
-    "--max-model-len",
-    "1024",
-    "--kv-cache-memory-bytes",
-    str(2**27),
-    "--max-num-seqs",
-    "64",
-)
-PLAIN = ("--no-enable-chunked-prefill", "--enforce-eager", "--block-size", "32", "--scheduling-policy", "priority")
-PLAIN += ("--distributed-executor-backend", ONE_PROCESS)  # starts in half the time
+SIZES = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 2**27, "max_num_seqs": 64}
+PLAIN = vllm_options(on_gpu=False) | {"distributed_executor_backend": ONE_PROCESS} | SIZES
 PLUGINS = {"dccot": "dccot.serve.plugin:Plugin", "dccot_faults": "tests.support.serve_faults:Plugin"}
 
 
@@ -48,9 +38,7 @@ class Server:
             filter(None, [environment.pop("PYTHONPATH", ""), str(ROOT), os.environ.get("PYTHONPATH", "")])
         )
         kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-        one_thread = {
-            "OMP_NUM_THREADS": "1"
-        }  # enough for tiny models, and several servers do not wait for each other's threads
+        one_thread = {"OMP_NUM_THREADS": "1"}  # enough for tiny models; servers do not wait for each other's threads
         with open(log, "w") as out:
             self.process = programs.Popen(
                 command,
@@ -105,13 +93,13 @@ def dccot_serve(model: Path, folder: Path, *options: str) -> Server:
     """`dccot serve`, with the plugin that injects faults beside ours."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    command = [sys.executable, "-m", "dccot.cli", "serve", str(model), "--port", str(port), *OPTIONS, *options]
+    command = [sys.executable, "-m", "dccot.cli", "serve", str(model), "--port", str(port), *as_flags(SIZES), *options]
     environment = {"PYTHONPATH": plugins(folder / "plugins"), "VLLM_PLUGINS": "dccot_faults", "VLLM_API_KEY": KEY}
     return Server(command, folder / "server.log", environment, port)
 
 
 def vllm_serve(
-    model: Path, folder: Path, *options: str, port: int | None = None, plugin: str | None = None, processed: bool = True
+    model: Path, folder: Path, *, port: int | None = None, plugin: str | None = None, processed: bool = True
 ) -> Server:
     """vLLM's own command; `plugin` are the settings of ours, if it is to be there. Its log-probs are `processed` or
     raw.
@@ -122,6 +110,5 @@ def vllm_serve(
     environment = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_API_KEY": KEY}
     if plugin is not None:
         environment |= {"PYTHONPATH": plugins(folder / "plugins"), "VLLM_PLUGINS": "dccot", "DCCOT_SERVE": plugin}
-    if processed:
-        options = (*options, "--logprobs-mode", "processed_logprobs")
-    return Server([*command, "--port", str(port), *OPTIONS, *PLAIN, *options], folder / "server.log", environment, port)
+    flags = as_flags(PLAIN | {"port": port} | ({} if processed else {"logprobs_mode": "raw_logprobs"}))
+    return Server([*command, *flags], folder / "server.log", environment, port)

@@ -16,9 +16,9 @@ from dccot.model.config import read_config
 from dccot.model.transformer import Transformer
 from dccot.model.weights import full_parameters, load_weights
 from dccot.rollout.director import RolloutConfig
+from dccot.rollout.engine import EngineConfig
 from dccot.rollout.generate import Request, generate
 from dccot.rollout.response import Finish, Response
-from dccot.rollout.settings import EngineConfig
 from dccot.rollout.vllm_engine import VllmEngine
 from dccot.train.forest import Forest, pack
 
