@@ -29,7 +29,8 @@ from dccot.model.folder import find_model
 from dccot.recipe import SHARED, Recipe, StagePlan
 from dccot.stages import Need, kind_of, load_stage
 from dccot.train.config import RLConfig, SFTConfig, check_context, open_folder
-from dccot.train.plan import GB, checkpoint_bytes, parameters, training_peak
+from dccot.train.memory import parameters
+from dccot.train.plan import GB, checkpoint_bytes, training_peak
 
 
 @dataclass(frozen=True)

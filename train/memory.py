@@ -1,8 +1,14 @@
-"""Bytes of one rank while it trains, by arithmetic on shapes. `dccot rehearse` checks them against the step itself.
+"""What one rank holds while it trains: the largest micro-batch that a configuration allows, and its bytes.
 
-N tokens and M rows with loss in a micro-batch, d hidden, I intermediate, V vocabulary, H and Hk heads of D; b
-parameters of a block, r of embedding, LM head and last norm; w bytes per number in compute precision, S ranks that
-share a copy of the model. Steady memory:
+A forest is filled up to the token budget, but a response that is larger than the budget gets its own forest. A tree
+with K workers holds worker 1 once and the others twice, as written and as read, so a longest path of L tokens can be a
+tree of (2K − 1)·L:
+
+    prompt S1 | W2 | W3 | W1 W2' W3' S2          longest path |S1| + |W| + |S2|, tokens |S1| + 5 |W| + |S2|
+
+Bytes are arithmetic on shapes, which `dccot rehearse` checks against the step itself. N tokens and M rows with loss in
+a micro-batch, d hidden, H and Hk heads of D; b parameters of a block, r of embedding, LM head and last norm; w bytes
+per number in compute precision, S ranks that share a copy of the model. Steady memory:
 
     master weights, moments   4 and 8 bytes per parameter of the rank's shard;  reference w
     gradients                 4 per parameter, unsharded until the last micro-batch (sharding.reduce_once), else of the shard
@@ -15,15 +21,83 @@ backward; the reduction of the root's gradients when all blocks are done.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
+from pathlib import Path
 
 import torch
 
+from dccot.core.config import find_config, load_config, read_yaml
 from dccot.kernels.lm_head import BLOCK_ELEMENTS, DEFAULT_CHUNK_ROWS
 from dccot.model.config import ModelConfig
 from dccot.model.sharding import DTYPES, ShardingConfig
 from dccot.model.transformer import Transformer
+from dccot.rollout.response import Response, Round, Segment
+from dccot.train.config import RLConfig, SFTConfig
+
+DIRECTOR = 8  # director tokens before and after spawning: few, since worker tokens make a larger tree
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """`copies` equal responses: a prompt, `workers` workers of `length` tokens each, and the director's own text."""
+
+    copies: int
+    prompt: int
+    workers: int
+    length: int
+    final: int
+
+    @property
+    def tokens(self) -> int:
+        spawning = DIRECTOR + (2 * self.workers - 1) * self.length if self.workers else 0
+        return self.copies * (self.prompt + spawning + self.final)
+
+    @property
+    def rows(self) -> int:
+        """Tokens that carry loss: every worker once."""
+        return self.copies * (DIRECTOR * bool(self.workers) + self.workers * self.length + self.final)
+
+    def response(self, number: int) -> Response:
+        """One of them; prompts differ by number, so that nothing is shared."""
+        workers = [_segment(self.length) for _ in range(self.workers)]
+        rounds = [Round(_segment(DIRECTOR), workers)] if workers else []
+        return Response([number, *[1] * (self.prompt - 1)], rounds, _segment(self.final))
+
+
+@cache
+def _segment(tokens: int) -> Segment:
+    return Segment([], [1] * tokens, [-1.0] * tokens)
+
+
+def load_training(path: str | Path, overrides: Sequence[str]) -> RLConfig | SFTConfig:
+    """An RL or SFT configuration, depending on the file; the paths of its model and data do not matter here."""
+    only_rl = {field.name for field in fields(RLConfig)} - {field.name for field in fields(SFTConfig)}
+    rl = only_rl & read_yaml(find_config(path)).keys()
+    kind: type[RLConfig] | type[SFTConfig] = RLConfig if rl else SFTConfig
+    return load_config(kind, path, ["model.path=unused", "data.train=unused", *overrides])
+
+
+def largest_batch(config: RLConfig | SFTConfig, max_position: int) -> LargestBatch:
+    prompt, budget = config.prompt.max_prompt_tokens, config.batch.token_budget
+    if isinstance(config, SFTConfig):
+        alone = LargestBatch(1, prompt, 0, 0, config.data.max_tokens - prompt)
+    elif config.prompt.kind == "parallel":
+        workers = config.rollout.workers
+        room = min((config.engine.context or max_position) - prompt, config.rollout.total_tokens or max_position)
+        length = min(config.rollout.budget, room // workers) - 2 * DIRECTOR
+        alone = LargestBatch(1, prompt, workers, length, DIRECTOR)
+    else:
+        alone = LargestBatch(1, prompt, 0, 0, config.rollout.budget)
+    copies = -(-budget // alone.tokens)
+    if copies == 1:
+        return alone
+    size = budget // copies - prompt
+    if not alone.workers:
+        return LargestBatch(copies, prompt, 0, 0, size)
+    return LargestBatch(copies, prompt, alone.workers, (size - 2 * DIRECTOR) // (2 * alone.workers - 1), DIRECTOR)
 
 
 @cache
@@ -32,12 +106,12 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in Transformer(model).named_parameters()}
 
 
-def numbers(shape: tuple[int, ...], shards: int = 1) -> int:
-    """Elements of a tensor, or of the first of `shards` shards: FSDP divides the first dimension, rounded up."""
-    size = -(-shape[0] // shards)
-    for side in shape[1:]:
-        size *= side
-    return size
+def parameters(model: ModelConfig, where: str = "", shards: int = 1) -> int:
+    """Parameters whose name contains `where`, or of the first of `shards` shards of each: FSDP divides the first
+    dimension, rounded up.
+    """
+    shapes = [shape for name, shape in parameter_shapes(model).items() if where in name]
+    return sum(-(-shape[0] // shards) * math.prod(shape[1:]) for shape in shapes)
 
 
 @dataclass(frozen=True)
@@ -51,12 +125,10 @@ class TrainingMemory:
 
     @cached_property
     def persistent(self) -> dict[str, int]:
-        shapes = parameter_shapes(self.model).values()
-        shard = sum(numbers(shape, self.shards) for shape in shapes)
+        shard, master = parameters(self.model, shards=self.shards), DTYPES[self.sharding.master_dtype].itemsize
         return {
-            "master weights": DTYPES[self.sharding.master_dtype].itemsize * shard,
-            "AdamW moments": 2 * DTYPES[self.sharding.master_dtype].itemsize * shard
-            + 4 * len(shapes),  # and the step count of each
+            "master weights": master * shard,
+            "AdamW moments": 2 * master * shard + 4 * len(parameter_shapes(self.model)),  # and the step count of each
             "reference policy": self.width * shard if self.reference else 0,
         }
 
@@ -66,43 +138,27 @@ class TrainingMemory:
         return max(self.moments().items(), key=lambda moment: sum(moment[1].values()))
 
     def moments(self) -> dict[str, dict[str, float]]:
-        parts = self.model, self.width, self.tokens
-        gathered = self.width * (self.root + 2 * self.block) if self.shards > 1 or self.width < 4 else 0
-        gradients = {
+        model, width = self.model, self.width
+        root, block = parameters(model) - parameters(model, ".layers."), parameters(model, ".layers.0.")
+        flying = 0 if self.waits else 4 * block * (self.shards > 1)  # one block's gradients are on their way
+        both: dict[str, float] = {
             "gradients": self.gradients,
-            "the LM head's gradient": self.width * self.model.vocab_size * self.model.hidden_size,
+            "the LM head's gradient": width * model.vocab_size * model.hidden_size,
+            "gathered weights": width * (root + 2 * block) if self.shards > 1 or width < 4 else 0,
+            "activations": self.kept,
         }
-        flying = 0 if self.waits else 4 * self.block * (self.shards > 1)  # one block's gradients are on their way
         return {
-            "a block's backward": {
-                **gradients,
-                "gathered weights": gathered,
-                "activations": self.kept,
-                "one block": block_backward(*parts, self.sharding.activation_checkpointing) + flying,
-            },
-            "the LM head's backward": {
-                **gradients,
-                "gathered weights": gathered,
-                "activations": self.kept,
-                "the LM head": head_backward(*parts, self.rows),
-            },
+            "a block's backward": {**both, "one block": self.block_backward + flying},
+            "the LM head's backward": {**both, "the LM head": self.head_backward},
             "the last reduction": {
-                "gradients": self.shard_gradients + (4 if self.waits else self.width) * self.root,
-                "gradients on their way": 4 * self.root * (self.shards > 1),
+                "gradients": 4 * parameters(model, shards=self.shards) + (4 if self.waits else width) * root,
+                "gradients on their way": 4 * root * (self.shards > 1),
             },
         }
 
     @property
     def width(self) -> int:
         return DTYPES[self.sharding.compute_dtype].itemsize
-
-    @cached_property
-    def block(self) -> int:
-        return sum(numbers(shape) for name, shape in parameter_shapes(self.model).items() if ".layers.0." in name)
-
-    @cached_property
-    def root(self) -> int:
-        return sum(numbers(shape) for name, shape in parameter_shapes(self.model).items() if ".layers." not in name)
 
     @property
     def waits(self) -> bool:
@@ -111,44 +167,41 @@ class TrainingMemory:
 
     @property
     def gradients(self) -> int:
-        return 4 * sum(map(numbers, parameter_shapes(self.model).values())) if self.waits else self.shard_gradients
+        return 4 * parameters(self.model, shards=1 if self.waits else self.shards)
 
     @property
-    def shard_gradients(self) -> int:
-        return 4 * sum(numbers(shape, self.shards) for shape in parameter_shapes(self.model).values())
+    def _inside_block(self) -> int:
+        """Numbers per token that a block's backward needs: residuals and norms; q, k, v and attention; gate, its silu,
+        up, their product.
+        """
+        heads = (2 * self.model.heads + 2 * self.model.kv_heads) * self.model.head_dim
+        return 4 * self.model.hidden_size + heads + 4 * self.model.intermediate_size
+
+    @property
+    def _input_and_attention(self) -> int:
+        return self.model.hidden_size + self.model.heads * self.model.head_dim
 
     @property
     def kept(self) -> int:
         """What all blocks keep for the backward."""
-        each = 1 if self.sharding.activation_checkpointing else 0
-        inside = (
-            inside_block(self.model) if not each else self.model.hidden_size + self.model.heads * self.model.head_dim
-        )
-        statistics = 4 * self.model.heads + (0 if each else 2 * 4)  # log-sum-exp, and the norms'
+        recomputed = self.sharding.activation_checkpointing
+        inside = self._input_and_attention if recomputed else self._inside_block
+        statistics = 4 * self.model.heads + (0 if recomputed else 2 * 4)  # log-sum-exp, and the norms'
         return self.model.layers * self.tokens * (self.width * inside + statistics)
 
+    @property
+    def block_backward(self) -> int:
+        """The MLP's backward: with recomputation the whole block except its input and attention, which are kept; three
+        gradients of the MLP.
+        """
+        hidden, inner = self.model.hidden_size, self.model.intermediate_size
+        again = self._inside_block - self._input_and_attention if self.sharding.activation_checkpointing else 0
+        return self.width * (self.tokens * (again + 2 * inner + hidden) + 2 * hidden * inner)
 
-def inside_block(model: ModelConfig) -> int:
-    """Numbers per token that a block's backward needs: residuals and norms; q, k, v and attention; gate, its silu, up,
-    their product.
-    """
-    return 4 * model.hidden_size + (2 * model.heads + 2 * model.kv_heads) * model.head_dim + 4 * model.intermediate_size
-
-
-def block_backward(model: ModelConfig, width: int, tokens: int, recomputed: bool) -> int:
-    """The MLP's backward: with recomputation the whole block except its input and attention, which are kept; three
-    gradients of the MLP.
-    """
-    again = inside_block(model) - model.hidden_size - model.heads * model.head_dim if recomputed else 0
-    return width * (
-        tokens * (again + 2 * model.intermediate_size + model.hidden_size)
-        + 2 * model.hidden_size * model.intermediate_size
-    )
-
-
-def head_backward(model: ModelConfig, width: int, tokens: int, rows: int) -> int:
-    """Hidden states and their gradient, one block of logits and its gradient, and the words' gradient twice."""
-    tall = min(rows, DEFAULT_CHUNK_ROWS)
-    wide = min(model.vocab_size, BLOCK_ELEMENTS // tall)
-    logits = tall * wide * (4 + width * (width < 4))
-    return width * model.hidden_size * (2 * tokens + rows) + 4 * model.hidden_size * (rows + 2 * wide) + logits
+    @property
+    def head_backward(self) -> int:
+        """Hidden states and their gradient, one block of logits and its gradient, and the words' gradient twice."""
+        hidden, width, tall = self.model.hidden_size, self.width, min(self.rows, DEFAULT_CHUNK_ROWS)
+        wide = min(self.model.vocab_size, BLOCK_ELEMENTS // tall)
+        logits = tall * wide * (4 + width * (width < 4))
+        return width * hidden * (2 * self.tokens + self.rows) + 4 * hidden * (self.rows + 2 * wide) + logits

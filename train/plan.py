@@ -8,7 +8,7 @@ Memory is arithmetic on shapes, per rank (P parameters, S ranks that share one c
 
     always           (4 + 8) P/S master weights and AdamW;  2 P/S reference
     while training   4 P gradients waiting for the last micro-batch (with sharding.reduce_once=false 4 P/S);  gathered blocks;
-                     activations of the largest micro-batch;  what one block or the LM head needs besides (memory.py)
+                     activations of the largest micro-batch;  what one block or the LM head needs (memory.py)
     while sampling   2 P/T engine weights (T: tensor parallel);  the rest of engine.gpu_memory is KV cache
 
 `dccot rehearse` checks this against the training step itself: steady memory is exact, the peak of a step within 10%.
@@ -32,8 +32,7 @@ from dccot.core.run import Run
 from dccot.model.config import ModelConfig, parse_config, read_config
 from dccot.rollout.engine import EngineConfig
 from dccot.train.config import RLConfig
-from dccot.train.largest import largest_micro_batch
-from dccot.train.memory import TrainingMemory, numbers, parameter_shapes
+from dccot.train.memory import TrainingMemory, largest_batch, parameters
 
 GB = 1e9
 
@@ -76,10 +75,6 @@ ASSUMED_MFU = 0.4
 ASSUMED_BANDWIDTH_SHARE = 0.6
 
 
-def parameters(model: ModelConfig) -> int:
-    return sum(map(numbers, parameter_shapes(model).values()))
-
-
 @dataclass(frozen=True)
 class Plan:
     """Bytes per rank, and what fits in the rest."""
@@ -104,13 +99,11 @@ class Plan:
 
 
 def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan:
-    copies = config.sharding.copies(gpus)
-    if gpus % copies or gpus % config.engine.tensor_parallel:
-        raise ConfigError(
-            f"{gpus} GPUs do not divide by {copies} replicas and tensor parallel {config.engine.tensor_parallel}"
-        )
-    total, shards, parallel = parameters(model), gpus // copies, config.engine.tensor_parallel
-    largest = largest_micro_batch(config, model.max_position)
+    copies, parallel = config.sharding.copies(gpus), config.engine.tensor_parallel
+    if gpus % copies or gpus % parallel:
+        raise ConfigError(f"{gpus} GPUs do not divide by {copies} replicas and tensor parallel {parallel}")
+    total, shards = parameters(model), gpus // copies
+    largest = largest_batch(config, model.max_position)
     reference = bool(config.objective.kl_coefficient)
     memory = TrainingMemory(model, config.sharding, shards, largest.tokens, largest.rows, reference)
     persistent, (moment, training) = memory.persistent, memory.peak
@@ -153,34 +146,25 @@ def checkpoint_bytes(total: int, config: Any) -> float:
 
 
 def advice(plan: Plan, gpu: Gpu, token_budget: int) -> list[str]:
-    room, found = gpu.memory * GB, []
+    room, always, found = gpu.memory * GB, sum(plan.persistent.values()), []
+    tree = f"a tree of {plan.tokens:,} tokens, more than batch.token_budget {token_budget:,}"
+    whole, sharded = plan.training["gradients"] >= 4 * plan.parameters, plan.persistent["master weights"]
     if plan.training_peak > room:
-        if (
-            plan.training["gradients"] >= 4 * plan.parameters
-            and plan.persistent["master weights"] < 4 * plan.parameters
-        ):
-            found.append(
-                "training does not fit: set sharding.reduce_once=false (one reduction per micro-batch, no gradients waiting)"
-            )
+        remedy = "lower batch.token_budget or use more GPUs"
+        if whole and sharded < 4 * plan.parameters:
+            remedy = "set sharding.reduce_once=false (one reduction per micro-batch, no gradients waiting)"
         elif plan.tokens > token_budget:
-            found.append(
-                f"training does not fit: a single response can be a tree of {plan.tokens:,} tokens, more than batch.token_budget "
-                f"{token_budget:,}: lower rollout.budget or rollout.workers, or use GPUs with more memory"
-            )
-        else:
-            found.append("training does not fit: lower batch.token_budget or use more GPUs")
-    if sum(plan.persistent.values()) < room < plan.sampling_peak:
-        share = int(100 * (1 - sum(plan.persistent.values()) / room)) / 100
+            remedy = f"a single response can be {tree}: lower rollout.budget or rollout.workers, or use larger GPUs"
+        found.append(f"training does not fit: {remedy}")
+    if always < room < plan.sampling_peak:
+        share = int(100 * (1 - always / room)) / 100
         found.append(f"sampling does not fit beside the trainer's weights: set engine.gpu_memory={share:g} or less")
     if plan.kv_cache_tokens < 100_000:
-        found.append(
-            "little room for the KV cache: raise engine.tensor_parallel, engine.gpu_memory or the number of GPUs"
-        )
+        remedy = "raise engine.tensor_parallel, engine.gpu_memory or the number of GPUs"
+        found.append(f"little room for the KV cache: {remedy}")
     found = found or ["fits"]
     if plan.training_peak <= room and plan.tokens > token_budget:
-        found.append(
-            f"one response can be a tree of {plan.tokens:,} tokens, more than batch.token_budget {token_budget:,}: it is planned for"
-        )
+        found.append(f"one response can be {tree}: it is planned for")
     return found
 
 
@@ -195,44 +179,39 @@ def read_shape(name: str) -> ModelConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Memory per rank and expected speed of an RL run.",
-        epilog="example: dccot plan 7B --gpus 8 --gpu H100",
-    )
+    example = "example: dccot plan 7B --gpus 8 --gpu H100"
+    parser = argparse.ArgumentParser(description="Memory per rank and expected speed of an RL run.", epilog=example)
+    default = "configs/rl/stage4.yaml"
     parser.add_argument("model", help=f"a checkpoint, a run, or one of {', '.join(SHAPES)}")
-    parser.add_argument(
-        "config", nargs="?", default="configs/rl/stage4.yaml", help="RL configuration (default: configs/rl/stage4.yaml)"
-    )
+    parser.add_argument("config", nargs="?", default=default, help=f"RL configuration (default: {default})")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--gpu", choices=GPUS, default="H100")
     parser.add_argument("--tensor-parallel", type=int, help="GPUs of one engine (default: as configured)")
-    parser.add_argument(
-        "--replicate", type=int, help="copies of the model (HSDP), usually one per machine (default: as configured)"
-    )
+    copies = "copies of the model (HSDP), usually one per machine (default: as configured)"
+    parser.add_argument("--replicate", type=int, help=copies)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_intermixed_args(argv)
     given = {"engine.tensor_parallel": arguments.tensor_parallel, "sharding.replicate": arguments.replicate}
-    fixed = [f"{key}={value}" for key, value in given.items() if value is not None]
+    settings = [f"{key}={value}" for key, value in given.items() if value is not None] + arguments.overrides
+    gpu = GPUS[arguments.gpu]
     try:
-        config = load_config(
-            RLConfig, arguments.config, ["model.path=unused", "data.train=unused", *fixed, *arguments.overrides]
-        )
-        plan = make_plan(read_shape(arguments.model), config, arguments.gpus, GPUS[arguments.gpu])
+        config = load_config(RLConfig, arguments.config, ["model.path=unused", "data.train=unused", *settings])
+        plan = make_plan(read_shape(arguments.model), config, arguments.gpus, gpu)
     except (ConfigError, ValueError, OSError) as error:
         print(f"dccot: {error}", file=sys.stderr)
         return 2
     if arguments.json:
-        print(
-            json.dumps(
-                plan.__dict__ | {"training_peak": plan.training_peak, "sampling_peak": plan.sampling_peak}, indent=1
-            )
-        )
-        return 0
-    gpu = GPUS[arguments.gpu]
-    print(
-        f"{plan.parameters / 1e9:.2f}B parameters on {arguments.gpus} × {arguments.gpu} ({gpu.memory} GB), per rank in GB:"
-    )
+        peaks = {"training_peak": plan.training_peak, "sampling_peak": plan.sampling_peak}
+        print(json.dumps(plan.__dict__ | peaks, indent=1))
+    else:
+        print(f"{plan.parameters / 1e9:.2f}B parameters on {arguments.gpus} × {arguments.gpu} ", end="")
+        show(plan, gpu, config.batch.token_budget)
+    return 0
+
+
+def show(plan: Plan, gpu: Gpu, token_budget: int) -> None:
+    print(f"({gpu.memory} GB), per rank in GB:")
     for title, parts in (
         ("always", plan.persistent),
         ("while training", plan.training),
@@ -241,14 +220,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"  {title}: " + ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size))
     print(f"  the training peak is {plan.moment}, with {plan.tokens:,} tokens in the largest micro-batch")
     print(f"  peak: training {plan.training_peak / GB:.1f}, sampling {plan.sampling_peak / GB:.1f}")
-    print(
-        f"  KV cache: {plan.kv_cache_tokens:,} tokens per engine; token budget {config.batch.token_budget:,} per micro-batch"
-    )
-    print(
-        f"expected, not measured: {plan.rollout_tokens_per_second:,.0f} sampled and {plan.train_tokens_per_second:,.0f} trained tokens/s"
-    )
-    print("→ " + "\n→ ".join(advice(plan, gpu, config.batch.token_budget)))
-    return 0
+    print(f"  KV cache: {plan.kv_cache_tokens:,} tokens per engine; token budget {token_budget:,} per micro-batch")
+    sampled, trained = plan.rollout_tokens_per_second, plan.train_tokens_per_second
+    print(f"expected, not measured: {sampled:,.0f} sampled and {trained:,.0f} trained tokens/s")
+    print("→ " + "\n→ ".join(advice(plan, gpu, token_budget)))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,7 @@ from dccot.core.config import ConfigError
 from dccot.core.files import write_atomic
 from dccot.model.config import ModelConfig
 from dccot.train.config import RLConfig, SFTConfig
-from dccot.train.largest import largest_micro_batch, load_training
-from dccot.train.memory import TrainingMemory
+from dccot.train.memory import TrainingMemory, largest_batch, load_training
 from dccot.train.plan import GB, GPUS, SHAPES, read_shape
 
 AGREES = 0.1  # of the peak: how far `dccot plan` may be off
@@ -76,7 +75,7 @@ def prepare(paths: Sequence[str], overrides: Sequence[str], model: ModelConfig, 
         replicate = config.sharding.copies(gpus)
         if gpus % replicate:
             raise ConfigError(f"sharding.replicate is {replicate}; it must divide the {gpus} GPUs")
-        largest = largest_micro_batch(config, model.max_position)
+        largest = largest_batch(config, model.max_position)
         reference = isinstance(config, RLConfig) and config.objective.kl_coefficient > 0
         planned = TrainingMemory(model, config.sharding, gpus // replicate, largest.tokens, largest.rows, reference)
         objective = asdict(config.objective) if isinstance(config, RLConfig) else None

@@ -42,7 +42,7 @@ from dccot.model.weights import full_parameters
 from dccot.rollout.response import Response
 from dccot.train.batch import Batch
 from dccot.train.config import RLConfig, SFTConfig
-from dccot.train.largest import largest_micro_batch, load_training
+from dccot.train.memory import largest_batch, load_training
 from dccot.train.phases import Phases
 from dccot.train.plan import GPUS
 from dccot.train.rewards import Graded, Group
@@ -126,7 +126,7 @@ def sft_step(config: SFTConfig, gpu: FakeGpu, shape: ModelConfig, runtime: Runti
 
 def micro_batches(config: RLConfig | SFTConfig, shape: ModelConfig, number: int) -> list[Response]:
     """Responses that fill MICRO_BATCHES of the largest micro-batches this many times."""
-    largest = largest_micro_batch(config, shape.max_position)
+    largest = largest_batch(config, shape.max_position)
     return [largest.response(n) for n in range(largest.copies * MICRO_BATCHES * number)]
 
 
@@ -174,7 +174,7 @@ def rehearse(spec: dict) -> dict:
             gather(step.model)
         with gpu.phase("checkpoint"), gpu.kind("checkpoint"):
             host = plan_checkpoint(step.model, step.optimizer)
-    largest = largest_micro_batch(config, shape.max_position)
+    largest = largest_batch(config, shape.max_position)
     return {
         "tokens": largest.tokens,
         "rows": largest.rows,

@@ -12,9 +12,8 @@ from dccot.model.config import parse_config
 from dccot.model.sharding import ShardingConfig
 from dccot.train.config import RLConfig
 from dccot.train.forest import build_forest
-from dccot.train.largest import largest_micro_batch
-from dccot.train.memory import TrainingMemory
-from dccot.train.plan import GPUS, SHAPES, main, make_plan, parameters, read_shape
+from dccot.train.memory import TrainingMemory, largest_batch, parameters
+from dccot.train.plan import GPUS, SHAPES, main, make_plan, read_shape
 
 CASES = {
     "fp32": {"compute_dtype": "float32"},
@@ -111,7 +110,7 @@ def test_a_copy_of_the_model_per_rank_waits_for_nothing():
 def test_a_response_larger_than_the_token_budget_sets_the_size_of_a_micro_batch():
     """Three workers: 12,000 tokens on the longest path are nearly 60,000 in the tree, next to a prompt of 1,024."""
     config = load_config(RLConfig, "configs/rl/stage4.yaml", ["model.path=x", "data.train=y"])
-    largest = largest_micro_batch(config, 131_072)
+    largest = largest_batch(config, 131_072)
     forest = build_forest([[(0, largest.response(0))]])
     assert (len(forest), len(forest.targets)) == (largest.tokens, largest.rows)
     assert largest.response(0).longest_path <= 12_000 and 60_000 < largest.tokens <= 1024 + 5 * 12_000
@@ -120,7 +119,7 @@ def test_a_response_larger_than_the_token_budget_sets_the_size_of_a_micro_batch(
 
 def test_short_responses_fill_the_token_budget():
     config = load_config(RLConfig, "configs/rl/dsr_hlp_12k.yaml", ["model.path=x", "data.train=y"])
-    largest = largest_micro_batch(config, 131_072)
+    largest = largest_batch(config, 131_072)
     assert config.batch.token_budget - largest.copies < largest.tokens <= config.batch.token_budget
 
 
@@ -129,3 +128,15 @@ def test_a_response_larger_than_the_token_budget_is_said(capsys):
     assert "one response can be a tree of 60,960 tokens, more than batch.token_budget 32,768" in capsys.readouterr().out
     assert main(["1.5B", "configs/rl/stage4.yaml", "batch.token_budget=65536", "--gpus", "8"]) == 0
     assert "one response can be" not in capsys.readouterr().out
+
+
+def test_a_cap_on_all_tokens_bounds_the_largest_tree():
+    """Three workers of at most 7,000 of 21,000 tokens: worker 1 once, the others twice, and the prompt's 1,024."""
+    needed = ["model.path=m", "data.train=d", "batch.token_budget=1024"]
+    free = largest_batch(load_config(RLConfig, "configs/rl/stage4.yaml", needed), 131_072)
+    capped = largest_batch(
+        load_config(RLConfig, "configs/rl/stage4.yaml", [*needed, "rollout.total_tokens=21000"]), 131_072
+    )
+    assert 5 * 11_900 < free.tokens <= 1024 + 5 * 12_000
+    assert 5 * 6_900 < capped.tokens <= 1024 + 5 * 7_000
+    assert capped.rows <= 21_000
