@@ -43,7 +43,6 @@ SLOW_TESTS = (
     "tests/front_door/test_marks.py",
     "tests/core/test_runtime.py::test_ranks_that_work_apart",
     "tests/front_door/test_transformers.py",
-    "tests/kernels/test_tree_attention.py::test_flash_compiled",
     "tests/model/test_folder.py::test_ranks_started",
     "tests/model/test_vllm_roundtrip.py",
     "tests/rollout/test_engine_life.py",

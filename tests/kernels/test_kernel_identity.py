@@ -6,18 +6,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from dccot.kernels import attention_triton
-from dccot.kernels import lm_head_triton as logprob_triton
+from dccot.kernels import attention_triton, lm_head_triton
 
-KERNELS = [
-    attention_triton.forward_kernel,
-    attention_triton.grad_query_kernel,
-    attention_triton.grad_key_kernel,
-    attention_triton.merge_kernel,
-    attention_triton.sum_kernel,
-    logprob_triton.statistics_kernel,
-    logprob_triton.gradient_kernel,
-]
+ATTENTION = ("forward", "grad_query", "grad_key", "merge", "sum")
+KERNELS = [getattr(attention_triton, f"{name}_kernel") for name in ATTENTION]
+KERNELS += [lm_head_triton.statistics_kernel, lm_head_triton.gradient_kernel]
 LISTS = ("starts", "stops", "slots", "firsts", "middles", "lasts", "tile_start", "tile_stop")
 
 

@@ -14,19 +14,14 @@ from dccot.kernels.mask import TreeMask, parents, positions, validate
 
 @settings(deadline=None, max_examples=60)
 @given(forests())
-def test_position_counts_visible_keys_and_parent_is_the_nearest(visible_until):
-    visible = visible_pairs(visible_until).tril(-1)
-    mask = TreeMask(visible_until)
-    assert mask.position.tolist() == visible.sum(1).tolist()
-    assert mask.parent.tolist() == [
-        max((k for k in range(q) if visible[q, k]), default=-1) for q in range(len(visible))
-    ]
-
-
-@settings(deadline=None, max_examples=60)
-@given(forests())
-def test_subtree_counts_the_queries_that_see_a_key(visible_until):
-    assert TreeMask(visible_until).subtree.tolist() == visible_pairs(visible_until).sum(0).tolist()
+def test_position_parent_and_subtree_follow_from_what_is_visible(visible_until):
+    """Keys seen before oneself, the nearest of them, and the queries that see a key."""
+    visible, mask = visible_pairs(visible_until), TreeMask(visible_until)
+    before = visible.tril(-1)
+    nearest = [max((k for k in range(q) if before[q, k]), default=-1) for q in range(len(before))]
+    assert mask.position.tolist() == before.sum(1).tolist()
+    assert mask.parent.tolist() == nearest
+    assert mask.subtree.tolist() == visible.sum(0).tolist()
 
 
 def is_forest(ends: list[int]) -> bool:
@@ -46,7 +41,7 @@ def test_exactly_the_depth_first_forests_are_accepted(ends):
     assert accepted == is_forest(ends)
 
 
-def test_forests_of_tests_are_accepted_but_not_with_one_end_moved():
+def test_a_forest_with_one_end_moved_is_refused():
     visible_until = from_depths([0, 1, 2, 2, 1, 2, 0, 1])
     validate(visible_until)
     visible_until[1] = 5  # now ends inside the subtree of token 4
@@ -68,33 +63,20 @@ def test_errors_name_token_value_and_limit(bad, message):
         TreeMask(bad)
 
 
-def test_numpy_and_narrow_integers_are_welcome():
-    ends = np.array([3, 2, 3], dtype=np.int16)
-    assert positions(ends).tolist() == [0, 1, 1]
-    assert parents(ends).tolist() == [-1, 0, 0]
+def test_numpy_narrow_integers_and_no_tokens_are_welcome():
+    ends, empty = np.array([3, 2, 3], dtype=np.int16), TreeMask(torch.empty(0, dtype=torch.int64))
+    assert (positions(ends).tolist(), parents(ends).tolist()) == ([0, 1, 1], [-1, 0, 0])
     assert TreeMask(ends).visible_until.dtype == torch.int32
-
-
-def test_causal_is_packed_sequences():
-    assert TreeMask.causal([2, 3]).visible_until.tolist() == [2, 2, 5, 5, 5]
-
-
-def test_an_empty_forest_is_a_forest():
-    mask = TreeMask(torch.empty(0, dtype=torch.int64))
-    assert len(mask) == len(mask.position) == len(mask.parent) == 0
+    assert len(empty) == len(empty.position) == len(empty.parent) == 0
 
 
 def test_a_handle_finds_its_mask_and_rebuilds_it_once_it_is_gone():
-    mask = TreeMask(torch.tensor([2, 2]))
+    mask, built = TreeMask(torch.tensor([2, 2])), []
     handle, visible_until = mask.handle, mask.visible_until
     assert TreeMask.from_handle(handle, visible_until) is mask
+    for _ in range(3):
+        mask.derive("thing", lambda: built.append(1))
+    assert built == [1], "what is derived is built once"
     del mask
     gc.collect()
     assert TreeMask.from_handle(handle, visible_until).position.tolist() == [0, 1]
-
-
-def test_what_is_derived_is_built_once():
-    mask, built = TreeMask(torch.tensor([1])), []
-    for _ in range(3):
-        mask.derive("thing", lambda: built.append(1))
-    assert built == [1]

@@ -10,14 +10,12 @@ from kernel_forests import SHAPES, forests, from_depths, visible_pairs
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from dccot.kernels import attention_cpu
-from dccot.kernels import attention_flex as attention_flash
+from dccot.kernels import attention_cpu, attention_flex
 from dccot.kernels.tree_attention import TreeMask, tree_attention
 
 
-def tensors(
-    tokens: int, query_heads: int = 6, key_heads: int = 2, dim: int = 16, dtype=torch.float64
-) -> list[torch.Tensor]:
+def tensors(tokens: int, query_heads: int = 6, key_heads: int = 2, dim: int = 16, dtype=torch.float64):
+    """q, k, v and a gradient of the output."""
     generator = torch.Generator().manual_seed(tokens)
     sizes = ((tokens, heads, dim) for heads in (query_heads, key_heads, key_heads, query_heads))
     q, k, v, grad = (torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in sizes)
@@ -33,64 +31,53 @@ def largest_difference(a, b) -> float:
     return max(((x - y).abs().max().item() for x, y in zip(a, b, strict=True) if x.numel()), default=0.0)
 
 
-def softmax_by_hand(q, k, v, visible) -> torch.Tensor:
-    """Row by row over the keys that the definition lets a query see."""
-    rows = []
-    for row, seen in enumerate(visible):
-        keys, values = (x[seen].repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        weights = ((q[row] * keys).sum(-1) * q.shape[-1] ** -0.5).softmax(0)
-        rows.append((weights[..., None] * values).sum(0))
-    return torch.stack(rows)
+def assert_as_the_oracle(visible_until, inputs=None) -> None:
+    mask, inputs = TreeMask(visible_until), inputs or tensors(len(visible_until))
+    assert largest_difference(with_gradients(*inputs, mask), with_gradients(*inputs, mask, backend="dense")) < 1e-9
 
 
 def test_the_oracle_is_softmax_over_visible_keys():
+    """Row by row over the keys that the definition lets a query see."""
     visible_until = from_depths([0, 1, 2, 2, 3, 1, 2, 0, 1])
-    q, k, v, _ = tensors(len(visible_until))
+    (q, k, v, _), rows = tensors(len(visible_until)), []
+    for row, seen in enumerate(visible_pairs(visible_until)):
+        keys, values = (x[seen].repeat_interleave(3, dim=1) for x in (k, v))
+        weights = ((q[row] * keys).sum(-1) / 4).softmax(0)
+        rows.append((weights[..., None] * values).sum(0))
     out = tree_attention(q, k, v, TreeMask(visible_until), backend="dense")
-    assert largest_difference([out], [softmax_by_hand(q, k, v, visible_pairs(visible_until))]) < 1e-12
+    assert largest_difference([out], [torch.stack(rows)]) < 1e-12
 
 
 @settings(deadline=None, max_examples=80)
 @given(forests(90), st.sampled_from([0, 60, 400, attention_cpu.LONG_RUN_PAIRS]), st.sampled_from([1, 4, 7, 16]))
 def test_paths_equal_the_oracle_in_fp64_however_the_tree_is_cut(visible_until, long_run_pairs, triangle):
-    inputs = tensors(len(visible_until))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_cpu, "LONG_RUN_PAIRS", long_run_pairs)
         patch.setattr(attention_cpu, "TRIANGLE", triangle)
-        mask = TreeMask(visible_until)
-        assert largest_difference(with_gradients(*inputs, mask), with_gradients(*inputs, mask, backend="dense")) < 1e-9
+        assert_as_the_oracle(visible_until)
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_paths_equal_the_oracle_in_fp64_on_chosen_shapes(name):
-    inputs, mask = tensors(len(SHAPES[name])), TreeMask(SHAPES[name])
-    assert largest_difference(with_gradients(*inputs, mask), with_gradients(*inputs, mask, backend="dense")) < 1e-9
+    assert_as_the_oracle(SHAPES[name])
 
 
 def test_paths_equal_the_oracle_in_fp64_on_a_tree_long_enough_for_slices():
     visible_until = torch.tensor([1500] * 400 + [700] * 300 + [1000] * 300 + [1500] * 500)
-    mask = TreeMask(visible_until)
     pieces = attention_cpu.cut(visible_until)
     triangles = [(rows.stop - rows.start, count) for rows, count in pieces.causal]
-    assert (
-        triangles == [(256, 2), (144, 1), (128, 1), (172, 1), (128, 1), (172, 1), (256, 2), (244, 1)]
-        and not pieces.chains
-    )
+    assert triangles == [(256, 2), (144, 1), *[(128, 1), (172, 1)] * 2, (256, 2), (244, 1)] and not pieces.chains
     assert len(pieces.full) == 6 + 1, "one rectangle per triangle but the first of a run, and what is below the trunk"
-    inputs = tensors(1500, 2, 1, 8)
-    assert largest_difference(with_gradients(*inputs, mask), with_gradients(*inputs, mask, backend="dense")) < 1e-9
+    assert_as_the_oracle(visible_until, tensors(1500, 2, 1, 8))
 
 
 @settings(deadline=None, max_examples=60)
 @given(forests(90), st.sampled_from([4, 16, 128]))
 def test_the_block_mask_of_the_flash_backend_shows_what_the_oracle_shows(visible_until, block):
-    made, tokens = attention_flash.block_mask(visible_until, block), len(visible_until)
-    index = torch.arange(tokens)
-    shown = torch.zeros(tokens, tokens, dtype=torch.bool)
-    for count, tiles, masked in (
-        (made.kv_num_blocks, made.kv_indices, True),
-        (made.full_kv_num_blocks, made.full_kv_indices, False),
-    ):
+    made, tokens = attention_flex.block_mask(visible_until, block), len(visible_until)
+    index, shown = torch.arange(tokens), torch.zeros(tokens, tokens, dtype=torch.bool)
+    edge, full = (made.kv_num_blocks, made.kv_indices, True), (made.full_kv_num_blocks, made.full_kv_indices, False)
+    for count, tiles, masked in (edge, full):
         for row, (length, columns) in enumerate(zip(count[0, 0].tolist(), tiles[0, 0].tolist(), strict=True)):
             for column in columns[:length]:
                 q, k = (index[number * block : (number + 1) * block] for number in (row, column))
@@ -99,20 +86,18 @@ def test_the_block_mask_of_the_flash_backend_shows_what_the_oracle_shows(visible
     assert torch.equal(shown, visible_pairs(visible_until))
 
 
-def test_flash_compiled_from_the_tile_lists_equals_the_oracle():
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_flash_equals_the_oracle(compiled):
     """FlexAttention's compiled CPU kernel walks the lists; it has no backward there."""
     visible_until = torch.tensor([400] * 140 + [240] * 100 + [300] * 60 + [400] * 100)
     mask, (q, k, v, _) = TreeMask(visible_until), tensors(400, 4, 2, 16, dtype=torch.float32)
     q, k, v = (x.detach() for x in (q, k, v))
-    heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
-    walked = torch.compile(flex_attention)(
-        *heads_first, block_mask=attention_flash.block_mask(mask.visible_until), enable_gqa=True
-    )
-    expected = tree_attention(q, k, v, mask, backend="dense")
-    assert (
-        largest_difference([walked[0].transpose(0, 1), tree_attention(q, k, v, mask, backend="flash")], [expected] * 2)
-        < 1e-5
-    )
+    if compiled:
+        blocks, heads_first = attention_flex.block_mask(visible_until), [x.transpose(0, 1)[None] for x in (q, k, v)]
+        out = torch.compile(flex_attention)(*heads_first, block_mask=blocks, enable_gqa=True)[0].transpose(0, 1)
+    else:
+        out = tree_attention(q, k, v, mask, backend="flash")
+    assert largest_difference([out], [tree_attention(q, k, v, mask, backend="dense")]) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -127,10 +112,12 @@ def test_paths_are_as_exact_as_dense_attention_in_the_same_precision(name, dtype
         assert largest_difference([a], [truth]) <= (3 if part else 2) * largest_difference([b], [truth])
 
 
-def test_the_same_inputs_give_the_same_bits():
-    mask, inputs = TreeMask(SHAPES["long branches"]), tensors(len(SHAPES["long branches"]), dtype=torch.float32)
-    first, second = with_gradients(*inputs, mask), with_gradients(*inputs, mask)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+def test_the_same_inputs_give_the_same_bits_with_activation_checkpointing_and_without():
+    mask, (q, k, v, grad) = TreeMask(SHAPES["long branches"]), tensors(len(SHAPES["long branches"]))
+    first, second = (with_gradients(q, k, v, grad, mask) for _ in range(2))
+    out = checkpoint(tree_attention, q, k, v, mask, use_reentrant=False)
+    third = [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+    assert all(map(torch.equal, first + first, second + third))
 
 
 def test_scale_replaces_one_over_root_head_dim():
@@ -139,17 +126,13 @@ def test_scale_replaces_one_over_root_head_dim():
 
 
 def test_no_tokens_give_no_output():
-    q, k, v, grad = tensors(0)
-    assert [x.shape[0] for x in with_gradients(q, k, v, grad, TreeMask(torch.empty(0, dtype=torch.int64)))] == [0] * 4
+    found = with_gradients(*tensors(0), TreeMask(torch.empty(0, dtype=torch.int64)))
+    assert [x.shape[0] for x in found] == [0] * 4
 
 
 def test_views_with_other_strides_are_welcome_if_the_last_dimension_is_contiguous():
-    fused = torch.randn(30, 3, 4, 16, dtype=torch.float64)
-    mask, views = TreeMask.causal([30]), fused.unbind(1)
-    assert (
-        largest_difference([tree_attention(*views, mask)], [tree_attention(*(x.contiguous() for x in views), mask)])
-        == 0
-    )
+    views, mask = torch.randn(30, 3, 4, 16, dtype=torch.float64).unbind(1), TreeMask.causal([30])
+    assert torch.equal(tree_attention(*views, mask), tree_attention(*(x.contiguous() for x in views), mask))
 
 
 def test_backward_works_after_the_mask_is_gone():
@@ -162,19 +145,10 @@ def test_backward_works_after_the_mask_is_gone():
     assert largest_difference(torch.autograd.grad(out, (q, k, v), grad), expected[1:]) < 1e-9
 
 
-def test_activation_checkpointing_changes_no_bit():
-    mask, (q, k, v, grad) = TreeMask(SHAPES["long branches"]), tensors(len(SHAPES["long branches"]))
-    plain = with_gradients(q, k, v, grad, mask)
-    out = checkpoint(tree_attention, q, k, v, mask, use_reentrant=False)
-    again = [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-
-
 def test_the_operator_keeps_torchs_contract_for_custom_operators():
     mask, (q, k, v, _) = TreeMask(SHAPES["one-token segments"]), tensors(15, dtype=torch.float32)
-    torch.library.opcheck(
-        torch.ops.dccot.tree_attention.default, (q, k, v, mask.visible_until, mask.handle, 0.25, "cpu")
-    )
+    given = (q, k, v, mask.visible_until, mask.handle, 0.25, "cpu")
+    torch.library.opcheck(torch.ops.dccot.tree_attention.default, given)
 
 
 def test_torch_compile_takes_it_as_one_step_and_other_trees_need_no_new_graph():
@@ -185,13 +159,19 @@ def test_torch_compile_takes_it_as_one_step_and_other_trees_need_no_new_graph():
         return graph.forward
 
     torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda q, k, v, mask: tree_attention(q * 2, k, v, mask) + 1, backend=count, fullgraph=True, dynamic=True
-    )
-    for visible_until in (SHAPES["long branches"], SHAPES["forty branches"], SHAPES["plain causal"]):
-        mask, (q, k, v, _) = TreeMask(visible_until), tensors(len(visible_until))
-        assert largest_difference([compiled(q, k, v, mask)], [tree_attention(q * 2, k, v, mask) + 1]) == 0
+    step = lambda q, k, v, mask: tree_attention(q * 2, k, v, mask) + 1
+    compiled = torch.compile(step, backend=count, fullgraph=True, dynamic=True)
+    for name in ("long branches", "forty branches", "plain causal"):
+        mask, (q, k, v, _) = TreeMask(SHAPES[name]), tensors(len(SHAPES[name]))
+        assert torch.equal(compiled(q, k, v, mask), step(q, k, v, mask))
     assert len(graphs) == 1
+
+
+DTYPES = "one floating-point dtype, got torch.float32, torch.float16, torch.float32: cast"
+BACKWARD = {"backend": "flash", "q": torch.randn(9, 4, 16, requires_grad=True)}
+FAR_APART = torch.empty(2**30 + 32, dtype=torch.float16).as_strided((9, 2, 32), (0, 2**30, 1))  # touched by nobody
+WIDE, HALF = torch.randn(9, 2, 32), torch.randn(9, 2, 32).half()
+TRITON = {"backend": "triton", "k": WIDE, "v": WIDE, "q": WIDE}
 
 
 @pytest.mark.parametrize(
@@ -201,44 +181,18 @@ def test_torch_compile_takes_it_as_one_step_and_other_trees_need_no_new_graph():
         ({"v": torch.randn(9, 2, 8)}, ValueError, r"k \(9, 2, 16\), v \(9, 2, 8\)"),
         ({"q": torch.randn(9, 5, 16)}, ValueError, "query heads must be a multiple of key heads, got 5 and 2"),
         ({"mask": TreeMask.causal([8])}, ValueError, "the mask describes 8 tokens"),
-        (
-            {"k": torch.randn(9, 2, 16).half()},
-            TypeError,
-            "one floating-point dtype, got torch.float32, torch.float16, torch.float32: cast",
-        ),
-        (
-            {"q": torch.randn(9, 16, 4).transpose(1, 2)},
-            ValueError,
-            r"last dimension must be contiguous.*call \.contiguous\(\)",
-        ),
+        ({"k": torch.randn(9, 2, 16).half()}, TypeError, DTYPES),
+        ({"q": torch.randn(9, 16, 4).mT}, ValueError, r"last dimension must be contiguous.*call \.contiguous\(\)"),
         ({"scale": 0.0}, ValueError, "scale must be positive, got 0.0"),
         ({"backend": "fast"}, ValueError, "unknown backend 'fast': use 'triton', 'cpu', 'flash' or 'dense'"),
-        (
-            {"backend": "flash", "q": torch.randn(9, 4, 16, requires_grad=True)},
-            ValueError,
-            "has no backward on a CPU: use 'cpu'",
-        ),
+        (BACKWARD, ValueError, "has no backward on a CPU: use 'cpu'"),
         ({"backend": "triton"}, ValueError, "head_dim .32, 64, 128., got 16"),
+        (TRITON, ValueError, "needs TRITON_INTERPRET=1"),
+        (TRITON | {"q": FAR_APART, "k": HALF, "v": HALF}, ValueError, "more than 2³¹ elements apart"),
+        (TRITON | dict.fromkeys("qkv", WIDE.double()), TypeError, r"got torch\.float64: cast"),
     ],
 )
 def test_errors_name_the_value_and_the_remedy(change, error, message):
-    arguments = {
-        "q": torch.randn(9, 4, 16),
-        "k": torch.randn(9, 2, 16),
-        "v": torch.randn(9, 2, 16),
-        "mask": TreeMask.causal([9]),
-    } | change
+    given = {"q": torch.randn(9, 4, 16), "k": torch.randn(9, 2, 16), "v": torch.randn(9, 2, 16)}
     with pytest.raises(error, match=message):
-        tree_attention(**arguments)
-
-
-def test_triton_says_what_it_cannot_take():
-    q = torch.randn(9, 2, 32)
-    with pytest.raises(ValueError, match="needs TRITON_INTERPRET=1"):
-        tree_attention(q, q, q, TreeMask.causal([9]), backend="triton")
-    # never touched: costs no memory
-    far_apart = torch.empty(2**30 + 32, dtype=torch.float16).as_strided((9, 2, 32), (0, 2**30, 1))
-    with pytest.raises(ValueError, match="more than 2³¹ elements apart"):
-        tree_attention(far_apart, q.half(), q.half(), TreeMask.causal([9]), backend="triton")
-    with pytest.raises(TypeError, match=r"got torch\.float64: cast"):
-        tree_attention(q.double(), q.double(), q.double(), TreeMask.causal([9]), backend="triton")
+        tree_attention(**{**given, "mask": TreeMask.causal([9]), **change})
