@@ -1,10 +1,9 @@
-"""A GPU that computes nothing: tensors on it have a shape, a dtype and a size, and their memory is counted by kind and
-phase.
+"""A GPU that computes nothing: its tensors have shape, dtype and size, and memory is counted by kind and phase.
 
     with FakeGpu() as gpu:
-        with gpu.phase("update"): …          any code that uses device "cuda"
-    gpu.peaks                                phase → (most bytes at once, the same by kind)
-    gpu.syncs                                phase → location in our code → how often the host waited for the GPU there
+        with gpu.phase("update"): …    any code that uses device "cuda"
+    gpu.peaks                          phase → (most bytes at once, the same by kind)
+    gpu.syncs                          phase → location in our code → how often the host waited for the GPU there
 
 The CPU side is real: tensors on the CPU have values, so that masks, schedules and metrics are computed as usual.
 Crossing over loses them: a tensor moved to the GPU becomes a fake one, one moved back holds zeros. The bodies of our
@@ -46,7 +45,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
-COPIES = (aten._to_copy.default, aten.copy_.default)
+PINNING = (aten._pin_memory.default, aten.pin_memory.default)
 PACKAGE = Path(__file__).resolve().parents[2]
 OURSELVES = {"fake_gpu.py", "fake_cuda.py", "step.py"}
 
@@ -71,8 +70,9 @@ class FakeGpu(TorchDispatchMode):
         if self._stack is None:
             self._stack = ExitStack()
             self._stack.enter_context(self._fake)
-            # torch.tensor(…, device="cuda") makes one on the CPU and moves it
-            torch._C._set_only_lift_cpu_tensors(True)
+            torch._C._set_only_lift_cpu_tensors(
+                True
+            )  # torch.tensor(…, device="cuda") makes one on the CPU and moves it
             self._watch_fsdp(self._stack)
         super().__enter__()
         return self
@@ -102,10 +102,7 @@ class FakeGpu(TorchDispatchMode):
 
     def _on_the_cpu(self, func: Any, args: tuple, kwargs: dict) -> Any:
         with no_dispatch():
-            if func in (
-                aten._pin_memory.default,
-                aten.pin_memory.default,
-            ):  # needs a driver; recording the request is enough
+            if func in PINNING:  # needs a driver; recording the request is enough
                 copy = args[0].clone()
                 self._pinned.add(copy.untyped_storage())
                 return copy
@@ -117,24 +114,21 @@ class FakeGpu(TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise RuntimeError(
-                f"{_place()}: {func} needs numbers that are on the GPU; compute it on the CPU beforehand"
-            ) from error
+            needs = "needs numbers that are on the GPU; compute it on the CPU beforehand"
+            raise RuntimeError(f"{_place()}: {func} {needs}") from error
 
     def _copy(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Between CPU and GPU, or from one dtype to another on the GPU."""
-        source = args[0] if func is aten._to_copy.default else args[1]
-        target = (
-            torch.device(kwargs.get("device") or source.device) if func is aten._to_copy.default else args[0].device
-        )
+        in_place = func is aten.copy_.default
+        source = args[1] if in_place else args[0]
+        target = args[0].device if in_place else torch.device(kwargs.get("device") or source.device)
         if {source.device.type, target.type} != {"cpu", "cuda"}:
             return self._run(func, args, kwargs)
-        waits = not (kwargs.get("non_blocking") or (func is aten.copy_.default and len(args) > 2 and args[2]))
-        if waits or (
-            source.device.type == "cpu" and source.numel() > 1 and source.untyped_storage() not in self._pinned
-        ):
+        asked_not_to_wait = kwargs.get("non_blocking") or (in_place and len(args) > 2 and args[2])
+        pageable = source.device.type == "cpu" and source.numel() > 1 and source.untyped_storage() not in self._pinned
+        if pageable or not asked_not_to_wait:
             self.synchronised("a copy to the GPU that blocks" if target.type == "cuda" else "a copy from the GPU")
-        if func is aten.copy_.default:
+        if in_place:
             return args[0]
         dtype = kwargs.get("dtype") or source.dtype
         if target.type == "cuda":
@@ -189,11 +183,8 @@ class FakeGpu(TorchDispatchMode):
             self._kinds.pop()
 
     def relabel(self, tensors: Iterable[Tensor | None], kind: str) -> None:
-        for tensor in tensors:
-            if tensor is None:
-                continue
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            key = local.untyped_storage()._cdata
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+        for key in (tensor.untyped_storage()._cdata for tensor in local if tensor is not None):
             if key in self._held:
                 size, before = self._held[key]
                 self._held[key] = size, kind
@@ -202,9 +193,8 @@ class FakeGpu(TorchDispatchMode):
 
     @property
     def phase_peak(self) -> int:
-        return max(
-            (total for name, (total, _) in self.peaks.items() if name.startswith(self._phase)), default=self.total
-        )
+        peaks = [total for name, (total, _) in self.peaks.items() if name.startswith(self._phase)]
+        return max(peaks, default=self.total)
 
     def _hold(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -280,14 +270,9 @@ class FakeGpu(TorchDispatchMode):
         replace(fsdp.FSDPParamGroup, "wait_for_unshard", labelled("gathered weights"))
         replace(fsdp.FSDPParamGroup, "post_backward", labelled("gradients"))
         replace(fsdp, "foreach_reduce", reduce)
-        for register, stepping in (
-            (register_optimizer_step_pre_hook, True),
-            (register_optimizer_step_post_hook, False),
-        ):
-            stack.callback(register(functools.partial(self._step_begins_or_ends, stepping)).remove)
-
-    def _step_begins_or_ends(self, begins: bool, *_: object) -> None:
-        self._stepping = begins
+        hooks = {register_optimizer_step_pre_hook: True, register_optimizer_step_post_hook: False}
+        for register, stepping in hooks.items():
+            stack.callback(register(lambda *_, now=stepping: setattr(self, "_stepping", now)).remove)
 
 
 @functools.cache

@@ -1,11 +1,12 @@
 """One training step on a fake GPU, in its own process: what `dccot rehearse` starts for every configuration.
 
-    echo '{"config": "configs/rl/stage1.yaml", "overrides": [], "shape": {…}, "ranks": 8, "gpu": "H100"}' | python -m dccot.lab.rehearsal.step
+    python -m dccot.lab.rehearsal.step <<< '{"config": "configs/rl/stage1.yaml", "overrides": [], "shape": {…},
+                                             "ranks": 8, "gpu": "H100"}'
 
-Reads one JSON object, prints one. The step is the project's own (RL.pack to RL.update, SFT.train_on): forests of the largest
-micro-batch that the configuration allows, two of them per mini-batch, so that one waits for the other; then weights are
-gathered as the engine gets them, and a checkpoint is planned. There is one rank, the first of a process group that
-pretends to have them all.
+Reads one JSON object, prints one. The step is the project's own, of RL or SFT: forests of the largest micro-batch that
+the configuration allows, two of them per mini-batch, so that one waits for the other; then weights are gathered as the
+engine gets them, and a checkpoint is planned. There is one rank, the first of a process group that pretends to have
+them all.
 """
 
 # ruff: noqa: E402 (the fake device comes before torch)
@@ -20,7 +21,6 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -104,9 +104,7 @@ def rl_step(config: RLConfig, gpu: FakeGpu, shape: ModelConfig, runtime: Runtime
         frozen = replace(config.sharding, master_dtype=config.sharding.compute_dtype, activation_checkpointing=False)
         rl.reference = build(gpu, "reference policy", shape, frozen, runtime.device).requires_grad_(False).eval()
     responses = micro_batches(config, shape, updates * runtime.ranks)
-    groups: list[Group] = [
-        [Graded("", number, "", "", "", response, advantage=1.0)] for number, response in enumerate(responses)
-    ]
+    groups: list[Group] = [[Graded("", n, "", "", "", each, advantage=1.0)] for n, each in enumerate(responses)]
     mini_batches, tokens = rl.pack(Batch(len(groups), groups)), TokenMetrics(config.objective, runtime)
     rl.old_logprobs(mini_batches)
     rl.reference_logprobs(mini_batches)
@@ -136,9 +134,8 @@ def gather(model: Transformer) -> None:
     for name, tensor in full_parameters(model):
         if isinstance(tensor, DTensor) or tensor.shape != shapes[name] or tensor.device.type != "cuda":
             have = f"{type(tensor).__name__} {tuple(tensor.shape)} on {tensor.device}"
-            raise ValueError(
-                f"{name} reaches the engine as {have}; it must be a whole tensor {tuple(shapes[name])} on the GPU: gather it"
-            )
+            needs = f"a whole tensor {tuple(shapes[name])} on the GPU"
+            raise ValueError(f"{name} reaches the engine as {have}; it must be {needs}: gather it")
 
 
 def plan_checkpoint(model: Transformer, optimizer: torch.optim.Optimizer) -> int:
@@ -147,12 +144,12 @@ def plan_checkpoint(model: Transformer, optimizer: torch.optim.Optimizer) -> int
     planner = DefaultSavePlanner()
     planner.set_up_planner({"model": model_state, "optimizer": optimizer_state}, is_coordinator=True)
     planner.create_global_plan([planner.create_local_plan()])
-    moments = [value for state in optimizer.state.values() for value in state.values()]
-    return local_bytes([*model.parameters(), *moments])
+    copied = [*model.parameters(), *moments(optimizer)]
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in copied)
 
 
-def local_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+def moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values()]
 
 
 def rehearse(spec: dict) -> dict:
@@ -163,12 +160,12 @@ def rehearse(spec: dict) -> dict:
     runtime = FirstRank(0, spec["ranks"], torch.device("cuda", 0))
     config = load_training(spec["config"], spec["overrides"])
     with gpu:
-        step: RL | SFT = (
-            rl_step(config, gpu, shape, runtime)
-            if isinstance(config, RLConfig)
-            else sft_step(config, gpu, shape, runtime)
-        )
-        gpu.relabel((value for state in step.optimizer.state.values() for value in state.values()), "AdamW moments")
+        step: RL | SFT
+        if isinstance(config, RLConfig):
+            step = rl_step(config, gpu, shape, runtime)
+        else:
+            step = sft_step(config, gpu, shape, runtime)
+        gpu.relabel(moments(step.optimizer), "AdamW moments")
         steady = {kind: size for kind, size in gpu.by_kind.items() if size}
         with gpu.phase("sync"), gpu.kind("gathered weights"):
             gather(step.model)
