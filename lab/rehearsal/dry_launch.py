@@ -23,9 +23,8 @@ def _launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) ->
     kernel.signature.bind(*args, **{key: value for key, value in options.items() if key not in OPTIONS})
     for parameter, value in zip(kernel.signature.parameters, args):
         if isinstance(value, torch.Tensor) and value.device.type != "cuda":
-            raise ValueError(
-                f"{kernel.fn.__name__}: {parameter} is on {value.device}; a kernel reads the GPU's memory only: move it first"
-            )
+            where = f"{kernel.fn.__name__}: {parameter} is on {value.device}"
+            raise ValueError(f"{where}; a kernel reads the GPU's memory only: move it first")
     for size, limit in zip(grid, GRID_LIMITS):
         if not 0 < size <= limit:
             raise ValueError(

@@ -12,10 +12,9 @@ them all.
 # ruff: noqa: E402 (the fake device comes before torch)
 from __future__ import annotations
 
-from dccot.core.run import Run
 from dccot.lab.rehearsal import fake_cuda
 
-fake_cuda.load()
+fake_cuda.load()  # before anything that imports torch
 
 import json
 import sys
@@ -33,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dccot.core.run import Run
 from dccot.core.runtime import Runtime
 from dccot.lab.rehearsal.fake_gpu import FakeGpu
 from dccot.model.config import ModelConfig, parse_config
