@@ -1,22 +1,32 @@
-"""The phases of a training step: timed, named in profiler traces, watched (watchdog.py).
+"""The phases of a training step: timed, named in profiler traces, and watched by a thread that notices a hang.
 
-    with phases("rollout"): …
+    with Watchdog(phases, stall_seconds):
+        with phases("rollout"): …
 
 An error that leaves a phase gets rank, step and phase as notes, so that a timed-out collective on one of many ranks can
-be located.
+be located. A rank may hang in the engine, in a collective, on a disk. A phase that takes far longer than ever before,
+or a rank that makes no progress, is reported while it hangs, with the code location and the pending calls; again after
+twice the time, and so on. After `stall_seconds` without progress the rank is ended, so that `torchrun --max-restarts`
+or the next job can resume from the newest checkpoint. A call that never returns to Python is ended by faulthandler,
+which needs no Python.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import os
 import statistics
+import sys
+import threading
 import time
+import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -27,9 +37,10 @@ from dccot.core.runtime import Runtime
 from dccot.train.trace import merge
 
 log = logging.getLogger(__name__)
-
 PROFILED = ("rollout", "grade", "old_logprob", "reference", "pack", "update", "sync")
 ACTIVITIES = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+STALLED = 70  # exit code of a rank that was ended: EX_SOFTWARE of sysexits.h
+SHOWN_CALLS = 20
 
 
 @dataclass
@@ -72,9 +83,8 @@ class Phases:
             with self._observed(name), record_function(name):
                 yield
         except BaseException as error:
-            error.add_note(
-                f"rank {self.rank}, step {self.step}, phase {name}, after {time.perf_counter() - start:.1f} s"
-            )
+            took = time.perf_counter() - start
+            error.add_note(f"rank {self.rank}, step {self.step}, phase {name}, after {took:.1f} s")
             raise
         finally:
             self._enter("what comes between phases")
@@ -121,3 +131,59 @@ def profiled(config: ProfileConfig, step: int, folder: Path, runtime: Runtime, p
     runtime.barrier()  # every rank's trace is there
     if runtime.is_main:
         log.info("step %d, all ranks on one timeline: %s", step, merge(folder))
+
+
+class Watchdog:
+    PATIENCE = 5.0  # times the median of a phase's last runs
+    LEAST_SECONDS = 60.0  # that a phase may always take
+    SILENCE_SECONDS = 300.0  # without progress until the first report
+
+    def __init__(self, phases: Phases, stall_seconds: float):
+        self.phases, self.stall_seconds = phases, stall_seconds
+        self.silence = min(self.SILENCE_SECONDS, stall_seconds / 4)
+        self.every = min(10.0, self.silence / 4, self.LEAST_SECONDS / 4)
+        self._report = (0.0, 0.0)  # when the current phase began, after how many seconds to report it next
+        self._ended = threading.Event()
+        self._watched = threading.get_ident()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        self.phases.beat()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self.every):
+            faulthandler.dump_traceback_later(self.stall_seconds + 10 * self.every, exit=True, file=2)
+            self._look(time.monotonic())
+
+    def _look(self, now: float) -> None:
+        phases = self.phases
+        silent, running, usual = now - phases.last_beat, now - phases.since, phases.usual
+        late = usual is not None and running > max(self.LEAST_SECONDS, self.PATIENCE * usual)
+        if not late and silent <= self.silence:
+            return
+        story = self._story(silent, running, usual)
+        if silent > self.stall_seconds:
+            log.error("%s\nended after stall_seconds=%g without progress", story, self.stall_seconds)
+            logging.shutdown()
+            os._exit(STALLED)
+        began, after = self._report if self._report[0] == phases.since else (phases.since, 0.0)
+        if running >= after:
+            self._report = began, 2 * running
+            log.warning("%s", story)
+
+    def _story(self, silent: float, running: float, usual: float | None) -> str:
+        phases = self.phases
+        usually = f", usually {usual:.1f} s" if usual is not None else ""
+        calls = list(phases.pending())
+        pending = f"; {len(calls)} pending: {', '.join(calls[:SHOWN_CALLS])}" if calls else ""
+        frame = sys._current_frames().get(self._watched)
+        stack = "".join(traceback.format_stack(frame)) if frame else ""
+        where = f"rank {phases.rank}, step {phases.step}: {phases.name} has been running for {running:.0f} s{usually}"
+        return f"{where}; last progress {silent:.0f} s ago{pending}\n{stack.rstrip()}"

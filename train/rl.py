@@ -42,11 +42,11 @@ from dccot.train.batch import Batch, MiniBatch
 from dccot.train.config import RLConfig, open_model
 from dccot.train.flops import pair_cost
 from dccot.train.forest import Forest, pack
-from dccot.train.metrics import rollout_metrics, sample_text, validation_metrics
+from dccot.train.metrics import TokenMetrics, rollout_metrics, validation_metrics
 from dccot.train.objectives import objective_loss
 from dccot.train.phases import Phases
+from dccot.train.recorder import sample_text
 from dccot.train.rewards import FILTERS, Graded, Group, advantages_of, reward_of
-from dccot.train.token_metrics import TokenMetrics
 from dccot.train.trainer import Trainer
 from dccot.train.update import StepReport, compute_logprobs
 

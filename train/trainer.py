@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,36 +29,18 @@ from dccot.core.run import Run
 from dccot.core.runtime import Runtime, inherit_timeout, on_rank_zero, require_shared
 from dccot.core.signals import Stopped, asked, listening
 from dccot.model.folder import model_checksums
-from dccot.model.sharding import DTYPES, ShardingConfig, build_model
-from dccot.train.checkpoint import CheckpointConfig, Checkpointer
+from dccot.model.sharding import DTYPES, build_model
+from dccot.train.checkpoint import Checkpointer
+from dccot.train.config import RLConfig, SFTConfig
 from dccot.train.flops import training_speed
 from dccot.train.forest import Forest
-from dccot.train.metrics import Recorder, console_line, memory_metrics
-from dccot.train.phases import Phases, ProfileConfig, profiled
-from dccot.train.update import OptimizerConfig, StepReport, TokenLoss, make_optimizer, update
-from dccot.train.watchdog import Watchdog
+from dccot.train.metrics import memory_metrics
+from dccot.train.phases import Phases, Watchdog, profiled
+from dccot.train.recorder import Recorder, console_line
+from dccot.train.update import StepReport, TokenLoss, make_optimizer, update
 
 log = logging.getLogger(__name__)
-
-
-class TrainingConfig(Protocol):
-    """The settings that every kind of run has."""
-
-    name: str
-    output: str
-    seed: int
-    steps: int
-    max_bad_steps: int
-    replay: str | None
-    stall_seconds: float
-    wandb: str | None
-    optimizer: OptimizerConfig
-    sharding: ShardingConfig
-    checkpoint: CheckpointConfig
-    profile: ProfileConfig
-
-
-C = TypeVar("C", bound=TrainingConfig)
+C = TypeVar("C", bound="RLConfig | SFTConfig")
 
 
 class Trainer(Generic[C]):
@@ -74,19 +56,17 @@ class Trainer(Generic[C]):
         """Restore the newest checkpoint, open what the run writes to, and return the state that was saved with the
         weights.
         """
-        config, runtime = self.config, self.runtime
-        self.checkpointer = Checkpointer(self.run, config.checkpoint, runtime, source=self.source)
+        config, main = self.config, self.runtime.is_main
+        self.checkpointer = Checkpointer(self.run, config.checkpoint, self.runtime, source=self.source)
         stack.callback(self.checkpointer.close)
         state = self.checkpointer.resume(self.model, self.optimizer) or {}
         self.first_step: int = state.get("step", 0)
         self.updates: int = state.get("updates", self.first_step)
         self.skipped: int = state.get("skipped", 0)
         self.bad_in_a_row: int = state.get("bad_in_a_row", 0)
-        self.recorder = Recorder(self.run, self.first_step, runtime.is_main, config.wandb, flat(config))
+        self.recorder = Recorder(self.run, self.first_step, main, config.wandb, flat(config))
         stack.callback(self.recorder.close)
-        progress = Progress(
-            config.name, config.steps, first=self.first_step, active=runtime.is_main, lines=True, pause=3.0
-        )
+        progress = Progress(config.name, config.steps, first=self.first_step, active=main, lines=True, pause=3.0)
         self.progress = stack.enter_context(progress)
         # the last whole step since the start, as a checkpoint would store it
         self._finished: tuple[int, dict[str, Any]] | None = None
@@ -107,11 +87,14 @@ class Trainer(Generic[C]):
         return profiled(self.config.profile, step, self.run.profile, self.runtime, self.phases)
 
     def optimizer_step(self, forests: Sequence[Forest], token_loss: TokenLoss, temperature: float) -> StepReport:
-        """One optimizer step."""
-        config = self.config
+        def beating(number: int, *more: Any) -> Tensor:
+            self.phases.beat()
+            return token_loss(number, *more)
+
+        optimizer, once = self.config.optimizer, self.config.sharding.reduce_once
         with self.phases("update"):
-            report = update(self.model, self.optimizer, forests, self._beating(token_loss), config.optimizer, self.updates, temperature,
-                            self.runtime, config.sharding.reduce_once)  # fmt: skip
+            made = self.model, self.optimizer, forests, beating
+            report = update(*made, optimizer, self.updates, temperature, self.runtime, once)
         self.updates += 1
         self.skipped += not report.applied
         return report
@@ -119,15 +102,14 @@ class Trainer(Generic[C]):
     def update_metrics(self, reports: Sequence[StepReport], forests: Sequence[Forest]) -> dict[str, float]:
         """What a step's updates did, and how fast."""
         config, seconds = self.config, self.phases.seconds["update"]
+        dtype = DTYPES[config.sharding.compute_dtype]
         return {
             "policy/loss": sum(report.loss for report in reports) / len(reports),
             "policy/grad_norm": max(report.grad_norm for report in reports),
             "policy/learning_rate": config.optimizer.rate(self.updates - 1),
             "policy/skipped_updates": float(self.skipped),
             "speed/trained_tokens": sum(map(len, forests)) * self.runtime.ranks / seconds,
-            **training_speed(
-                self.model.config, forests, seconds, self.runtime.device, DTYPES[config.sharding.compute_dtype]
-            ),
+            **training_speed(self.model.config, forests, seconds, self.runtime.device, dtype),
         }
 
     def due(self, step: int, every: int) -> bool:
@@ -142,30 +124,22 @@ class Trainer(Generic[C]):
         self.recorder.write(step, metrics, texts)
         self.progress.show(step + 1, console_line(step + 1, self.config.steps, metrics))
 
-    def _beating(self, token_loss: TokenLoss) -> TokenLoss:
-        """The same, reporting progress for every micro-batch."""
-
-        def loss(number: int, *more: Any) -> Tensor:
-            self.phases.beat()
-            return token_loss(number, *more)
-
-        return loss
-
     def note_bad(self, step: int, reports: Sequence[StepReport], save: Callable[[Path], None]) -> None:
         """Save the batch of a step with skipped updates in bad/, for replay. Stop after too many such steps in a
         row.
         """
-        bad, folder = [report for report in reports if not report.applied], self.run.bad
+        bad, folder, limit = [each for each in reports if not each.applied], self.run.bad, self.config.max_bad_steps
         self.bad_in_a_row = self.bad_in_a_row + 1 if bad else 0
         if bad and self.config.replay is None and self.runtime.is_main:
             save(folder)
         if bad:
-            log.error("step %d: %d of %d updates skipped (loss %s, gradient norm %s); the batch is in %s", step, len(bad), len(reports),
-                      bad[0].loss, bad[0].grad_norm, self.config.replay or folder)  # fmt: skip
-        if self.bad_in_a_row > self.config.max_bad_steps:
+            why = f"loss {bad[0].loss}, gradient norm {bad[0].grad_norm}"
+            where = f"the batch is in {self.config.replay or folder}"
+            log.error("step %d: %d of %d updates skipped (%s); %s", step, len(bad), len(reports), why, where)
+        if self.bad_in_a_row > limit:
             raise RuntimeError(
                 f"{self.bad_in_a_row} steps in a row had a loss or gradient that is not finite (max_bad_steps is "
-                f"{self.config.max_bad_steps}); their batches are in {folder}: replay one with replay=FILE, "
+                f"{limit}); their batches are in {folder}: replay one with replay=FILE, "
                 "lower optimizer.learning_rate, or go back a checkpoint"
             )
 
@@ -196,20 +170,17 @@ class Trainer(Generic[C]):
             self.checkpointer.save(step, self.model, self.optimizer, state, last=last)
         self._saved, self._saved_at = step, time.monotonic()
 
-    def _save_before_stopping(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> None:
+    def _save_before_stopping(self, kind: object, error: BaseException | None, trace: object) -> None:
         """On every rank, when all have agreed to stop: nothing since the last whole step has changed the weights."""
         if not isinstance(error, Stopped):
             return
-        if self._finished is not None and (self._finished[0] != self._saved or not self.checkpointer.finish()):
+        finished = self._finished[0] if self._finished else self.first_step
+        if self._finished is not None and (finished != self._saved or not self.checkpointer.finish()):
             self._save(last=True)
-        log.info(
-            "stopped after step %d of %d", self._finished[0] if self._finished else self.first_step, self.config.steps
-        )
+        log.info("stopped after step %d of %d", finished, self.config.steps)
 
 
-def open_run(config: Any, runtime: Runtime, source: Path, rows: Sequence[tuple[str, str]]) -> Run:
+def open_run(config: RLConfig | SFTConfig, runtime: Runtime, source: Path, rows: Sequence[tuple[str, str]]) -> Run:
     """The run's folder, locked, with settings and provenance. `rows` are (id, checksum) of its data: a run that has a
     checkpoint resumes only with the same rows.
     """

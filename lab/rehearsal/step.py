@@ -43,12 +43,12 @@ from dccot.rollout.response import Response
 from dccot.train.batch import Batch
 from dccot.train.config import RLConfig, SFTConfig
 from dccot.train.memory import largest_batch, load_training
+from dccot.train.metrics import TokenMetrics
 from dccot.train.phases import Phases
 from dccot.train.plan import GPUS
 from dccot.train.rewards import Graded, Group
 from dccot.train.rl import RL
 from dccot.train.sft import SFT, Example
-from dccot.train.token_metrics import TokenMetrics
 from dccot.train.update import make_optimizer
 
 MICRO_BATCHES = 2  # per mini-batch

@@ -10,8 +10,7 @@ import threading
 import time
 
 from dccot.core.runtime import Runtime
-from dccot.train.phases import Phases
-from dccot.train.watchdog import Watchdog
+from dccot.train.phases import Phases, Watchdog
 
 
 def hang_in_a_lock(runtime: Runtime, phases: Phases) -> None:

@@ -19,15 +19,14 @@ from dccot.core.run import Run
 from dccot.rollout.response import Finish, Response, Round, Segment
 from dccot.rollout.tags import Flaw
 from dccot.train.config import SFTConfig
-from dccot.train.metrics import (
+from dccot.train.metrics import rollout_metrics, validation_metrics
+from dccot.train.recorder import (
     LAYOUT,
     SFT_LAYOUT,
     Recorder,
     console_line,
-    rollout_metrics,
     sample_text,
     tag_of,
-    validation_metrics,
 )
 from dccot.train.rewards import Graded
 
@@ -237,7 +236,7 @@ def test_weights_and_biases_gets_the_rows_of_metrics_jsonl_and_a_restart_continu
 
 
 def test_without_the_setting_weights_and_biases_is_not_even_imported(tmp_path):
-    program = "import sys; from dccot.core.run import Run; from dccot.train.metrics import Recorder; Recorder(Run(sys.argv[1]), 0, True).close()"
+    program = "import sys; from dccot.core.run import Run; from dccot.train.recorder import Recorder; Recorder(Run(sys.argv[1]), 0, True).close()"
     subprocess.run([sys.executable, "-c", f"{program}; assert 'wandb' not in sys.modules", tmp_path], check=True)
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dccot.core.runtime import Runtime
+from dccot.train.metrics import BINS, TokenMetrics, count_bins, percentile
 from dccot.train.objectives import ObjectiveConfig
-from dccot.train.token_metrics import BINS, TokenMetrics, count_bins, percentile
 
 PERCENTS = (1, 25, 50, 60, 70, 80, 90, 99, 99.9, 100)
 

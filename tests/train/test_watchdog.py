@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from dccot.core.runtime import Runtime
-from dccot.train.phases import Phases
-from dccot.train.watchdog import STALLED, Watchdog
+from dccot.train.phases import STALLED, Phases, Watchdog
 from tests.support import programs
 
 HERE = Runtime(rank=3, ranks=8, device=torch.device("cpu"), owned=False)
@@ -43,7 +42,7 @@ def test_a_phase_far_slower_than_usual_is_reported_again_and_again_with_its_plac
     assert len(caplog.records) >= 3
     for message in (record.getMessage() for record in caplog.records):
         assert re.match(
-            r"rank 3, step 4: rollout has been running for \d+ s, usually 0.0 s; last sign of life \d+ s ago; 1 pending: p1",
+            r"rank 3, step 4: rollout has been running for \d+ s, usually 0.0 s; last progress \d+ s ago; 1 pending: p1",
             message,
         )
         assert "in wait_for" in message
@@ -89,7 +88,7 @@ def test_a_rank_that_hangs_is_ended_after_stall_seconds_and_says_where(hang, pla
     assert place in done.stderr
     if code == STALLED:
         assert done.stderr.count("rank 0, step 7: rollout has been running") >= 2
-        assert "ended after stall_seconds=1 without a sign of life" in done.stderr
+        assert "ended after stall_seconds=1 without progress" in done.stderr
 
 
 def test_a_rank_that_hangs_in_a_collective_is_ended(torchrun):

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from dccot.core.files import read_jsonl, write_jsonl_atomic
 from dccot.lab.worlds.exact_task import make_task
-from dccot.train.watchdog import STALLED
+from dccot.train.phases import STALLED
 from tests.support.fault_injection.compare import SETTINGS, differences
 from tests.support.fault_injection.faults import Trial
 from tests.support.fault_injection.rank import descendants
@@ -231,7 +231,7 @@ def hangs(out: Path, under: Sequence[str], steps: int = 8) -> list[Trial]:
     problems += differences(job.run, whole, steps)
     expected = {
         "hang in engine.step()": (f"exitcode: {STALLED}", "rollout has been running", "pending: p", "in never_return"),
-        "hang in a collective": ("grade has been running", "runtime.gather", "without a sign of life"),
+        "hang in a collective": ("grade has been running", "runtime.gather", "without progress"),
     }
     trials = []
     for fault, signs in expected.items():
