@@ -1,21 +1,14 @@
-"""Shared by the tests of evaluation and pages: a model whose answers are sometimes right, one engine on it, a
-browser.
-"""
+"""Shared by the tests of this room: a model whose answers are sometimes right, one engine on it, a browser."""
 
 from __future__ import annotations
 
 import json
-import shutil
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
 
 import pytest
 
 from dccot.lab.worlds import bigram as tiny
 from dccot.rollout.engine import EngineConfig
+from tests.support.browser import Browser
 
 ENGINE = EngineConfig(dtype="float32", context=1024, max_sequences=16, kv_cache_gb=0.1)
 
@@ -50,77 +43,8 @@ def sums(tmp_path_factory):
     return file
 
 
-class Browser:
-    """A headless Chromium, spoken to over WebDriver. Every address that a page asks for is in `requested()`."""
-
-    def __init__(self, port: int, dark: bool):
-        self.address = f"http://127.0.0.1:{port}"
-        # the pages are files and ask for nothing; a proxy that does not exist keeps the browser's own errands off the
-        # wire
-        arguments = [
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--proxy-server=127.0.0.1:9",
-        ]
-        arguments += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--window-size=1280,1600"]
-        options = {
-            "goog:chromeOptions": {"args": arguments},
-            "goog:loggingPrefs": {"performance": "ALL", "browser": "ALL"},
-        }
-        session = self._send("POST", "/session", {"capabilities": {"alwaysMatch": options}})
-        self.address += f"/session/{session['sessionId']}"
-
-    def _send(self, method: str, path: str, body: dict | None = None):
-        data = json.dumps(body).encode() if body is not None else None
-        request = urllib.request.Request(self.address + path, data, {"Content-Type": "application/json"}, method=method)
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return json.loads(answer.read())["value"]
-
-    def open(self, page) -> None:
-        self._send("POST", "/url", {"url": page.resolve().as_uri()})
-
-    def run(self, script: str):
-        return self._send("POST", "/execute/sync", {"script": script, "args": []})
-
-    def requested(self) -> list[str]:
-        events = [
-            json.loads(entry["message"])["message"] for entry in self._send("POST", "/se/log", {"type": "performance"})
-        ]
-        return [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
-
-    def complaints(self) -> list[str]:
-        return [entry["message"] for entry in self._send("POST", "/se/log", {"type": "browser"})]
-
-    def close(self) -> None:
-        self._send("DELETE", "")
-
-
 @pytest.fixture(scope="session")
-def driver():
-    """The port of a running chromedriver."""
-    program = shutil.which("chromedriver")
-    assert program, "chromedriver was not found: apt-get install chromium chromium-driver"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = subprocess.Popen([program, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=5).close()
-            break
-        except (urllib.error.URLError, ConnectionError):
-            assert time.monotonic() < deadline, "chromedriver did not answer within 30 s"
-            time.sleep(0.1)
-    yield port
-    process.terminate()
-    process.wait()
-
-
-@pytest.fixture(scope="session", params=["light", "dark"])
-def browser(driver, request):
-    opened = Browser(driver, dark=request.param == "dark")
+def chromium():
+    opened = Browser()
     yield opened
     opened.close()

@@ -15,16 +15,9 @@ def run(folder, name, steps, start=None, penalty=False):
     rng = random.Random(name)
     rows = []
     for step in range(steps):
-        row = {
-            "step": step,
-            "reward/correct": rng.random(),
-            "length/longest_path": rng.uniform(50, 200),
-            "parallel/degree": rng.uniform(1, 3),
-        }
-        row |= {
-            "policy/entropy": rng.random(),
-            **{f"policy/entropy_p{p}": rng.random() if p > 60 else 0.0 for p in (60, 70, 80, 90, 100)},
-        }
+        row = {"step": step, "reward/correct": rng.random(), "length/longest_path": rng.uniform(50, 200)}
+        row |= {"parallel/degree": rng.uniform(1, 3), "policy/entropy": rng.random()}
+        row |= {f"policy/entropy_p{p}": rng.random() if p > 60 else 0.0 for p in (60, 70, 80, 90, 100)}
         if step % 3 == 0:
             row |= {"validation/accuracy": rng.random(), "validation/longest_path": rng.uniform(50, 200)}
         rows.append(row)
@@ -39,15 +32,18 @@ def run(folder, name, steps, start=None, penalty=False):
 def measured(where, metric, scale=1.0, start=0):
     """(steps, values) of a metric, read from the file by plain json."""
     rows = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
-    return [start + row["step"] for row in rows if metric in row], [
-        scale * row[metric] for row in rows if metric in row
-    ]
+    found = [(start + row["step"], scale * row[metric]) for row in rows if metric in row]
+    return tuple(map(list, zip(*found)))
 
 
-def drawn(axes, title):
+def drawn(canvas, title):
     """Every line of the panel with that title: (x, y, whether it has marks)."""
-    [panel] = [panel for panel in axes if panel.get_title(loc="left") == title or panel.get_title() == title]
+    [panel] = [panel for panel in canvas.axes if title in (panel.get_title(loc="left"), panel.get_title())]
     return [(list(line.get_xdata()), list(line.get_ydata()), line.get_marker() == "o") for line in panel.lines]
+
+
+def every_stage(runs):
+    return [stage for figure in chains(runs) for stage in figure]
 
 
 @pytest.mark.parametrize("steps", [2, 30, 200])
@@ -55,67 +51,47 @@ def test_the_curves_are_what_metrics_jsonl_holds(tmp_path, steps):
     first = run(tmp_path, "stage1", steps)
     second = run(tmp_path, "stage2", 7, start=first)
     [stages] = chains([first, second])
-    axes = plots.training(stages, plots.LIGHT).axes
+    canvas = plots.training(stages, plots.LIGHT)
+    entropies = ["policy/entropy", "policy/entropy_p60", "policy/entropy_p100"]
     for title, metrics, scale in (
         ("Accuracy (%)", ["reward/correct", "validation/accuracy"], 100),
         ("Longest path (tokens)", ["length/longest_path", "validation/longest_path"], 1),
         ("Parallelism: total tokens / longest path", ["parallel/degree"], 1),
-        (
-            "Entropy per token (nats): mean and percentiles",
-            ["policy/entropy", "policy/entropy_p60", "policy/entropy_p100"],
-            1,
-        ),
+        ("Entropy per token (nats): mean and percentiles", entropies, 1),
     ):
-        lines = drawn(axes, title)
+        lines = drawn(canvas, title)
         for metric in metrics:
             for where, start in ((first, 0), (second, steps)):
-                assert (*measured(where, metric, scale, start), metric.startswith("validation")) in lines, (
-                    metric,
-                    start,
-                )
+                assert (*measured(where, metric, scale, start), metric.startswith("validation")) in lines
 
 
-def test_two_validations_are_drawn_as_they_are_and_nothing_else_is_marked(tmp_path):
-    rows = [
-        {"step": 0, "reward/correct": 0.5, "validation/accuracy": 0.95},
-        {"step": 1, "reward/correct": 0.5, "validation/accuracy": 0.97},
-    ]
-    axes = plots.training([plots.Stage("a", rows)], plots.LIGHT).axes
-    assert [(x, y) for x, y, marked in drawn(axes, "Accuracy (%)") if marked] == [([0, 1], [95.0, 97.0])]
+def test_two_validations_are_drawn_as_they_are_and_nothing_else_is_marked():
+    rows = [{"step": i, "reward/correct": 0.5, "validation/accuracy": share} for i, share in enumerate((0.95, 0.97))]
+    lines = drawn(plots.training([plots.Stage("a", rows)], plots.LIGHT), "Accuracy (%)")
+    assert [(x, y) for x, y, marked in lines if marked] == [([0, 1], [95.0, 97.0])]
 
 
-def test_penalised_runs_share_one_figure_over_their_own_steps(tmp_path):
-    runs = [
-        run(tmp_path, name, steps, penalty=True)
-        for name, steps in (("hlp", 12), ("dsr_hlp_12k", 9), ("dsr_hlp_24k", 15))
-    ]
-    stages = [stage for figure in chains(runs) for stage in figure]
-    axes = plots.penalised(stages, plots.LIGHT).axes
-    assert len(axes) == 3 and [text.get_text() for text in axes[0].get_legend().get_texts()] == [
-        "hlp",
-        "dsr_hlp_12k",
-        "dsr_hlp_24k",
-    ]
+def test_several_penalised_runs_share_one_figure_over_their_own_steps(tmp_path):
+    names = ["hlp", "dsr_hlp_12k", "dsr_hlp_24k"]
+    runs = [run(tmp_path, name, steps, penalty=True) for name, steps in zip(names, (12, 9, 15))]
+    canvas = plots.penalised(every_stage(runs), plots.LIGHT)
+    assert len(canvas.axes) == 3
+    assert [text.get_text() for text in canvas.axes[0].get_legend().get_texts()] == names
+    lines = drawn(canvas, "Longest path (tokens)")
     for where in runs:
-        lines = drawn(axes, "Longest path (tokens)")
         assert (*measured(where, "length/longest_path"), False) in lines
         assert (*measured(where, "validation/longest_path"), True) in lines
-    figure = penalised([stage for figure in chains([run(tmp_path, "stage4", 5), *runs]) for stage in figure])
-    assert figure.caption.endswith("hlp, dsr_hlp_12k, dsr_hlp_24k; marks are validation.")
-
-
-def test_one_penalised_run_needs_no_figure_of_its_own(tmp_path):
-    figures = chains([run(tmp_path, "stage4", 5), run(tmp_path, "hlp", 5, penalty=True)])
-    assert penalised([stage for figure in figures for stage in figure]) is None
+    other = run(tmp_path, "stage4", 5)
+    caption = penalised(every_stage([other, *runs])).caption
+    assert caption.endswith("hlp, dsr_hlp_12k, dsr_hlp_24k; marks are validation.")
+    assert penalised(every_stage([other, runs[0]])) is None  # one alone is in its training's figure
 
 
 @pytest.mark.parametrize("name", ["$x_{1$", r"\$", "$\\frac$ costs $5"])
-def test_a_dollar_in_a_name_is_a_dollar(tmp_path, name):
+def test_a_dollar_in_a_name_is_a_dollar(name):
     rows = [{"step": step, "reward/correct": 0.5, "length/longest_path": 9.0} for step in range(3)]
-    ours, theirs = (
-        plots.Point(name, Estimate(50.0, 1.0), Estimate(100.0, 1.0), 0),
-        plots.Point(name, Estimate(9.0), Estimate(9.0)),
-    )
+    ours = plots.Point(name, Estimate(50.0, 1.0), Estimate(100.0, 1.0), 0)
+    theirs = plots.Point(name, Estimate(9.0), Estimate(9.0))
     for draw, *content in (
         (plots.tradeoff, name, [ours, theirs]),
         (plots.training, [plots.Stage(name, rows)]),

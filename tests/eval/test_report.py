@@ -1,5 +1,5 @@
 """The report: tables that agree with the paper and with the evaluations, and a page that a browser shows without asking
-for anything.
+for anything. Its figures: test_plots.py.
 """
 
 import json
@@ -15,36 +15,17 @@ import pytest
 from dccot.core.config import ConfigError, read_yaml
 from dccot.core.run import Run
 from dccot.data.task import settings_of
-from dccot.eval import paper
+from dccot.eval import paper, tables
 from dccot.eval.document import Cell
 from dccot.eval.latency import Timing
 from dccot.eval.latency import save as save_latency
 from dccot.eval.plots import smoothed
 from dccot.eval.report import chains, main, write_report
-from dccot.eval.results import (
-    BENCHMARKS,
-    Benchmark,
-    BenchmarkResult,
-    Evaluation,
-    Sample,
-    share_error,
-    summarise,
-)
-from dccot.eval.tables import (
-    checkpoints_table,
-    compared_pairs,
-    kinds_table,
-    methods_of,
-    papers_changes,
-    row_labels,
-    stages_table,
-    table_1,
-    table_2,
-    totals_table,
-)
+from dccot.eval.results import BENCHMARKS, Benchmark, BenchmarkResult, Evaluation, Sample, share_error, summarise
 from dccot.model.folder import explain_best, resolve_model
 
 TITLES = {name: BENCHMARKS[name].title for name in paper.COLUMNS}
+AIME = {"aime24": "AIME 24"}
 PAPERS_TABLE_2 = {  # as printed
     "DC-CoT": "+1.67 -37.4% -0.97 -34.6% -0.21 -36.3% -0.30 -37.1% -1.49 -41.3% -0.75 -36.3%",
     "DC-CoT-HLP": "+1.82 -21.3% -0.28 -22.0% -0.30 -19.0% +0.36 -21.7% -2.34 -21.4% -0.27 -21.6%",
@@ -52,9 +33,11 @@ PAPERS_TABLE_2 = {  # as printed
 }
 
 
-def evaluation(
-    name: str, method: str = "parallel", accuracy=0.0, length=100.0, benchmarks=("arithmetic",), seed=0
-) -> Evaluation:
+def rolled_out(problem: str, *responses: tuple[str, int]) -> list[Sample]:
+    return [Sample(problem, i, "", verdict, True, True, 1, n, 2 * n) for i, (verdict, n) in enumerate(responses)]
+
+
+def evaluation(name, method="parallel", accuracy=0.0, length=100.0, benchmarks=("arithmetic",), seed=0) -> Evaluation:
     """A made-up evaluation of 12 problems with 4 responses each."""
     rng = random.Random(seed)
     found = Evaluation(name, f"runs/{name}", method, 1000)
@@ -62,24 +45,29 @@ def evaluation(
         samples = []
         for problem in range(12):
             right = 1 / (1 + math.exp(-accuracy - problem / 3 + 2))
-            for number in range(4):
-                verdict, path = "correct" if rng.random() < right else "wrong", int(length * rng.uniform(0.8, 1.2))
-                samples.append(
-                    Sample(f"p{problem}", number, "", verdict, True, True, int(method == "parallel"), path, 2 * path)
-                )
-        title = TITLES.get(benchmark, benchmark)
-        found.results[benchmark] = summarise(
-            Benchmark(benchmark, title, 4), samples, {f"p{p}": [0, 0, 1, 2] for p in range(12)}
-        )
+            responses = [
+                ("correct" if rng.random() < right else "wrong", int(length * rng.uniform(0.8, 1.2))) for _ in range(4)
+            ]
+            samples += rolled_out(f"p{problem}", *responses)
+        classes = {f"p{p}": [0, 0, 1, 2] for p in range(12)}
+        benchmark = Benchmark(benchmark, TITLES.get(benchmark, benchmark), 4)
+        found.results[benchmark.name] = summarise(benchmark, samples, classes)
     return found
 
 
 def exactly(name: str, method: str, accuracy: float, length: float) -> Evaluation:
     """An evaluation of two problems with the given means on AIME 24."""
-    problems = {
-        measure: {"a": value, "b": value} for measure, value in (("accuracy", accuracy / 100), ("longest_path", length))
-    }
+    problems = {"accuracy": dict.fromkeys("ab", accuracy / 100), "longest_path": dict.fromkeys("ab", length)}
     return Evaluation(name, "", method, 12000, {"aime24": BenchmarkResult("aime24", "AIME 24", 1, {}, problems)})
+
+
+def texts(row) -> list[str]:
+    return [cell.text for cell in row.cells]
+
+
+def change(ours, theirs, titles):
+    """Our first row of table 2."""
+    return tables.table_2(tables.compared_pairs(tables.methods_of([theirs, ours]), None), titles).rows[0]
 
 
 @pytest.fixture(scope="module")
@@ -90,26 +78,17 @@ def training(tmp_path_factory):
     def run(name: str, start: str | None, rows: list[dict]) -> Path:
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
-        (folder / "metrics.jsonl").write_text(
-            "".join(json.dumps({"step": i, **row}) + "\n" for i, row in enumerate(rows))
-        )
+        lines = [json.dumps({"step": i, **row}) + "\n" for i, row in enumerate(rows)]
+        (folder / "metrics.jsonl").write_text("".join(lines))
         if start:
             (folder / "config.yaml").write_text(f"model:\n  path: {start}\n")
         return folder
 
     def stage(steps: int) -> list[dict]:
-        entropy = {f"policy/entropy_p{p}": p / 50 for p in (60, 70, 80, 90, 100)}
-        row = {
-            "reward/correct": 0.5,
-            "length/longest_path": 90.0,
-            "parallel/degree": 1.2,
-            "policy/entropy": 0.4,
-            **entropy,
-        }
-        return [
-            row | ({"validation/accuracy": 0.6, "validation/longest_path": 80.0} if i % 5 == 0 else {})
-            for i in range(steps)
-        ]
+        row = {"reward/correct": 0.5, "length/longest_path": 90.0, "parallel/degree": 1.2, "policy/entropy": 0.4}
+        row |= {f"policy/entropy_p{p}": p / 50 for p in (60, 70, 80, 90, 100)}
+        validated = {"validation/accuracy": 0.6, "validation/longest_path": 80.0}
+        return [row | (validated if i % 5 == 0 else {}) for i in range(steps)]
 
     sft = run("sft", None, [{"policy/loss": 1 / (1 + i)} for i in range(10)])
     first = run("stage1", str(sft), stage(20))
@@ -121,83 +100,65 @@ def training(tmp_path_factory):
 
 
 def test_the_papers_table_2_follows_from_its_table_1():
-    printed = {
-        row.label: " ".join(cell.text for cell in row.cells[1:]).replace("−", "-") for row in papers_changes(TITLES)
-    }
-    assert printed == PAPERS_TABLE_2
+    rows = tables.papers_changes(TITLES)
+    assert {row.label: " ".join(texts(row)[1:]).replace("−", "-") for row in rows} == PAPERS_TABLE_2
 
 
 def test_our_rows_with_the_papers_numbers_change_as_the_paper_says():
-    methods = methods_of([exactly("DSR-32K", "sequential", 40.20, 9540), exactly("DC-CoT", "parallel", 41.87, 5974)])
-    [row] = [row for row in table_2(compared_pairs(methods, None), {"aime24": "AIME 24"}).rows if not row.tag]
-    assert [cell.text for cell in row.cells] == ["DSR-32K", "+1.67", "−37.4%"]
-    ours, theirs = (
-        {row.label: row for row in table_1(methods, {"aime24": ""}).rows if bool(row.tag) == tag}
-        for tag in (False, True)
-    )
-    for label in ours:
-        assert [cell.text for cell in ours[label].cells] == [cell.text for cell in theirs[label].cells]
+    base, ours = exactly("DSR-32K", "sequential", 40.20, 9540), exactly("DC-CoT", "parallel", 41.87, 5974)
+    assert texts(change(ours, base, AIME)) == ["DSR-32K", "+1.67", "−37.4%"]
+    rows = tables.table_1(tables.methods_of([base, ours]), AIME).rows
+    theirs = {row.label: texts(row) for row in rows if row.tag}
+    assert [texts(row) for row in rows if not row.tag] == [theirs["DSR-32K"], theirs["DC-CoT"]]
 
 
 def test_votes_are_compared_with_votes():
-    methods = methods_of([evaluation("seq", "sequential"), evaluation("par")])
-    pairs = compared_pairs(methods, "seq")
-    assert [(ours.label, theirs.label) for ours, theirs in pairs] == [("par", "seq"), ("par, maj@3", "seq, maj@3")]
-    chosen = compared_pairs(methods, {"par, maj@3": "seq"})
-    assert [(ours.label, theirs.label) for ours, theirs in chosen] == [("par, maj@3", "seq")]
+    methods = tables.methods_of([evaluation("seq", "sequential"), evaluation("par")])
+
+    def pairs(baseline):
+        return [(ours.label, theirs.label) for ours, theirs in tables.compared_pairs(methods, baseline)]
+
+    assert pairs("seq") == [("par", "seq"), ("par, maj@3", "seq, maj@3")]
+    assert pairs({"par, maj@3": "seq"}) == [("par, maj@3", "seq")]
+    with pytest.raises(ConfigError, match="is called 'sequential'; the evaluations are seq, seq, maj@3, par"):
+        pairs("sequential")
 
 
 def test_a_stage_begins_with_its_first_quarter_and_ends_with_its_last():
     correct = (0.2, 0.4, 0.9, 0.1, 0.9, 0.1, 0.6, 0.8)
     rows = [{"reward/correct": share, "length/longest_path": 100 - i} for i, share in enumerate(correct)]
     config = {"objective": {"kind": "cispo"}, "filter": "remove_easy"}
-    [row] = stages_table([("stage3", config, rows)]).rows
-    assert [cell.text for cell in row.cells] == [
-        "8",
-        "cispo",
-        "remove_easy",
-        "30.0 → 70.0",
-        "",
-        "",
-        "99.5 → 93.5",
-        "",
-        "",
-        "",
-    ]
-    [short] = stages_table([("stage1", {}, rows[:1])]).rows
-    assert [cell.text for cell in short.cells][:4] == ["1", "", "", "20.0 → 20.0"]
-
-
-def test_an_unknown_baseline_names_the_known_ones():
-    with pytest.raises(
-        ConfigError, match="no evaluation is called 'sequential'; the evaluations are seq, seq, maj@3, par"
-    ):
-        compared_pairs(methods_of([evaluation("seq"), evaluation("par")]), "sequential")
+    whole, short = tables.stages_table([("stage3", config, rows), ("stage1", {}, rows[:1])]).rows
+    measured = ["30.0 → 70.0", "", "", "99.5 → 93.5", "", "", ""]
+    assert texts(whole) == ["8", "cispo", "remove_easy", *measured]
+    assert texts(short)[:4] == ["1", "", "", "20.0 → 20.0"]
 
 
 def test_only_changes_beyond_two_standard_errors_are_coloured():
-    longer, shorter = evaluation("longer", "sequential", length=100, seed=1), evaluation("shorter", length=60, seed=2)
-    row = table_2(compared_pairs(methods_of([longer, shorter]), None), {"arithmetic": "arithmetic"}).rows[0]
+    longer, titles = evaluation("longer", "sequential", length=100, seed=1), {"arithmetic": "arithmetic"}
+    row = change(evaluation("shorter", length=60, seed=2), longer, titles)
     assert row.cells[2].kind == "better"  # 40 % shorter with lengths that vary by 20 %
-    same = table_2(
-        compared_pairs(methods_of([longer, evaluation("same", length=100, seed=3)]), None), {"arithmetic": ""}
-    ).rows[0]
+    same = change(evaluation("same", length=100, seed=3), longer, titles)
     assert [cell.kind for cell in same.cells[1:]] == ["", ""] and "+0.00" not in str(same.cells[1])
 
 
 def test_a_benchmark_that_one_evaluation_lacks_is_a_dash():
-    methods = methods_of([evaluation("a", benchmarks=("x", "y")), evaluation("b", benchmarks=("x",))])
-    rows = {row.label: row.cells for row in table_1(methods, {"x": "X", "y": "Y"}).rows}
+    methods = tables.methods_of([evaluation("a", benchmarks=("x", "y")), evaluation("b", benchmarks=("x",))])
+    rows = {row.label: row.cells for row in tables.table_1(methods, {"x": "X", "y": "Y"}).rows}
     assert rows["b"][2:] == [Cell("–"), Cell("–")] and rows["a"][2].text != "–"
 
 
+def test_kinds_of_problems_are_averaged_apart():
+    ids = ("t-sum-1", "t-sum-2", "t-chain-1")
+    values = {"accuracy": (1.0, 0.0, 0.25), "longest_path": (10, 30, 7), "spawned": (1.0, 1.0, 0.0)}
+    table = {measure: dict(zip(ids, found)) for measure, found in values.items()}
+    found = Evaluation("ours", "", "parallel", 100, {"t": BenchmarkResult("t", "Test", 1, {}, table)})
+    chain, total = tables.kinds_table([found], {"t": "Test"}, "-([a-z]+)-").rows
+    assert texts(chain) == ["Test", "chain", "25.00", "7", "0.00"]
+    assert texts(total) == ["Test", "sum", "50.00", "20", "100.00"]
+
+
 # ---- both kinds of error ----
-
-
-def rolled_out(problem: str, *responses: tuple[str, int]) -> list[Sample]:
-    return [
-        Sample(problem, i, "", verdict, True, True, 1, path, 2 * path) for i, (verdict, path) in enumerate(responses)
-    ]
 
 
 def test_the_papers_error_takes_every_response_as_independent():
@@ -206,25 +167,21 @@ def test_the_papers_error_takes_every_response_as_independent():
     assert found.pooled["accuracy"] == pytest.approx(0.2165063509)  # √(¾ · ¼ / 4)
     assert found.pooled["longest_path"] == pytest.approx(2.0816659995)  # lengths 15 ± √(52/3), over √4
     assert found.pooled["total_tokens"] == pytest.approx(4.1633319989)
-    [ours, *_] = table_1(
-        methods_of([Evaluation("ours", "", "parallel", 9, {"aime24": found})]), {"aime24": "AIME 24"}
-    ).rows
+    methods = tables.methods_of([Evaluation("ours", "", "parallel", 9, {"aime24": found})])
+    ours = tables.table_1(methods, AIME).rows[0]
     assert [str(cell) for cell in ours.cells] == ["75.00 ± 25.00 (21.65)", "15 ± 3 (2)"]  # problems: 1 and ½; 12 and 18
 
 
 def test_the_papers_error_of_votes_takes_every_subset_of_three_as_independent():
     lengths = {"a": [9, 4, 30, 17, 17], "b": [8, 2, 5, 6, 40]}
     classes = {"a": [0, 0, 1, 2, 0], "b": [0, 1, 2, 3, 4]}
-    samples = [
-        s
-        for p, paths in lengths.items()
-        for s in rolled_out(p, *(("correct" if classes[p][i] == 0 else "wrong", n) for i, n in enumerate(paths)))
-    ]
+    samples = []
+    for problem, paths in lengths.items():
+        verdicts = ["wrong" if answer else "correct" for answer in classes[problem]]
+        samples += rolled_out(problem, *zip(verdicts, paths))
     found = summarise(Benchmark("x", "X", 5), samples, classes)
     longest = [max(three) for paths in lengths.values() for three in combinations(paths, 3)]
-    assert len(longest) == 20 and found.pooled["maj3_longest_path"] == pytest.approx(
-        statistics.stdev(longest) / math.sqrt(20)
-    )
+    assert found.pooled["maj3_longest_path"] == pytest.approx(statistics.stdev(longest) / math.sqrt(20))
     share = statistics.fmean(found.by_problem["maj3_accuracy"].values())
     assert found.pooled["maj3_accuracy"] == pytest.approx(math.sqrt(share * (1 - share) / 20))
 
@@ -244,63 +201,50 @@ def test_the_formula_gives_the_errors_that_the_paper_prints(method, benchmark, c
 
 
 def test_the_error_of_a_change_in_the_papers_way_adds_two_independent_sides():
-    row = papers_changes({"aime24": "AIME 24"})[0]  # 41.87 ± 0.64 against 40.20 ± 0.63; 5974 ± 38 against 9540 ± 83
-    assert [str(cell) for cell in row.cells[1:]] == [
-        "+1.67 (0.90)",
-        "−37.4% (0.7)",
-    ]  # √(.64² + .63²); √(38² + (.6262·83)²) / 9540
+    row = tables.papers_changes(AIME)[0]  # 41.87 ± 0.64 against 40.20 ± 0.63; 5974 ± 38 against 9540 ± 83
+    found = ["+1.67 (0.90)", "−37.4% (0.7)"]  # √(.64² + .63²); √(38² + (.6262·83)²) / 9540
+    assert [str(cell) for cell in row.cells[1:]] == found
 
 
 def test_a_summary_without_the_papers_errors_is_still_read(tmp_path):
     made = evaluation("old")
     made.save(tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    for benchmark in summary["benchmarks"]:
-        del benchmark["pooled"]
+    del summary["benchmarks"][0]["pooled"]
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    read = Evaluation.load(tmp_path)
-    assert (
-        read.results["arithmetic"].pooled == {}
-        and read.results["arithmetic"].by_problem == made.results["arithmetic"].by_problem
-    )
+    made.results["arithmetic"].pooled = {}
+    assert Evaluation.load(tmp_path) == made
 
 
 # ---- the paper's layout ----
 
-EVALUATED = ("DC-CoT", "DC-CoT-HLP", "SFT", "DSR-32K", "DSR-HLP-24K", "DSR-HLP-12K", "DSR-12K")
-
 
 def test_the_tables_have_every_row_of_the_papers_layout_in_its_order():
-    methods = methods_of([evaluation(name, benchmarks=("aime24",), seed=i) for i, name in enumerate(EVALUATED)])
-    ours = [row.label for row in table_1(methods, TITLES).rows if not row.tag]
+    names = ("DC-CoT", "DC-CoT-HLP", "SFT", "DSR-32K", "DSR-HLP-24K", "DSR-HLP-12K", "DSR-12K")
+    methods = tables.methods_of([evaluation(name, benchmarks=("aime24",), seed=i) for i, name in enumerate(names)])
+    ours = [row.label for row in tables.table_1(methods, TITLES).rows if not row.tag]
     assert [label for label in ours if label != "SFT"] == list(paper.RESULTS) and "SFT" in ours
-    changes = [
-        (row.label, row.cells[0].text) for row in table_2(compared_pairs(methods, None), TITLES).rows if not row.tag
-    ]
+    rows = tables.table_2(tables.compared_pairs(methods, None), TITLES).rows
+    changes = [(row.label, row.cells[0].text) for row in rows if not row.tag]
     assert changes == [("DC-CoT", "DSR-32K"), ("DC-CoT-HLP", "DSR-HLP-12K"), ("DC-CoT-Maj", "Maj-DSR-3")]
     assert [method.evaluation.name for method in methods if method.vote] == ["DSR-12K", "DC-CoT"]
 
 
 def test_a_vote_costs_the_tokens_of_its_three_responses():
     single = evaluation("DC-CoT", benchmarks=("aime24",))
-    rows = {
-        row.label: row.cells[0].text
-        for row in totals_table(methods_of([single]), {"aime24": "AIME 24"}).rows
-        if not row.tag
-    }
+    ours, vote, *theirs = tables.totals_table(tables.methods_of([single]), AIME).rows
     tokens = statistics.fmean(single.results["aime24"].by_problem["total_tokens"].values())
-    assert rows == {"DC-CoT": f"{tokens:.0f}", "DC-CoT-Maj": f"{3 * tokens:.0f}"}
-    theirs = {row.label: row.cells[0].text for row in totals_table([], {"aime24": "AIME 24"}).rows}
-    assert theirs == {"DC-CoT": "6831", "DC-CoT-HLP": "6185", "DC-CoT-Maj": "20493"}
+    assert [texts(row) for row in (ours, vote)] == [[f"{tokens:.0f}"], [f"{3 * tokens:.0f}"]]
+    assert [texts(row) for row in theirs] == [["6831"], ["6185"], ["20493"]]
 
 
 def test_the_shipped_recipe_compares_as_the_papers_table_2_does():
     report = read_yaml(Path(__file__).parents[2] / "configs/paper.yaml")["stages"]["report"]["set"]
     assert {ours: theirs for ours, theirs in report["baselines"].items() if ours != "SFT"} == paper.COMPARED_WITH
-    assert row_labels(list(report["rows"].values())) == [row for row in paper.LAYOUT if row != "DSR-RL"]
+    assert tables.row_labels(list(report["rows"].values())) == [row for row in paper.LAYOUT if row != "DSR-RL"]
 
 
-# ---- checkpoints ----
+# ---- training ----
 
 
 def test_checkpoints_are_listed_with_what_validation_found(tmp_path):
@@ -308,20 +252,19 @@ def test_checkpoints_are_listed_with_what_validation_found(tmp_path):
     for step in (20, 30, 35):
         (run / f"checkpoints/step_{step:06d}/hf").mkdir(parents=True)
         (run / f"checkpoints/step_{step:06d}/hf/config.json").write_text("{}")
-    found = {9: (0.5, 900.0), 19: (0.4, 800.0), 29: (0.4, 700.0)}
     rows = [{"step": i, "reward/correct": 0.5} for i in range(35)]
-    for step, (accuracy, longest) in found.items():
+    for step, accuracy, longest in ((9, 0.5, 900.0), (19, 0.4, 800.0), (29, 0.4, 700.0)):
         rows[step] |= {"validation/accuracy": accuracy, "validation/longest_path": longest}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    fold = checkpoints_table(Run(run))
+    (run / "latest").write_text("step_000035\n")
+    fold = tables.checkpoints_table(Run(run))
     assert fold.title == "hlp: 3 checkpoints validated; @best is step 30"
-    assert [[row.label, *(cell.text for cell in row.cells)] for row in fold.content[0].rows] == [
+    assert [[row.label, *texts(row)] for row in fold.content[0].rows] == [
         ["10", "50.00", "900", "not kept"],
         ["20", "40.00", "800", "hlp@20"],
         ["30", "40.00", "700", "hlp@30 (= @best)"],  # as accurate as 20, and shorter
         ["35", "–", "–", "hlp@35"],
     ]
-    (run / "latest").write_text("step_000035\n")
     assert resolve_model(f"{run}@best") == run / "checkpoints/step_000030/hf"
     assert explain_best(f"{run}@best") == f"{run}@best is step 30: validation accuracy 40.00%, longest path 700 tokens"
     assert explain_best(run) is None and explain_best(f"{run}@20") is None
@@ -337,14 +280,9 @@ def test_a_model_named_by_its_step_is_asked_as_its_run_was(tmp_path):
         assert (prompt.kind, rollout.budget) == ("sequential", 224)
 
 
-# ---- training curves ----
-
-
 def test_stages_share_a_figure_while_each_starts_from_the_one_before(training):
-    assert [[stage.name for stage in figure] for figure in chains(training)] == [
-        ["sft", "stage1", "stage2"],
-        ["elsewhere"],
-    ]
+    names = [[stage.name for stage in figure] for figure in chains(training)]
+    assert names == [["sft", "stage1", "stage2"], ["elsewhere"]]
 
 
 def test_smoothing_keeps_a_straight_line_inside():
@@ -364,65 +302,48 @@ def page(training, tmp_path_factory):
         evaluation("dc_cot", "parallel", 0.5, 120, ("aime24", "arithmetic"), 2),
         evaluation("<script>alert(1)</script>|x", "parallel", 0.2, 90, ("arithmetic",), 3),
     ]
-    timings = [
-        Timing(method, level, f"p{i}", 0, 0.1 + 0.01 * i * level, 10 * i, 10 * i)
-        for method in ("parallel", "sequential") for level in (1, 4) for i in range(1, 6)
-    ]  # fmt: skip
-    save_latency(tmp_path / "latency", timings, device="a test")
-    notes = ["What was learnt: 3 < 4 & 5 > 4."]
-    return write_report(
-        evaluations, training, tmp_path / "report", "A title & more", notes, latencies=[tmp_path / "latency"]
-    )
+    loads = [(method, level) for method in ("parallel", "sequential") for level in (1, 4)]
+    seconds = [(*load, f"p{i}", 0, 0.1 + 0.01 * i * load[1], 10 * i, 10 * i) for load in loads for i in range(1, 6)]
+    save_latency(tmp_path / "latency", [Timing(*each) for each in seconds], device="a test")
+    notes, latencies = ["What was learnt: 3 < 4 & 5 > 4."], [tmp_path / "latency"]
+    return write_report(evaluations, training, tmp_path / "report", "A title & more", notes, latencies=latencies)
 
 
-def test_the_page_shows_in_a_browser_and_requests_nothing(page, browser):
-    browser.open(page)
-    assert browser.run("return document.title") == "A title & more"
-    tables = browser.run(
-        "return [...document.querySelectorAll('table')].map(t => [t.ariaLabel, t.checkVisibility() && t.offsetHeight])"
-    )
-    shown = [caption for caption, height in tables if height > 40]
-    assert [" ".join(caption.split()[:2]) for caption in shown] == [
-        "Table 1.",
-        "Table 2.",
-        "Total tokens",
-        "What the",
-        "latency, on",
-        "What each",
-    ]
-    assert len(tables) == len(shown) + 3 + 3  # the paper's and the checkpoints, folded away
-    images = browser.run(
-        "return [...document.images].map(i => [i.alt, i.complete, i.naturalWidth, i.getBoundingClientRect().width])"
-    )
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_shows_on_either_screen_and_requests_nothing(page, chromium, scheme):
+    chromium.screen(scheme)
+    chromium.requested(), chromium.log("browser")  # of other pages
+    chromium.go(page.as_uri())
+    assert chromium.js("return document.title") == "A title & more"
+    seen = "[t.ariaLabel, t.checkVisibility() && t.offsetHeight]"
+    found = chromium.js(f"return [...document.querySelectorAll('table')].map(t => {seen})")
+    shown = [" ".join(caption.split()[:2]) for caption, height in found if height > 40]
+    assert shown == ["Table 1.", "Table 2.", "Total tokens", "What the", "latency, on", "What each"]
+    assert len(found) == len(shown) + 3 + 3  # the paper's and the checkpoints, folded away
+    seen = "[i.complete, i.naturalWidth, i.getBoundingClientRect().width]"
+    images = chromium.js(f"return [...document.images].map(i => {seen})")
     assert len(images) == 2 + 1 + 2  # trade-offs, latency, two trainings
-    assert all(complete and natural > 500 and width > 300 for _, complete, natural, width in images)
-    assert browser.run("return document.documentElement.scrollWidth <= innerWidth")  # wide tables scroll by themselves
-    assert "3 < 4 & 5 > 4" in browser.run("return document.body.innerText")
-    assert "<script>alert(1)</script>|x" in browser.run("return document.body.innerText")
-    assert browser.complaints() == []
-    outside = [url for url in browser.requested() if not url.startswith(("data:", page.resolve().as_uri()))]
-    assert outside == []
-
-
-def test_the_page_follows_the_screen_into_the_dark(page, browser):
-    browser.open(page)
-    dark = browser.run("return matchMedia('(prefers-color-scheme: dark)').matches")
-    brightness = "return getComputedStyle(document.documentElement).backgroundColor.match(/\\d+/g).map(Number).reduce((a, b) => a + b)"
-    assert (browser.run(brightness) < 300) == dark
+    assert all(complete and natural > 500 and width > 300 for complete, natural, width in images)
+    assert chromium.js("return document.documentElement.scrollWidth <= innerWidth")  # wide tables scroll by themselves
+    text = chromium.js("return document.body.innerText")
+    assert "3 < 4 & 5 > 4" in text and "<script>alert(1)</script>|x" in text
+    paper_colour = "getComputedStyle(document.documentElement).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"
     corner = """const c = document.createElement('canvas').getContext('2d'); c.drawImage(document.images[0], 0, 0);
-                return c.getImageData(1, 1, 1, 1).data.slice(0, 3).reduce((a, b) => a + b)"""
-    assert (browser.run(corner) < 300) == dark
+                return [...c.getImageData(1, 1, 1, 1).data.slice(0, 3)]"""
+    for colour in (chromium.js(f"return {paper_colour}"), chromium.js(corner)):
+        assert (sum(colour) < 300) == (scheme == "dark")
+    assert chromium.log("browser") == []
+    assert [url for url in chromium.requested() if not url.startswith(("data:", page.as_uri()))] == []
 
 
 def test_the_page_names_no_address(page):
     text = page.read_text()
     assert not re.findall(r"https?:|//[a-z]|@import|<link|<script", re.sub(r"base64,[A-Za-z0-9+/=]+", "", text))
-    assert all(
-        source.startswith("data:image/png;base64,") for source in re.findall(r'(?:src|srcset|href)="([^"]*)"', text)
-    )
+    sources = re.findall(r'(?:src|srcset|href)="([^"]*)"', text)
+    assert sources and all(source.startswith("data:image/png;base64,") for source in sources)
 
 
-def test_the_markdown_has_the_same_numbers_and_its_figures_beside_it(page):
+def test_the_markdown_has_the_same_numbers_and_its_figures_next_to_it(page):
     text = (page.parent / "report.md").read_text()
     cells = re.findall(r'<td class="[^"]*">([^<]*)<', page.read_text())
     assert len(cells) > 100 and all(cell in text for cell in cells)
@@ -438,27 +359,14 @@ def test_the_papers_rows_are_marked(page):
 
 
 def test_the_command_tells_runs_apart_by_what_they_hold(training, tmp_path, capsys):
-    for name in ("base", "dc_cot"):
+    for name, method in {"base": "sequential", "dc_cot": "parallel"}.items():
         (tmp_path / name).mkdir()
-        evaluation(name, "sequential" if name == "base" else "parallel").save(tmp_path / name)
+        evaluation(name, method).save(tmp_path / name)
     runs = [str(tmp_path / "base"), str(training[1]), str(tmp_path / "dc_cot")]
     assert main([*runs, "--baseline", "base", "--out", str(tmp_path / "out")]) == 0
     text = (tmp_path / "out" / "report.md").read_text()
     assert "| dc\\_cot | base |" in text and "training_stage1.png" in text
     assert str(tmp_path / "out" / "report.html") in capsys.readouterr().out
-
-
-def test_a_folder_that_holds_no_run_costs_one_line(tmp_path, capsys):
     assert main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     printed = capsys.readouterr().err
     assert "holds neither summary.json" in printed and printed.count("\n") == 1
-
-
-def test_kinds_of_problems_are_averaged_apart():
-    table = {"accuracy": {"t-sum-1": 1.0, "t-sum-2": 0.0, "t-chain-1": 0.25},
-             "longest_path": {"t-sum-1": 10, "t-sum-2": 30, "t-chain-1": 7},
-             "spawned": {"t-sum-1": 1.0, "t-sum-2": 1.0, "t-chain-1": 0.0}}  # fmt: skip
-    found = Evaluation("ours", "", "parallel", 100, {"t": BenchmarkResult("t", "Test", 1, {}, table)})
-    chain, total = kinds_table([found], {"t": "Test"}, "-([a-z]+)-").rows
-    assert [cell.text for cell in chain.cells] == ["Test", "chain", "25.00", "7", "0.00"]
-    assert [cell.text for cell in total.cells] == ["Test", "sum", "50.00", "20", "100.00"]

@@ -12,14 +12,10 @@ import time
 import urllib.request
 from pathlib import Path
 
-KEYS = {
-    "ArrowDown": "\ue015",
-    "ArrowUp": "\ue013",
-    "End": "\ue010",
-    "Home": "\ue011",
-    "Escape": "\ue00c",
-    "PageDown": "\ue00f",
-}
+KEYS = {"ArrowDown": "\ue015", "ArrowUp": "\ue013", "End": "\ue010", "Home": "\ue011", "Escape": "\ue00c"}
+KEYS |= {"PageDown": "\ue00f"}
+OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1400,900")
+MISSING = "chromedriver was not found: apt-get install chromium chromium-driver (`make setup` does so where it may)"
 
 
 class Browser:
@@ -27,29 +23,18 @@ class Browser:
 
     def __init__(self):
         driver = shutil.which("chromedriver")
-        assert driver, (
-            "chromedriver was not found: apt-get install chromium chromium-driver (`make setup` does so where it may)"
-        )
+        assert driver, MISSING
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self.process = subprocess.Popen(
-            [driver, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen([driver, f"--port={port}"], **silent)
         self.address = f"http://127.0.0.1:{port}"
         self.until(lambda: self.call("GET", "/status")["ready"])
-        arguments = [
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--window-size=1400,900",
-        ]
-        logs = {"performance": "ALL", "browser": "ALL"}
-        wanted = {"browserName": "chrome", "goog:chromeOptions": {"args": arguments}, "goog:loggingPrefs": logs}
-        self.address += (
-            "/session/" + self.call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
-        )
+        wanted = {"browserName": "chrome", "goog:chromeOptions": {"args": OPTIONS}}
+        wanted["goog:loggingPrefs"] = {"performance": "ALL", "browser": "ALL"}
+        opened = self.call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
+        self.address += f"/session/{opened['sessionId']}"
 
     def call(self, method: str, path: str, content: dict | None = None):
         body = None if content is None else json.dumps(content).encode()
@@ -59,6 +44,12 @@ class Browser:
 
     def go(self, address: str) -> None:
         self.call("POST", "/url", {"url": address})
+
+    def screen(self, scheme: str) -> None:
+        """Show pages as on a screen that prefers this colour scheme, light or dark."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        command = {"cmd": "Emulation.setEmulatedMedia", "params": {"features": features}}
+        self.call("POST", "/goog/cdp/execute", command)
 
     def js(self, code: str, *arguments):
         return self.call("POST", "/execute/sync", {"script": code, "args": list(arguments)})
@@ -82,7 +73,7 @@ class Browser:
         return self.call("POST", "/se/log", {"type": kind})
 
     @staticmethod
-    def until(holds, seconds: float = 60.0):
+    def until(holds, seconds: float = 300.0):
         """What `holds` gives as soon as it is true."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
