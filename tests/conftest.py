@@ -19,9 +19,8 @@ SLOW_FIXTURES = {
     "build_engine",
     "speaker_engine",
     "torchrun",
-    "driver",
     "browser",
-    "session",
+    "chromium",
     "servers",
     "fleet",
 }

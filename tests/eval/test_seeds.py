@@ -7,35 +7,27 @@ from dccot.eval.report import main
 from dccot.eval.results import BenchmarkResult, Evaluation, rows_of
 from dccot.lab.worlds.demo import COLUMNS, cell, plain_words
 
-ROWS = {
-    "eval_base": "DSR-12K",
-    "eval_sft": "SFT",
-    "eval_dc": "DC-CoT",
-    "eval_hlp": "DC-CoT-HLP",
-    "eval_dsr": "DSR-HLP-12K",
-}
+ROWS = {"base": "DSR-12K", "sft": "SFT", "dc": "DC-CoT", "hlp": "DC-CoT-HLP", "dsr": "DSR-HLP-12K"}
+ACCURACIES, LENGTHS = [0.6, 0.5, 0.7, 0.69, 0.6], [200, 150, 100, 80, 160]
+SHARES = {"well_formed": 1.0, "spawned": 0.5, "parallelism": 1.5, "truncated": 0.0}
 
 
-def finished(folder, accuracies, lengths):
-    """A recipe's folder with an evaluation of two problems per row: one a point better, one a point worse than the
-    mean.
-    """
+def finished(folder, accuracies=ACCURACIES, lengths=LENGTHS):
+    """A recipe's folder with an evaluation of two problems per row: one a percent above, one below the mean."""
     for stage, accuracy, length in zip(ROWS, accuracies, lengths):
-        values = {"accuracy": accuracy, "longest_path": length, "total_tokens": 2 * length, "well_formed": 1.0, "spawned": 0.5,
-                  "parallelism": 1.5, "truncated": 0.0}  # fmt: skip
+        values = {"accuracy": accuracy, "longest_path": length, "total_tokens": 2 * length} | SHARES
         by_problem = {name: {"a": value * 1.01, "b": value * 0.99} for name, value in values.items()}
-        (folder / stage).mkdir(parents=True)
-        model = f"runs/x/{stage.removeprefix('eval_')}/checkpoints/step_000016/hf"
-        Evaluation(stage, model, "parallel", 10, {"test": BenchmarkResult("test", "Test", 1, {}, by_problem)}).save(
-            folder / stage
-        )
-    rows = "".join(f"        {stage}: {shown}\n" for stage, shown in ROWS.items())
+        (folder / f"eval_{stage}").mkdir(parents=True)
+        results = {"test": BenchmarkResult("test", "Test", 1, {}, by_problem)}
+        model = f"runs/x/{stage}/checkpoints/step_000016/hf"
+        Evaluation(f"eval_{stage}", model, "parallel", 10, results).save(folder / f"eval_{stage}")
+    rows = "".join(f"        eval_{stage}: {shown}\n" for stage, shown in ROWS.items())
     (folder / "recipe.yaml").write_text(f"name: x\nstages:\n  report:\n    run: report\n    set:\n      rows:\n{rows}")
     return folder
 
 
 def test_recipes_with_several_seeds_show_their_mean_and_every_seeds_value(tmp_path):
-    one = finished(tmp_path / "one", [0.6, 0.5, 0.7, 0.7, 0.6], [200, 150, 100, 80, 160])
+    one = finished(tmp_path / "one")
     two = finished(tmp_path / "two", [0.8, 0.5, 0.9, 0.8, 0.6], [220, 150, 110, 80, 160])
     assert main([str(one), str(two), "--out", str(tmp_path / "report")]) == 0
     text = (tmp_path / "report" / "report.md").read_text()
@@ -57,40 +49,34 @@ def trained(folder, stage, start="base", **changes):
 
 
 def test_the_demos_sentences_say_what_the_table_says(tmp_path):
-    run = finished(tmp_path / "one", [0.6, 0.5, 0.7, 0.69, 0.6], [200, 150, 100, 80, 160])
+    run = finished(tmp_path / "one")
     for stage in ("hlp", "dsr"):
         trained(run, stage, start=f"{stage}_before")
         trained(run, f"{stage}_before", steps=3)
     said = " ".join(plain_words(rows_of(run), run))
-    for fact in ("solves 60.0%", "by -10.0 points", "a further +20.0", "50% shorter than the base's", "33% shorter than after SFT",
-                 "high length penalty on top: longest path 50% shorter, at +9.0 points"):  # fmt: skip
+    both = "high length penalty on top: longest path 50% shorter, at +9.0 points"
+    shorter = "50% shorter than the base's", "33% shorter than after SFT"
+    for fact in ("solves 60.0%", "by -10.0 points", "a further +20.0", *shorter, both):
         assert fact in said
 
 
-UNLIKE = [
-    {"steps": 32},
-    {"budget": 224},
-    {"cutoff": 96},
-    {"length_penalty": 0.5},
-    {"filter": "none"},
-    {"start": "before"},
-    None,
-]
+UNLIKE = [{"steps": 32}, {"budget": 224}, {"cutoff": 96}, {"length_penalty": 0.5}, {"filter": "none"}]
+UNLIKE += [{"start": "before"}, None]  # None: the other run's configuration does not exist
 
 
 @pytest.mark.parametrize("unlike", UNLIKE)
 def test_the_demo_says_nothing_about_models_whose_rl_was_not_the_same(tmp_path, unlike):
-    run = finished(tmp_path / "one", [0.6, 0.5, 0.7, 0.69, 0.6], [200, 150, 100, 80, 160])
+    run = finished(tmp_path / "one")
     trained(run, "dsr")
     trained(run, "before")
-    if unlike is not None:  # else the other run's configuration is not there
+    if unlike is not None:
         trained(run, "hlp", **unlike)
     said = plain_words(rows_of(run), run)
     assert len(said) == 2 and "penal" not in " ".join(said)
 
 
 def test_the_demos_table_shows_parallelism(tmp_path):
-    rows = rows_of(finished(tmp_path / "one", [0.6, 0.5, 0.7, 0.69, 0.6], [200, 150, 100, 80, 160]))
+    rows = rows_of(finished(tmp_path / "one"))
     assert cell(rows["DC-CoT-HLP"], *COLUMNS["parallelism"]).startswith("1.50 ± 0.0")  # problems: 1.515 and 1.485
 
 
@@ -98,7 +84,7 @@ def test_a_recipe_without_a_report_and_a_folder_without_a_recipe_cost_one_line(t
     (tmp_path / "recipe.yaml").write_text("stages: {}\n")
     with pytest.raises(ConfigError, match="no report stage"):
         rows_of(tmp_path)
-    one = finished(tmp_path / "one", [0.6, 0.5, 0.7, 0.7, 0.6], [200, 150, 100, 80, 160])
+    one = finished(tmp_path / "one")
     two = finished(tmp_path / "two", [0.6, 0.5], [200, 150])
     (two / "recipe.yaml").write_text((one / "recipe.yaml").read_text().split("        eval_dc:")[0])
     assert main([str(one), str(two)]) == 2 and "has no results of DC-CoT, DC-CoT-HLP, DSR" in capsys.readouterr().err

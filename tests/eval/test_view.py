@@ -34,17 +34,13 @@ def segment(text: str, inserted=(), logprob: float = -0.5, end: bool = False) ->
 def response(first: str, workers: list[str], last: str | None) -> Response:
     spawned = [segment(text, tag) for text, tag in zip(workers, TAGS.worker_open)]
     final = segment(last, TAGS.spawn_close, end=True) if last is not None else None
-    return Response(
-        [0, 1], [Round(segment(first), spawned)], final, Finish.ANSWERED if last is not None else Finish.BUDGET
-    )
+    finish = Finish.BUDGET if last is None else Finish.ANSWERED
+    return Response([0, 1], [Round(segment(first), spawned)], final, finish)
 
 
 def rollout(number: int = 0, **changes) -> Graded:
-    made = response(
-        "plan<spawn_workers>",
-        ["a</worker_1>", "bb</worker_2>", "ccc</worker_3>"],
-        "so </think><answer>\\boxed{7}</answer>",
-    )
+    workers = ["a</worker_1>", "bb</worker_2>", "ccc</worker_3>"]
+    made = response("plan<spawn_workers>", workers, "so </think><answer>\\boxed{7}</answer>")
     text = "<think>\n" + made.text(WORDS)
     whole = {"flaw": None, "verdict": "correct", "reward": 1.0, "advantage": 0.5, "step": 3}
     return Graded(f"p{number}", 0, "What?", "7", text, made, **{**whole, **changes})
@@ -65,67 +61,36 @@ def built(tmp_path, *rollouts: Graded, pieces=None) -> str:
 
 # ---- texts without a tokenizer ----
 
+SPAWN, CLOSED = "x<spawn_workers>", ["a</worker_1>", "b</worker_2>", "c</worker_3>"]
 CASES = {
-    "well-formed": ("think<spawn_workers>", ["a</worker_1>", "b</worker_2>", "c</worker_3>"], "so</think>"),
-    "tags that ran on into the next line": (
-        "x<spawn_workers>\n",
-        ["a</worker_1>\n", "b</worker_2>\n", "c</worker_3>"],
-        "so",
-    ),
-    "a worker that ended without its tag": ("x<spawn_workers>", ["a", "b</worker_2>", "c"], "so"),
-    "a worker that wrote another's closing tag": (
-        "x<spawn_workers>",
-        ["a</worker_2>a</worker_1>", "b</worker_2>", "c</worker_3>"],
-        "so",
-    ),
-    "a worker that opened the next one": (
-        "x<spawn_workers>",
-        ["a<worker_2>a</worker_1>", "b</worker_2>", "c</worker_3>"],
-        "so",
-    ),
-    "a worker that tried to spawn": (
-        "x<spawn_workers>",
-        ["a<spawn_workers>a</worker_1>", "b</worker_2>", "c</worker_3>"],
-        "so",
-    ),
-    "cut off behind a worker that closed the block": (
-        "x<spawn_workers>",
-        ["a</worker_1>", "b</worker_2>", "c</spawn_workers>c"],
-        None,
-    ),
-    "cut off among the workers": ("x<spawn_workers>", ["a</worker_1>", "b", "c"], None),
+    "well-formed": ("think<spawn_workers>", CLOSED, "so</think>"),
+    "tags that ran on into the next line": (f"{SPAWN}\n", ["a</worker_1>\n", "b</worker_2>\n", CLOSED[2]], "so"),
+    "a worker that ended without its tag": (SPAWN, ["a", CLOSED[1], "c"], "so"),
+    "a worker that wrote another's closing tag": (SPAWN, ["a</worker_2>a</worker_1>", *CLOSED[1:]], "so"),
+    "a worker that opened the next one": (SPAWN, ["a<worker_2>a</worker_1>", *CLOSED[1:]], "so"),
+    "a worker that tried to spawn": (SPAWN, ["a<spawn_workers>a</worker_1>", *CLOSED[1:]], "so"),
+    "cut off after a worker that closed the block": (SPAWN, [*CLOSED[:2], "c</spawn_workers>c"], None),
+    "cut off among the workers": (SPAWN, [CLOSED[0], "b", "c"], None),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_tags_tell_where_segments_begin(case):
     first, workers, last = CASES[case]
-    expected = [first, *(f"<worker_{i}>{text}" for i, text in enumerate(workers, start=1))] + (
-        [f"</spawn_workers>{last}"] if last else []
-    )
+    expected = [first, *(f"<worker_{i}>{text}" for i, text in enumerate(workers, start=1))]
+    expected += [f"</spawn_workers>{last}"] if last else []
     assert cut("".join(expected), response(first, workers, last)) == expected
 
 
-SOME_TAGS = [
-    "<spawn_workers>",
-    "</spawn_workers>",
-    "<worker_1>",
-    "</worker_1>",
-    "<worker_2>",
-    "<worker_3>",
-    "</worker_3>",
-    "\n",
-]
+SOME_TAGS = ["<worker_1>", "</worker_1>", "<worker_2>", "<worker_3>", "</worker_3>", "\n"]
+SOME_TAGS += ["<spawn_workers>", "</spawn_workers>"]
 
 
 @given(st.lists(st.sampled_from(SOME_TAGS)), st.integers(0, 3), st.booleans())
 def test_no_text_is_lost_however_the_tags_stand(parts, rounds, answered):
     text = "".join(parts)
-    shape = Response(
-        [],
-        [Round(Segment(), [Segment(), Segment(), Segment()])] * rounds,
-        Segment() if answered or not rounds else None,
-    )
+    last = Segment() if answered or not rounds else None
+    shape = Response([], [Round(Segment(), [Segment(), Segment(), Segment()])] * rounds, last)
     pieces = cut(text, shape)
     assert "".join(pieces) == text
     assert len(pieces) == len(list(shape.segments()))
@@ -158,37 +123,26 @@ def test_lengths_are_counted_as_javascript_counts_them():
 
 
 def test_the_index_holds_what_the_rollouts_say(tmp_path):
-    page = built(
-        tmp_path,
-        rollout(0),
-        rollout(1, verdict="wrong", flaw="no_answer", reward=0.0),
-        rollout(0, verdict=None, reward=None),
-    )
-    index = unpacked(page, "index")
+    wrong, ungraded = {"verdict": "wrong", "flaw": "no_answer", "reward": 0.0}, {"verdict": None, "reward": None}
+    index = unpacked(built(tmp_path, rollout(0), rollout(1, **wrong), rollout(0, **ungraded)), "index")
     assert index["problems"] == [["p0", "What?", "7"], ["p1", "What?", "7"]]
-    columns = index["columns"]
+    columns, made = index["columns"], rollout().response
     assert columns["problem"] == [0, 1, 0]
     assert columns["verdict"] == ["correct", "wrong", None]
     assert columns["flaw"] == [None, "no_answer", None]
     assert columns["reward"] == [1.0, 0.0, None]
     assert columns["answer"] == ["7"] * 3
-    made = rollout().response
     assert (columns["longest"][0], columns["total"][0]) == (made.longest_path, made.total_tokens)
-    assert columns["shape"][0] == [
-        len(made.rounds[0].director),
-        [len(w) for w in made.rounds[0].workers],
-        len(made.final),
-    ]
+    [round_] = made.rounds
+    assert columns["shape"][0] == [len(round_.director), [len(w) for w in round_.workers], len(made.final)]
     assert columns["logprob"][0] == -0.5
 
 
 def test_what_ran_on_after_a_tag_is_in_the_index_by_kind(tmp_path):
     spread = rollout(1)
     spread.text = spread.text.replace("<worker_1>", "\n<worker_1>").replace("</spawn_workers>", "The</spawn_workers>")
-    assert unpacked(built(tmp_path, rollout(0), spread), "index")["columns"]["overshoots"] == [
-        {},
-        {"newline": 1, "text": 1},
-    ]
+    columns = unpacked(built(tmp_path, rollout(0), spread), "index")["columns"]
+    assert columns["overshoots"] == [{}, {"newline": 1, "text": 1}]
 
 
 def test_details_hold_texts_tokens_and_logprobs_of_every_segment(tmp_path):
@@ -277,36 +231,14 @@ def test_a_file_becomes_a_page_beside_it_and_bad_lines_are_reported(tmp_path, ca
     assert unpacked((tmp_path / "step_000010.html").read_text("utf-8"), "index")["tokens"] is False
 
 
-JUNK = st.sampled_from(
-    [
-        None,
-        True,
-        -1,
-        0,
-        10**400,
-        1e999,
-        -1e999,
-        math.nan,
-        "",
-        "x",
-        "\\boxed{",
-        [],
-        [None],
-        ["x"],
-        [[1]],
-        [-1],
-        [math.nan],
-        {},
-        {"x": 1},
-    ]
-)
+NUMBERS = [-1, 0, 10**400, 1e999, -1e999, math.nan]
+JUNK = [None, True, *NUMBERS, "", "x", "\\boxed{", [], [None], ["x"], [[1]], [-1], [math.nan], {}, {"x": 1}]
 
 
 def places(value, at=()):
     """The path of every value in a row, the row's own left out."""
-    for key, inside in (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    ):
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inside in inner:
         yield (*at, key)
         yield from places(inside, (*at, key))
 
@@ -315,7 +247,7 @@ PLACES = list(places(rollout().to_json()))
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(PLACES), JUNK, st.booleans(), st.booleans())
+@given(st.sampled_from(PLACES), st.sampled_from(JUNK), st.booleans(), st.booleans())
 def test_a_malformed_row_costs_itself_alone(tmp_path, place, junk, lost, tokens):
     bad = rollout(1).to_json()
     *above, last = place

@@ -1,10 +1,8 @@
-"""The page of `dccot view` with 10,000 responses in headless Chromium, driven through chromedriver's own protocol."""
+"""The page of `dccot view` with 10,000 responses in headless Chromium."""
 
 import functools
-import json
 import math
 import random
-from pathlib import Path
 
 import pytest
 
@@ -13,20 +11,14 @@ from dccot.lab.worlds.bigram import tokenizer
 from dccot.rollout.response import Finish, Response, Round, Segment
 from dccot.rollout.tags import TagIds
 from dccot.train.rewards import Graded
-from tests.support import browser as browser_support
+from tests.support.browser import Browser
 
 RESPONSES, SAMPLES = 10_000, 8
 NEEDLE = "needle in worker two"
 
 
-class Browser(browser_support.Browser):
-    def open(self, path: Path, fragment: str = "") -> None:
-        self.go("about:blank")
-        self.go(path.as_uri() + fragment)
-        self.until(lambda: self.js("return document.querySelectorAll('.card').length"))
-
-
-def make_rollouts() -> list[Graded]:
+@pytest.fixture(scope="module")
+def rollouts() -> list[Graded]:
     words, rng, made = tokenizer("spelled"), random.Random(5), []
     tags, vocabulary = TagIds.of(words), words.get_vocab()
     encode = functools.cache(lambda text: words.encode(text, add_special_tokens=False))
@@ -38,28 +30,17 @@ def make_rollouts() -> list[Graded]:
         texts = [NEEDLE if number == 7777 and i == 2 else "x" * rng.randrange(1, 40) for i in (1, 2, 3)]
         workers = [segment(encode(f"{text}</worker_{i + 1}>"), tags.worker_open[i]) for i, text in enumerate(texts)]
         rounds = [Round(segment(encode("plan " * rng.randrange(1, 9) + "<spawn_workers>")), workers)] * (number % 3 > 0)
-        answer = (
-            encode("</think><answer>\\boxed{") + [vocabulary[digit] for digit in str(number)] + encode("}</answer>")
-        )
+        digits = [vocabulary[digit] for digit in str(number)]
+        answer = encode("</think><answer>\\boxed{") + digits + encode("}</answer>")
         final = segment(answer, tags.spawn_close if rounds else ())
         response = Response([1], rounds, final, Finish.ANSWERED if number % 11 else Finish.BUDGET)
         verdict = rng.choice(["correct", "wrong", "unparsable", "timed_out", None])
         problem, flaw = number // SAMPLES, rng.choice([None, None, "no_answer", "stray_tag"])
         reward = None if verdict is None else round(rng.random(), 3)
-        question, text = (
-            f"How much is {problem} plus {problem}?",
-            f"<think>\n…</think><answer>\\boxed{{{number}}}</answer>",
-        )
         judged = {"flaw": flaw, "verdict": verdict, "reward": reward, "step": 1}
-        made.append(
-            Graded(f"problem-{problem:04d}", number % SAMPLES, question, str(problem), text, response, **judged)
-        )
+        asked = f"problem-{problem:04d}", number % SAMPLES, f"How much is {problem} plus {problem}?", str(problem)
+        made.append(Graded(*asked, f"<think>\n…</think><answer>\\boxed{{{number}}}</answer>", response, **judged))
     return made
-
-
-@pytest.fixture(scope="module")
-def rollouts():
-    return make_rollouts()
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +53,16 @@ def page(rollouts, tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def session():
-    browser = Browser()
-    yield browser
-    browser.close()
+def open_page(browser: Browser, address: str) -> Browser:
+    browser.go("about:blank")
+    browser.go(address)
+    browser.until(lambda: browser.js("return document.querySelectorAll('.card').length"))
+    return browser
 
 
 @pytest.fixture
-def browser(session, page):
-    session.open(page)
-    return session
+def browser(chromium, page):
+    return open_page(chromium, page.as_uri())
 
 
 def chosen(browser: Browser) -> int:
@@ -167,9 +147,8 @@ def test_keys_go_round_the_responses_to_one_problem(browser):
 def test_search_finds_texts_problems_and_answers(browser):
     for query, rows in [(NEEDLE.upper(), [7777]), ("problem-0042", list(range(336, 344))), ("boxed{4321}", [4321])]:
         browser.press("/")
-        browser.js(
-            "const box = document.getElementById('search'); box.value = ''; box.dispatchEvent(new Event('input'))"
-        )
+        empty = "const box = document.getElementById('search'); box.value = ''; box.dispatchEvent(new Event('input'))"
+        browser.js(empty)
         browser.press(*query)
         browser.until(lambda rows=rows: listed(browser) == rows)
         assert chosen(browser) == rows[0]
@@ -180,9 +159,8 @@ def test_search_finds_texts_problems_and_answers(browser):
 def test_what_was_searched_for_is_marked(browser):
     browser.press("/", *NEEDLE)
     browser.until(lambda: listed(browser) == [7777])
-    assert browser.until(
-        lambda: browser.js("return [...document.querySelectorAll('mark')].map(mark => mark.textContent)")
-    ) == [NEEDLE]
+    marks = "return [...document.querySelectorAll('mark')].map(mark => mark.textContent)"
+    assert browser.until(lambda: browser.js(marks)) == [NEEDLE]
 
 
 def test_typing_in_the_search_box_is_no_command(browser):
@@ -195,7 +173,8 @@ def test_the_tree_is_drawn_to_scale(browser, rollouts):
     row = chosen(browser)
     response = rollouts[row].response
     boxes = browser.js("""return [...document.querySelectorAll('.tree .segment')].map(segment => {
-        const box = segment.querySelector('rect.outline'); return ['x', 'y', 'width'].map(name => Number(box.getAttribute(name))) })""")
+        const box = segment.querySelector('rect.outline');
+        return ['x', 'y', 'width'].map(name => Number(box.getAttribute(name))) })""")
     [first, *workers, last] = boxes
     unit = first[2] / len(response.rounds[0].director)
     for box, segment in zip(boxes, response.segments()):
@@ -208,21 +187,14 @@ def test_the_tree_is_drawn_to_scale(browser, rollouts):
 
 
 def test_texts_verdict_and_form_are_shown(browser, rollouts):
-    row = next(
-        i for i, r in enumerate(rollouts) if r.flaw == "stray_tag" and r.verdict == "wrong" and r.response.rounds
-    )
+    wanted = [r.flaw == "stray_tag" and r.verdict == "wrong" and bool(r.response.rounds) for r in rollouts]
+    row = wanted.index(True)
     browser.js("choose(arguments[0])", row)
     assert chosen(browser) == row
     shown = browser.text("detail")
     rollout = rollouts[row]
-    for fact in (
-        "wrong",
-        "ill-formed: stray_tag",
-        "a tag in the director's text",
-        rollout.question,
-        f"{rollout.reward:.3f}",
-        f"{row}",
-    ):
+    form = "ill-formed: stray_tag", "a tag in the director's text"
+    for fact in ("wrong", *form, rollout.question, f"{rollout.reward:.3f}", f"{row}"):
         assert fact in shown
     texts = browser.js("return [...document.querySelectorAll('.card pre')].map(pre => pre.textContent)")
     assert texts == [tokenizer("spelled").decode(segment.tokens) for segment in rollout.response.segments()]
@@ -231,9 +203,8 @@ def test_texts_verdict_and_form_are_shown(browser, rollouts):
 def test_tokens_are_coloured_by_their_own_logprob(browser, rollouts):
     browser.press("j", "c")
     row = chosen(browser)
-    browser.until(
-        lambda: browser.js("return state.colour === 'log-prob' && CSS.highlights.get('log-prob-16') !== undefined")
-    )
+    painted = "return state.colour === 'log-prob' && CSS.highlights.get('log-prob-16') !== undefined"
+    browser.until(lambda: browser.js(painted))
     painted = browser.js("""const found = [];
         document.querySelectorAll('.card pre').forEach((pre, card) => {
           const [nodes, starts] = textNodes(pre);
@@ -275,17 +246,13 @@ def test_an_empty_selection_says_so(browser):
     assert "No response is listed" in browser.text("detail")
 
 
-def test_an_address_with_a_number_opens_that_response(session, page):
-    session.open(page, "#4242")
-    assert chosen(session) == 4242
+def test_an_address_with_a_number_opens_that_response(chromium, page):
+    assert chosen(open_page(chromium, page.as_uri() + "#4242")) == 4242
 
 
-def test_the_page_asks_for_nothing_but_itself_and_makes_no_error(session, page):
-    session.log("performance"), session.log("browser")
-    session.open(page)
-    session.press("j", "c", "3", "l", "n")
-    chosen(session)
-    messages = [json.loads(entry["message"])["message"] for entry in session.log("performance")]
-    requested = {m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"}
-    assert {url for url in requested if not url.startswith(("data:", "about:"))} == {page.as_uri()}
-    assert session.log("browser") == []
+def test_the_page_asks_for_nothing_but_itself_and_makes_no_error(chromium, page):
+    chromium.requested(), chromium.log("browser")  # of other pages
+    open_page(chromium, page.as_uri()).press("j", "c", "3", "l", "n")
+    chosen(chromium)
+    assert {url for url in chromium.requested() if not url.startswith(("data:", "about:"))} == {page.as_uri()}
+    assert chromium.log("browser") == []
