@@ -5,10 +5,10 @@
         classes = judge.equivalence_classes(texts)                 # for majority voting
 
 math-verify's own time limits use SIGALRM, which only works on a main thread, and sympy can hang or eat memory where no
-exception reaches it. So it runs in separate processes (`grading_process.py`), with a time and a memory limit per
+exception reaches it. So it runs in separate processes (`judge_process.py`), with a time and a memory limit per
 answer, and the verdict says what happened: an answer that could not be judged never counts as wrong. The processes
 start cheaply and import neither torch nor the program that grades. A batch without a single parsable answer is logged
-as an error and recorded in `grader.last.alarm`.
+as an error and recorded in `grader.alarm`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Protocol, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol, Self
 
+import psutil
 from pydantic import Field
 
 from dccot.core.config import Positive, check, known, lookup
@@ -80,31 +80,24 @@ class GradingConfig:
     answer_block_only: bool = False  # look only inside <answer>…</answer>
 
 
-@dataclass
-class BatchReport:
-    """Summary of the last batch; `alarm` is None unless someone should take a look."""
-
-    counts: Counter = field(default_factory=Counter)
-    alarm: str | None = None
-
-
 class Grader(Judge):
     """math-verify in a pool of grading processes. Thread-safe; batches are graded one after another."""
 
     def __init__(self, config: GradingConfig | None = None):
         self.config = config or GradingConfig()
         check(self.config, "grading")
-        self.last = BatchReport()
-        self.totals: Counter = Counter()
+        self.counts: Counter[Verdict] = Counter()  # of the last batch
+        self.alarm: str | None = None  # why someone should take a look at the last batch
         self.bad_golds: set[str] = set()
         self._lock = threading.Lock()
         self._tested = False
         self._processes = [_Process(self.config) for _ in range(self.config.workers)]
 
     def grade(self, pairs: Sequence[tuple[str, Gold]]) -> list[Verdict]:
-        """The verdict on each (response text, gold or golds) of a batch; `last` summarises the batch."""
+        """The verdict on each (response text, gold or golds) of a batch, summed up in `counts` and `alarm`."""
         verdicts = self._verdicts(pairs)
-        self._report(verdicts)
+        self.counts = Counter(verdicts)
+        self._report()
         return verdicts
 
     def judge(self, text: str, gold: Gold) -> Verdict:
@@ -112,9 +105,8 @@ class Grader(Judge):
         return self._verdicts([(text, gold)])[0]
 
     def _verdicts(self, pairs: Sequence[tuple[str, Gold]]) -> list[Verdict]:
-        keys = [
-            (self._scope(text), tuple(map(boxed, [gold] if isinstance(gold, str) else gold))) for text, gold in pairs
-        ]
+        golds = [[gold] if isinstance(gold, str) else gold for _, gold in pairs]
+        keys = [(self._scope(text), tuple(map(boxed, gold))) for (text, _), gold in zip(pairs, golds)]
         distinct = list(dict.fromkeys(keys))
         answers = dict(zip(distinct, self._ask_all([["grade", text, list(golds)] for text, golds in distinct])))
         self._complain_about({gold for (_, golds), answer in answers.items() if answer == "bad_gold" for gold in golds})
@@ -143,8 +135,8 @@ class Grader(Judge):
 
     def pids(self) -> list[int]:
         """The grading processes, each followed by its workers, for monitoring."""
-        keepers = [process.pid for process in self._processes]
-        return [pid for keeper in keepers for pid in (keeper, *_children(keeper))]
+        keepers = [psutil.Process(process.pid) for process in self._processes]
+        return [each.pid for keeper in keepers for each in (keeper, *keeper.children())]
 
     def close(self) -> None:
         for process in self._processes:
@@ -153,63 +145,51 @@ class Grader(Judge):
     def _scope(self, text: str) -> str:
         return (answer_block(text) or "") if self.config.answer_block_only else text
 
-    def _ask_all(self, tasks: list[list]) -> list:
+    def _ask_all(self, tasks: Sequence[list]) -> list:
         """The processes' answers in order; the next free process takes the next task."""
         with self._lock:
             if not self._tested:
                 self._self_test()
-            if len(tasks) <= 1:
-                return [self._processes[0].ask(task) for task in tasks]
-            answers: list = [None] * len(tasks)
-            pending: queue.SimpleQueue = queue.SimpleQueue()
-            for index in range(len(tasks)):
-                pending.put(index)
+            free: queue.SimpleQueue[_Process] = queue.SimpleQueue()
+            for process in self._processes:
+                free.put(process)
 
-            def serve(process: _Process) -> None:
-                while True:
-                    try:
-                        index = pending.get_nowait()
-                    except queue.Empty:
-                        return
-                    answers[index] = process.ask(tasks[index])
+            def ask(task: list) -> Any:
+                process = free.get()
+                try:
+                    return process.ask(task)
+                finally:
+                    free.put(process)
 
             with ThreadPoolExecutor(len(self._processes), "grader") as threads:
-                list(threads.map(serve, self._processes))
-            return answers
+                return list(threads.map(ask, tasks))
 
     def _self_test(self) -> None:
         """A grader that cannot tell right from wrong must not start: its verdicts would look like wrong answers."""
         for process in self._processes:
             said = [process.ask(task) for task, _ in SELF_TEST]
             if said != [expected for _, expected in SELF_TEST]:
-                raise RuntimeError(
-                    f"math-verify does not work here: two known answers were judged {said}; reinstall math-verify"
-                )
+                wrong = f"two known answers were judged {said}"
+                raise RuntimeError(f"math-verify does not work here: {wrong}; reinstall math-verify")
         self._tested = True
 
-    def _report(self, verdicts: list[Verdict]) -> None:
-        counts = Counter(verdicts)
-        self.totals += counts
-        self.last = BatchReport(counts)
-        if not verdicts:
-            return
-        judged = counts[Verdict.CORRECT] + counts[Verdict.WRONG]
-        said = ", ".join(f"{count} {verdict.value}" for verdict, count in counts.most_common())
-        if not judged:
-            self.last.alarm = f"not one of {len(verdicts)} answers could be judged ({said}); look at the responses before trusting a reward"
-            logger.error(self.last.alarm)
-        elif not counts[Verdict.CORRECT]:
-            self.last.alarm = f"not one of {len(verdicts)} answers is correct ({said})"
-            logger.warning(self.last.alarm)
-        elif counts[Verdict.TIMED_OUT] or counts[Verdict.CRASHED]:
+    def _report(self) -> None:
+        self.alarm, count = None, self.counts.total()
+        said = ", ".join(f"{number} {verdict.value}" for verdict, number in self.counts.most_common())
+        if count and not self.counts[Verdict.CORRECT] + self.counts[Verdict.WRONG]:
+            remedy = "look at the responses before trusting a reward"
+            self.alarm = f"not one of {count} answers could be judged ({said}); {remedy}"
+            logger.error(self.alarm)
+        elif count and not self.counts[Verdict.CORRECT]:
+            self.alarm = f"not one of {count} answers is correct ({said})"
+            logger.warning(self.alarm)
+        elif any(self.counts[verdict] for verdict in UNJUDGED):
             logger.info("grading: %s", said)
 
     def _complain_about(self, golds: set[str]) -> None:
         for gold in sorted(golds - self.bad_golds):
-            logger.error(
-                "gold answer %.80r cannot be parsed: no answer to that problem can be right; fix or drop the problem",
-                gold,
-            )
+            remedy = "no answer to that problem can be right; fix or drop the problem"
+            logger.error("gold answer %.80r cannot be parsed: %s", gold, remedy)
         self.bad_golds |= golds
 
 
@@ -230,25 +210,12 @@ def boxed(gold: str) -> str:
     return rf"\boxed{{{gold}}}"
 
 
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return []
-
-
 class _Process:
     """One grading process; when it dies, a new one is started."""
 
     def __init__(self, config: GradingConfig):
-        self._command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "dccot.data.judge_process",
-            str(config.seconds),
-            str(config.memory_mb),
-        ]
+        limits = [str(config.seconds), str(config.memory_mb)]
+        self._command = [sys.executable, "-P", "-m", "dccot.data.judge_process", *limits]
         self._answered = False
         self._start()
 
@@ -259,34 +226,22 @@ class _Process:
     def _start(self) -> None:
         # Keys and CUDA settings are not passed on; a fixed hash seed makes sympy's set order, and so every verdict,
         # repeatable.
-        kept = {
-            name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH") if name in os.environ
-        }
+        kept = ("PATH", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH")
+        environment = {name: os.environ[name] for name in kept if name in os.environ} | {"PYTHONHASHSEED": "0"}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
-        self._process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env={**kept, "PYTHONHASHSEED": "0"},
-            start_new_session=True,  # Ctrl-C in a terminal goes to the trainer only
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._tasks, self._answers = self._process.stdin, self._process.stdout
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+        # in its own session: Ctrl-C in a terminal goes to the trainer only
+        self._process: Any = subprocess.Popen(self._command, **pipes, env=environment, start_new_session=True)
 
-    def ask(self, task: list):
+    def ask(self, task: list) -> Any:
         """The answer to a task. If the process dies, a new one retries the task once."""
-        line = json.dumps(task).encode() + b"\n"
         for _ in range(2):
-            try:
-                self._tasks.write(line)
-                self._tasks.flush()
-                answer = self._answers.readline()
-            except BrokenPipeError:
-                answer = b""
-            if answer:
-                self._answered = True
-                return json.loads(answer)
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.write(json.dumps(task).encode() + b"\n")
+                self._process.stdin.flush()
+                if answer := self._process.stdout.readline():
+                    self._answered = True
+                    return json.loads(answer)
             reason = self._reason()
             self.stop()
             self._start()
@@ -303,11 +258,11 @@ class _Process:
     def stop(self) -> None:
         """Close its stdin, which ends it and its worker; kill it if it does not exit."""
         with contextlib.suppress(BrokenPipeError):
-            self._tasks.close()
+            self._process.stdin.close()
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._answers.close()
+        self._process.stdout.close()
         self._errors.close()

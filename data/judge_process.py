@@ -8,7 +8,7 @@ fork takes a few milliseconds and importing sympy a second, so hostile answers c
 Time is the worker's own CPU time, so that a busy machine does not turn right answers into timeouts; wall time is a
 generous backstop.
 
-    python -P -m dccot.data.judge_process SECONDS MEMORY_MB       tasks on stdin, answers on stdout; Linux (/proc)
+    python -P -m dccot.data.judge_process SECONDS MEMORY_MB       tasks on stdin, answers on stdout; Linux
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import json
 import logging
+import multiprocessing
 import os
 import resource
 import select
@@ -25,18 +26,19 @@ import sys
 import time
 from collections.abc import Callable
 from functools import lru_cache
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
 
 from dccot.rollout.response import Verdict
 
 POLL_SECONDS = 0.02
 WALL_FACTOR = 6  # wall-clock backstop, as a multiple of the CPU time limit
-TASKS_PER_WORKER = 2000
-PAGE_MB = resource.getpagesize() / 2**20
-TICKS = os.sysconf("SC_CLK_TCK")
+FORK = multiprocessing.get_context("fork")
 
 
-# --- what the worker does
-# -------------------------------------------------------------------------------------------------------
+# ---- what the worker does ----
 
 
 @lru_cache(maxsize=512)
@@ -49,7 +51,7 @@ def parsed(text: str) -> list:
     return parse(text, parsing_timeout=None)
 
 
-def is_expression(found) -> bool:
+def is_expression(found: Any) -> bool:
     return not isinstance(found, str)
 
 
@@ -89,66 +91,49 @@ def either_way(a: str, b: str) -> bool:
 JOBS: dict[str, Callable[..., bool | str | None]] = {"grade": grade, "form": form, "same": either_way}
 
 
-def work(tasks, answers) -> None:
-    """A worker's loop until it is killed: one line in, one line out."""
-    for line in tasks:
-        job, *arguments = json.loads(line)
-        answers.write(json.dumps(JOBS[job](*arguments)).encode() + b"\n")
-        answers.flush()
-
-
-# --- what the keeper does
-# -------------------------------------------------------------------------------------------------------
-
-
-class Worker:
-    """A forked child and the pipes to it."""
-
-    def __init__(self, memory_mb: int):
-        task_read, self.task_write = os.pipe()
-        self.answer_read, answer_write = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            with contextlib.suppress(BaseException):
-                nowhere = os.open(os.devnull, os.O_RDWR)
-                os.dup2(nowhere, 0)
-                os.dup2(nowhere, 1)  # whatever sympy prints must not become an answer
-                os.close(self.task_write)
-                os.close(self.answer_read)
-                _become_expendable(memory_mb)
-                work(os.fdopen(task_read, "rb"), os.fdopen(answer_write, "wb"))
-            os._exit(1)
-        os.close(task_read)
-        os.close(answer_write)
-        self.tasks = 0
-        self.base_mb = self.resident_mb()
-
-    def resident_mb(self) -> float:
-        with open(f"/proc/{self.pid}/statm") as file:
-            return int(file.read().split()[1]) * PAGE_MB
-
-    def cpu_seconds(self) -> float:
-        with open(f"/proc/{self.pid}/stat") as file:
-            user, system = file.read().rpartition(")")[2].split()[11:13]
-        return (int(user) + int(system)) / TICKS
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so the pid still belongs to this child
-        os.waitpid(self.pid, 0)
-        os.close(self.task_write)
-        os.close(self.answer_read)
-
-
-def _become_expendable(memory_mb: int) -> None:
-    """Die with the keeper, be the OOM killer's first choice, and never allocate far past the limit at once."""
+def work(tasks: Connection, memory_mb: int) -> None:
+    """A worker's loop until it is killed. It dies with the keeper, is the OOM killer's first choice, and never allocates
+    far past the limit at once.
+    """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
-    with open("/proc/self/statm") as file:
-        address_space = int(file.read().split()[0]) * resource.getpagesize()
-    limit = address_space + 4 * memory_mb * 2**20
+    limit = psutil.Process().memory_info().vms + 4 * memory_mb * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # whatever sympy prints must not become an answer
+    with contextlib.suppress(BaseException):
+        while True:
+            job, *arguments = tasks.recv()
+            tasks.send(JOBS[job](*arguments))
+    os._exit(1)
+
+
+# ---- what the keeper does ----
+
+
+class Worker:
+    """A forked child and the pipe to it."""
+
+    def __init__(self, memory_mb: int):
+        self.pipe, theirs = FORK.Pipe()
+        self.process = FORK.Process(target=work, args=(theirs, memory_mb))
+        self.process.start()
+        theirs.close()
+        self._usage = psutil.Process(self.process.pid)
+        self._base_mb = 0.0
+        self._base_mb = self.grown_mb()
+
+    def grown_mb(self) -> float:
+        return self._usage.memory_info().rss / 2**20 - self._base_mb
+
+    def cpu_seconds(self) -> float:
+        return sum(self._usage.cpu_times()[:2])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
 
 
 class Keeper:
@@ -167,68 +152,45 @@ class Keeper:
             task = sys.stdin.buffer.readline()
             if not task:
                 break
-            sys.stdout.buffer.write(self.answer(task))
+            sys.stdout.buffer.write(json.dumps(self.answer(json.loads(task))).encode() + b"\n")
             sys.stdout.buffer.flush()
         self._dismiss()
 
-    def answer(self, task: bytes) -> bytes:
+    def answer(self, task: list) -> Any:
         """The worker's answer to one task, or why there is none."""
-        worker, taken = self._hand_over(task)
-        fate = self._watch(worker) if taken else Verdict.CRASHED
-        worker.tasks += 1
-        if isinstance(fate, str) or worker.tasks >= TASKS_PER_WORKER or self._grown(worker) > self.memory_mb / 4:
+        if self.worker and not self.worker.process.is_alive():  # the kernel has killed it since its last answer
             self._dismiss()
-        return json.dumps(fate).encode() + b"\n" if isinstance(fate, str) else fate
-
-    def _hand_over(self, task: bytes) -> tuple[Worker, bool]:
-        """Give the task to the worker, or to a new one if the kernel has killed it since its last answer. Returns
-        whether it was taken.
-        """
-        for fresh in (False, True):
-            if fresh:
-                self._dismiss()
-            worker = self.worker = self.worker or Worker(self.memory_mb)
-            rest = task
-            try:
-                while rest:
-                    rest = rest[os.write(worker.task_write, rest) :]
-                return worker, True
-            except BrokenPipeError:
-                pass
-        return worker, False
+        worker = self.worker = self.worker or Worker(self.memory_mb)
+        try:
+            worker.pipe.send(task)
+            fate = self._watch(worker)
+            answer = worker.pipe.recv() if fate is None else fate
+        except (EOFError, OSError, psutil.Error):
+            fate = answer = Verdict.CRASHED
+        if fate is not None or not worker.process.is_alive() or worker.grown_mb() > self.memory_mb / 4:
+            self._dismiss()
+        return answer
 
     def _dismiss(self) -> None:
         if self.worker:
             self.worker.kill()
         self.worker = None
 
-    def _grown(self, worker: Worker) -> float:
-        return worker.resident_mb() - worker.base_mb
-
-    def _watch(self, worker: Worker) -> bytes | str:
-        """Wait for the worker's line while checking its CPU time and memory."""
-        cpu, wall, line = worker.cpu_seconds() + self.seconds, time.monotonic() + WALL_FACTOR * self.seconds, b""
-        while not line.endswith(b"\n"):
-            if select.select([worker.answer_read], [], [], POLL_SECONDS)[0]:
-                piece = os.read(worker.answer_read, 1 << 16)
-                if not piece:
-                    return Verdict.CRASHED
-                line += piece
-            elif self._grown(worker) > self.memory_mb or os.getppid() != self.grader:
+    def _watch(self, worker: Worker) -> Verdict | None:
+        """Wait for the worker's answer while checking its CPU time and memory; None: it is there."""
+        cpu, wall = worker.cpu_seconds() + self.seconds, time.monotonic() + WALL_FACTOR * self.seconds
+        while not worker.pipe.poll(POLL_SECONDS):
+            if worker.grown_mb() > self.memory_mb or os.getppid() != self.grader:
                 return Verdict.CRASHED
-            elif worker.cpu_seconds() > cpu or time.monotonic() > wall:
+            if worker.cpu_seconds() > cpu or time.monotonic() > wall:
                 return Verdict.TIMED_OUT
-        return line
+        return None
 
 
 def main(argv: list[str]) -> int:
     logging.disable(logging.CRITICAL)
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGUSR1,
-    ):  # a cluster signals every process; the grader decides when to stop
-        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # a cluster signals every process; the grader decides when to stop
     import math_verify  # noqa: F401  (imported before the first fork, so that every worker has it)
 
     parsed(r"\boxed{\frac{1}{2}}")  # builds the grammar's tables and the regular expressions once, for all workers

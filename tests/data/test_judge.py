@@ -185,15 +185,15 @@ def test_grading_works_on_a_thread_other_than_the_main_one(grader):
 def test_batch_without_a_parsable_answer_is_reported_loudly(grader, caplog):
     with caplog.at_level(logging.WARNING, "dccot.grading"):
         grader.grade([("hm", "2"), ("no", "3")])
-    assert "not one of 2 answers could be judged (2 unparsable)" in grader.last.alarm
-    assert caplog.records[-1].levelno == logging.ERROR and caplog.records[-1].message == grader.last.alarm
+    assert "not one of 2 answers could be judged (2 unparsable)" in grader.alarm
+    assert caplog.records[-1].levelno == logging.ERROR and caplog.records[-1].message == grader.alarm
 
 
 def test_batch_without_a_correct_answer_raises_a_milder_alarm_and_a_good_batch_none(grader):
     grader.grade([(r"\boxed{1}", "2")])
-    assert grader.last.alarm == "not one of 1 answers is correct (1 wrong)"
+    assert grader.alarm == "not one of 1 answers is correct (1 wrong)"
     grader.grade([(r"\boxed{2}", "2")])
-    assert grader.last.alarm is None and grader.last.counts == {C: 1}
+    assert grader.alarm is None and grader.counts == {C: 1}
 
 
 def test_gold_that_cannot_be_parsed_is_named(grader, caplog):
