@@ -14,8 +14,9 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Sequence
-from typing import TypeVar
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from rich.console import Console
 
@@ -24,94 +25,86 @@ from dccot.core.config import load_config, to_yaml
 from dccot.core.progress import Progress
 from dccot.data.problems import PRESETS, Fields, fetch, load_problems
 
-C = TypeVar("C")
-
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
-        description="Problem sets and the SFT set.", epilog="example: dccot data fetch aime24 math500"
-    )
+    about = "Problem sets and the SFT set."
+    top = argparse.ArgumentParser(description=about, epilog="example: dccot data fetch aime24 math500")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    known = "; ".join(
-        f"{name} ({wanted.about}{f', {wanted.count:,}' if wanted.count else ''})" for name, wanted in PRESETS.items()
-    )
-    one = commands.add_parser(
-        "fetch", help="download problem sets from the Hugging Face hub", epilog="example: dccot data fetch aime24"
-    )
-    one.add_argument("names", nargs="+", metavar="NAME", help=known)
-    one.add_argument("--folder", default="runs/data", help="where NAME.jsonl is written (default: %(default)s)")
-    one.set_defaults(run=_fetch)
+    def command(name: str, run: Callable[[Namespace], None], about: str, example: str) -> Callable[..., Any]:
+        made = commands.add_parser(name, help=about, epilog=f"example: dccot data {name} {example}")
+        made.set_defaults(run=run)
+        return made.add_argument
 
-    one = commands.add_parser(
-        "problems", help="look at a file of problems", epilog="example: dccot data problems train.jsonl --strict"
-    )
-    one.add_argument("file", help="JSONL or parquet")
+    add = command("fetch", _fetch, "download problem sets from the Hugging Face hub", "aime24")
+    sizes = {name: f", {wanted.count:,}" if wanted.count else "" for name, wanted in PRESETS.items()}
+    known = "; ".join(f"{name} ({wanted.about}{sizes[name]})" for name, wanted in PRESETS.items())
+    add("names", nargs="+", metavar="NAME", help=known)
+    add("--folder", default="runs/data", help="where NAME.jsonl is written (default: %(default)s)")
+
+    add = command("problems", _problems, "look at a file of problems", "train.jsonl --strict")
+    add("file", help="JSONL or parquet")
     for name in ("id", "question", "gold"):
-        one.add_argument(f"--{name}", default=name, help=f"the field that holds the {name} (default: %(default)s)")
-    one.add_argument("--strict", action="store_true", help="stop at the first bad row")
-    one.set_defaults(run=_problems)
+        add(f"--{name}", default=name, help=f"the field that holds the {name} (default: %(default)s)")
+    add("--strict", action="store_true", help="stop at the first bad row")
 
+    rewritten = "sequential solutions rewritten into the parallel format by a stronger model"
     for name, run, about in (
         ("sequential", _sequential, "sequential solutions by rejection sampling"),
-        ("rewrite", _rewrite, "sequential solutions rewritten into the parallel format by a stronger model"),
+        ("rewrite", _rewrite, rewritten),
     ):
-        one = commands.add_parser(
-            name, help=about, epilog=f"example: dccot data {name} configs/data/{name}.yaml first=100"
-        )
-        one.add_argument("config", help="YAML file")
-        one.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
-        one.add_argument("--print-config", action="store_true", help="show the resolved configuration and stop")
-        one.set_defaults(run=run)
+        add = command(name, run, about, f"configs/data/{name}.yaml first=100")
+        add("config", help="YAML file")
+        add("overrides", nargs="*", metavar="key=value", help="settings that override the file")
+        add("--print-config", action="store_true", help="show the resolved configuration and stop")
 
-    one = commands.add_parser(
-        "check", help="report on a finished SFT set", epilog="example: dccot data check runs/data/sft.jsonl"
-    )
-    one.add_argument("file")
-    one.add_argument("--tokenizer", help="count tokens of this model instead of words")
-    one.add_argument("--workers", type=int, default=3)
-    one.add_argument("--json", action="store_true", help="for programs")
-    one.set_defaults(run=_check)
+    add = command("check", _check, "report on a finished SFT set", "runs/data/sft.jsonl")
+    add("file")
+    add("--tokenizer", help="count tokens of this model instead of words")
+    add("--workers", type=int, default=3)
+    add("--json", action="store_true", help="for programs")
     return top
 
 
-def _fetch(arguments: argparse.Namespace) -> None:
+def _fetch(arguments: Namespace) -> None:
     for name in arguments.names:
         path = fetch(name, arguments.folder)
         print(f"{path}: {len(load_problems(path)):,} problems")
 
 
-def _problems(arguments: argparse.Namespace) -> None:
+def _problems(arguments: Namespace) -> None:
     fields = Fields(arguments.id, arguments.question, arguments.gold)
     problems = load_problems(arguments.file, fields=fields, strict=arguments.strict)
-    first = problems[0]
-    print(
-        f"{arguments.file}: {len(problems):,} problems; the first is {first.id}: {first.question[:100]!r} → {first.gold!r}"
-    )
+    first = f"{problems[0].id}: {problems[0].question[:100]!r} → {problems[0].gold!r}"
+    print(f"{arguments.file}: {len(problems):,} problems; the first is {first}")
 
 
-def _sequential(arguments: argparse.Namespace) -> None:
+def _sequential(arguments: Namespace) -> None:
     from dccot.data.sft_set import SequentialConfig, solve_sequentially
 
-    config = _config(SequentialConfig, arguments)
-    if config is not None:
-        with _progress("solved") as progress:
-            summary = solve_sequentially(config, progress=lambda done, total: progress.show(done, total=total))
-        if summary is not None:
-            print(f"{summary}\n→ {config.output}")
+    _run(SequentialConfig, arguments, "solved", lambda config, show: solve_sequentially(config, progress=show))
 
 
-def _rewrite(arguments: argparse.Namespace) -> None:
+def _rewrite(arguments: Namespace) -> None:
     from dccot.data.sft_set import RewriteConfig, rewrite
 
-    config = _config(RewriteConfig, arguments)
-    if config is not None:
-        with _progress("rewritten") as progress:
-            summary = asyncio.run(rewrite(config, lambda done, total: progress.show(done, total=total)))
+    _run(RewriteConfig, arguments, "rewritten", lambda config, show: asyncio.run(rewrite(config, show)))
+
+
+def _run(kind: type, arguments: Namespace, title: str, work: Callable[[Any, Callable[[int, int], None]], Any]) -> None:
+    """Do the work with a progress bar on rank 0 and print its summary; or only print the configuration."""
+    config: Any = load_config(kind, arguments.config, arguments.overrides)
+    if arguments.print_config:
+        print(to_yaml(config), end="")
+        return
+    is_main, console = os.environ.get("RANK", "0") == "0", Console(stderr=True, highlight=False)
+    with Progress(title, active=is_main, console=console) as progress:
+        summary = work(config, lambda done, total: progress.show(done, total=total))
+    if summary is not None:
         print(f"{summary}\n→ {config.output}")
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check(arguments: Namespace) -> None:
     from dccot.data.sft_set import check_set
 
     tokenizer = None
@@ -121,19 +114,6 @@ def _check(arguments: argparse.Namespace) -> None:
         tokenizer = open_tokenizer(arguments.tokenizer)
     report = check_set(arguments.file, workers=arguments.workers, tokenizer=tokenizer)
     print(json.dumps(report.to_json()) if arguments.json else report)
-
-
-def _config(kind: type[C], arguments: argparse.Namespace) -> C | None:
-    """The resolved configuration; None if it was only printed."""
-    config = load_config(kind, arguments.config, arguments.overrides)
-    if arguments.print_config:
-        print(to_yaml(config), end="")
-        return None
-    return config
-
-
-def _progress(title: str) -> Progress:
-    return Progress(title, active=os.environ.get("RANK", "0") == "0", console=Console(stderr=True, highlight=False))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

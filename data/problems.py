@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from dccot.core.files import BadData, read_jsonl, write_jsonl_atomic
 
@@ -48,42 +48,29 @@ class HubSet:
 
     repo: str
     split: str
+    about: str
+    count: int | None  # problems in it
     fields: Fields
     config: str = "default"
-    about: str = ""
-    count: int | None = None  # problems in it
 
     @property
     def file(self) -> str:
         return f"{self.config}/{self.split}/0000.parquet"
 
 
+_PROBLEM, _QUESTION = Fields(question="problem", gold="answer"), Fields(gold="answer")
+_HMMT, _MATH = Fields("problem_idx", "problem", "answer"), Fields("unique_id", "problem", "answer")
+_OLYMPIAD, _GSM8K = Fields(gold="final_answer"), Fields(gold="answer", gold_after="####")
+_ENGLISH = "English, text only, open-ended"
 PRESETS = {
-    "deepscaler": HubSet(
-        "agentica-org/DeepScaleR-Preview-Dataset", "train", Fields(question="problem", gold="answer"), about="training"
-    ),
-    "aime24": HubSet(
-        "HuggingFaceH4/aime_2024", "train", Fields(question="problem", gold="answer"), about="AIME 2024", count=30
-    ),
-    "amc23": HubSet("math-ai/amc23", "test", Fields(gold="answer"), about="AMC 23", count=40),
-    "hmmt25": HubSet(
-        "MathArena/hmmt_feb_2025", "train", Fields("problem_idx", "problem", "answer"), about="HMMT Feb 2025", count=30
-    ),
-    "math500": HubSet(
-        "HuggingFaceH4/MATH-500", "test", Fields("unique_id", "problem", "answer"), about="MATH-500", count=500
-    ),
-    "minerva": HubSet("math-ai/minervamath", "test", Fields(gold="answer"), about="Minerva Math", count=272),
-    "olympiadbench": HubSet(
-        "Hothan/OlympiadBench",
-        "train",
-        Fields(gold="final_answer"),
-        "OE_TO_maths_en_COMP",
-        "English, text only, open-ended",
-        count=674,
-    ),
-    "gsm8k": HubSet(
-        "openai/gsm8k", "train", Fields(gold="answer", gold_after="####"), "main", "grade school, training", count=7473
-    ),
+    "deepscaler": HubSet("agentica-org/DeepScaleR-Preview-Dataset", "train", "training", None, _PROBLEM),
+    "aime24": HubSet("HuggingFaceH4/aime_2024", "train", "AIME 2024", 30, _PROBLEM),
+    "amc23": HubSet("math-ai/amc23", "test", "AMC 23", 40, _QUESTION),
+    "hmmt25": HubSet("MathArena/hmmt_feb_2025", "train", "HMMT Feb 2025", 30, _HMMT),
+    "math500": HubSet("HuggingFaceH4/MATH-500", "test", "MATH-500", 500, _MATH),
+    "minerva": HubSet("math-ai/minervamath", "test", "Minerva Math", 272, _QUESTION),
+    "olympiadbench": HubSet("Hothan/OlympiadBench", "train", _ENGLISH, 674, _OLYMPIAD, "OE_TO_maths_en_COMP"),
+    "gsm8k": HubSet("openai/gsm8k", "train", "grade school, training", 7473, _GSM8K, "main"),
 }
 
 
@@ -101,8 +88,8 @@ def load_problems(
     `preset` sets the field names of a raw file of that set; a count that differs from the set's is reported. A file
     with no usable row is always an error.
     """
-    path = Path(path)
-    fields = fields or (hub_set(preset).fields if preset else Fields())
+    path, known = Path(path), hub_set(preset) if preset else None
+    fields = fields or (known.fields if known else Fields())
     problems: dict[str, Problem] = {}
     skipped = 0
     for place, index, row in _rows(path, strict, report):
@@ -117,18 +104,14 @@ def load_problems(
             skipped += 1
             if skipped <= 20:
                 report(f"{place}: {fault}; row skipped")
+    found = f"{path}: {len(problems):,} problems"
     if skipped:
-        report(f"{path}: {len(problems):,} problems, {skipped:,} rows skipped")
+        report(f"{found}, {skipped:,} rows skipped")
     if not problems:
-        wanted = ", ".join((fields.id, fields.question, fields.gold))
-        raise BadData(
-            f"{path}: no usable row; it needs the fields {wanted} (another name: fields.question=…, fields.gold=…)"
-        )
-    expected = hub_set(preset).count if preset else None
-    if expected not in (None, len(problems)):
-        report(
-            f"{path}: {len(problems):,} problems, {preset} usually has {expected:,}; compare results with that in mind"
-        )
+        wanted = f"it needs the fields {fields.id}, {fields.question}, {fields.gold}"
+        raise BadData(f"{path}: no usable row; {wanted} (another name: fields.question=…, fields.gold=…)")
+    if known and known.count not in (None, len(problems)):
+        report(f"{found}, {preset} usually has {known.count:,}; compare results with that in mind")
     return list(problems.values())
 
 
@@ -161,29 +144,24 @@ def _problem(row: dict, fields: Fields, index: int) -> Problem:
     question, gold, id_ = row[fields.question], row[fields.gold], row.get(fields.id)
     if not isinstance(question, str) or not question.strip():
         raise BadData(f"field {fields.question!r} must be a text that is not empty, found {_short(question)}")
-    candidates = gold if isinstance(gold, list) else [gold]
-    if fields.gold_after is not None:
-        candidates = [_marked(value, fields.gold, fields.gold_after) for value in candidates]
-    golds = [text for text in map(_gold, candidates) if text is not None]
-    if not golds or len(golds) < len(candidates):
+    golds = [_gold(value, fields) for value in (gold if isinstance(gold, list) else [gold])]
+    if not golds or None in golds:
         raise BadData(f"field {fields.gold!r} must be a number, a text or a list of them, found {_short(gold)}")
     if id_ is not None and not isinstance(id_, str | int):
         raise BadData(f"field {fields.id!r} must be a text or an integer, found {_short(id_)}")
-    return Problem(str(index if id_ is None else id_), question, golds if isinstance(gold, list) else golds[0])
+    texts = [text for text in golds if text is not None]
+    return Problem(str(index if id_ is None else id_), question, texts if isinstance(gold, list) else texts[0])
 
 
-def _marked(value, field: str, mark: str) -> str:
-    """The text after the mark in a solution that ends with it, e.g. `… #### 1,234`."""
-    _, found, gold = value.rpartition(mark) if isinstance(value, str) else ("", "", "")
-    if not found:
-        raise BadData(f"field {field!r} has no {mark!r}, found {_short(value)}")
-    return gold.replace(",", "")
-
-
-def _gold(value) -> str | None:
+def _gold(value: Any, fields: Fields) -> str | None:
     """A gold answer as text; None if it is none. Whole floats lose their `.0`: parquet stores integers as floats when a
     row is missing.
     """
+    if fields.gold_after is not None:  # a solution that ends with it, e.g. `… #### 1,234`
+        _, found, after = value.rpartition(fields.gold_after) if isinstance(value, str) else ("", "", "")
+        if not found:
+            raise BadData(f"field {fields.gold!r} has no {fields.gold_after!r}, found {_short(value)}")
+        value = after.replace(",", "")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
     if isinstance(value, float):
@@ -193,7 +171,7 @@ def _gold(value) -> str | None:
     return str(value).strip() or None
 
 
-def _short(value) -> str:
+def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:60] + "…"
 
@@ -206,8 +184,7 @@ def hub_set(name: str) -> HubSet:
 
 def fetch(name: str, folder: str | Path = "runs/data", *, report: Report = print) -> Path:
     """Download a preset and write it as `folder/name.jsonl` with the fields id, question, gold."""
-    wanted = hub_set(name)
-    target = Path(folder) / f"{name}.jsonl"
+    wanted, target = hub_set(name), Path(folder) / f"{name}.jsonl"
     problems = load_problems(_download(wanted, target), preset=name, report=report)
     write_jsonl_atomic(target, map(asdict, problems))
     return target
@@ -223,20 +200,14 @@ def _download(wanted: HubSet, target: Path) -> Path:
             get_session().head(constants.ENDPOINT, timeout=10)
         except Exception:  # whatever HTTP client the hub library uses
             online = False
+    place: dict[str, Any] = {"repo_type": "dataset", "revision": "refs/convert/parquet"}
     try:
-        revision = "refs/convert/parquet"
-        return Path(
-            hf_hub_download(
-                wanted.repo, wanted.file, repo_type="dataset", revision=revision, local_files_only=not online
-            )
-        )
+        return Path(hf_hub_download(wanted.repo, wanted.file, **place, local_files_only=not online))
     except Exception as error:
-        if not online:
-            raise BadData(
-                f"cannot reach {constants.ENDPOINT} to download {wanted.repo}; "
-                f"run this where there is a network and copy the file it writes to {target}"
-            ) from None
-        raise BadData(f"cannot download {wanted.file} of {wanted.repo}: {str(error).splitlines()[0]}") from None
+        if online:
+            raise BadData(f"cannot download {wanted.file} of {wanted.repo}: {str(error).splitlines()[0]}") from None
+        remedy = f"run this where there is a network and copy the file it writes to {target}"
+        raise BadData(f"cannot reach {constants.ENDPOINT} to download {wanted.repo}; {remedy}") from None
 
 
 # ---- the order in which training draws them ----
@@ -266,14 +237,12 @@ class ProblemStream(Generic[P]):
         self.problems, self.seed, self.batch = list(problems), seed, batch
         self.epoch, self.position = 0, 0
         self._order = self._shuffled()
+        contents = [repr(problem).encode("utf-8", "backslashreplace") for problem in self.problems]
+        self.rows = [
+            (problem.id, _digest(row)) for problem, row in zip(self.problems, contents)
+        ]  # id, checksum of each
         ids = "\n".join(problem.id for problem in self.problems)
-        self._fingerprint = hashlib.sha256(ids.encode()).hexdigest()[:16]
-        content, self.rows = hashlib.sha256(), list[tuple[str, str]]()  # id and checksum of each
-        for problem in self.problems:
-            row = repr(problem).encode("utf-8", "backslashreplace")
-            content.update(row)
-            self.rows.append((problem.id, hashlib.sha256(row).hexdigest()[:16]))
-        self._content = content.hexdigest()[:16]
+        self._made_of = {"seed": seed, "problems": _digest(ids.encode()), "content": _digest(b"".join(contents))}
 
     def _shuffled(self) -> list[int]:
         order = list(range(len(self.problems)))
@@ -292,21 +261,17 @@ class ProblemStream(Generic[P]):
         return self.problems[self._order[self.position - 1]]
 
     def state(self) -> dict:
-        return {
-            "seed": self.seed,
-            "problems": self._fingerprint,
-            "content": self._content,
-            "epoch": self.epoch,
-            "position": self.position,
-        }
+        return {**self._made_of, "epoch": self.epoch, "position": self.position}
 
     def restore(self, state: dict) -> None:
         """Continue right after the last problem drawn when `state` was taken."""
-        for name, ours in (("seed", self.seed), ("problems", self._fingerprint), ("content", self._content)):
+        for name, ours in self._made_of.items():
             if state.get(name, ours) != ours:  # states from older versions have no content
-                raise BadData(
-                    f"the saved stream position belongs to {name} {state[name]}, this run has {ours}; "
-                    "resume with the same problem file and seed, or start a new run"
-                )
+                saved = f"the saved stream position belongs to {name} {state[name]}, this run has {ours}"
+                raise BadData(f"{saved}; resume with the same problem file and seed, or start a new run")
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._shuffled()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

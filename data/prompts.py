@@ -2,7 +2,7 @@
 
     parallel         BOS User {question} {parallel instruction} {instruction} Assistant [<think>\\n]
     sequential       BOS User {question} {instruction} Assistant [<think>\\n]
-    raw_sequential   {question} {instruction}[<think>\\n]                       sequential rollouts for the SFT set, no chat tokens
+    raw_sequential   {question} {instruction}[<think>\\n]         sequential rollouts for the SFT set, no chat tokens
 
 `open_think` adds the part in brackets: on for RL, evaluation and everything sequential, off for SFT, where the model
 learns to write it.
@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
@@ -35,9 +35,9 @@ OPENED = re.compile(rf"{THINK_OPEN}\s*(?:{THINK_CLOSE}\s*)?\Z")
 INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
 PARALLEL_INSTRUCTION = (
     "You can spawn multiple workers to solve this problem in parallel. The workers' thoughts are enclosed within "
-    "<spawn_workers></spawn_workers> tags, and each worker's thought is enclosed within <worker_i></worker_i> tags, where i is the "
-    "worker number, i.e. <spawn_workers><worker_1>worker 1's thought</worker_1><worker_2>worker 2's thought</worker_2>..."
-    "</spawn_workers>."
+    "<spawn_workers></spawn_workers> tags, and each worker's thought is enclosed within <worker_i></worker_i> tags, "
+    "where i is the worker number, i.e. <spawn_workers><worker_1>worker 1's thought</worker_1><worker_2>worker 2's "
+    "thought</worker_2>...</spawn_workers>."
 )
 
 
@@ -67,12 +67,23 @@ PROMPTS = {
     "sequential": PromptFormat(f"{BOS}{USER}", f" {INSTRUCTION}{ASSISTANT}"),
     "raw_sequential": PromptFormat("", f" {INSTRUCTION}", raw=True),
 }
-
 Prompted = tuple[Problem, list[int]]  # a problem and the ids of its prompt
 
 
 class UnusablePrompt(BadData):
     """A question that cannot be asked; the message says why, in the style `prompt has 1,893 tokens; … is 1,024`."""
+
+
+def format_of(kind: str, key: str = "prompt.kind") -> PromptFormat:
+    found = lookup(PROMPTS, kind, key)
+    is_format = isinstance(found, PromptFormat)
+    require(is_format, f"{key} is {kind!r}, a {type(found).__name__}; it must be a PromptFormat")
+    return found
+
+
+def _known_format(kind: str) -> str:
+    format_of(kind, "")
+    return kind
 
 
 @dataclass
@@ -90,30 +101,35 @@ class PromptConfig:
         fits = not self.system or self.chat_format != "deepseek"
         require(fits, "prompt.system is set; prompt.chat_format=deepseek has no system message")
 
-    def text(self, question: str, tokenizer=None, earlier: Sequence[dict[str, str]] = ()) -> str:
-        """The prompt, in the tokenizer's own format; without one, as the paper writes it. A chat template also takes
-        `earlier` turns.
-        """
-        wanted, think = self.wording, f"{THINK_OPEN}\n"
-        if tokenizer is not None and self.chat_format_for(tokenizer) == "chat":
-            text = OPENED.sub("", rendered(tokenizer, wanted.message(question), self.system, earlier))
-        else:
-            text = wanted(question)
-        return text + (think if self.open_think else "")
+    @property
+    def wording(self) -> PromptFormat:
+        """What surrounds the question."""
+        found = format_of(self.kind)
+        return replace(found, after=found.after.replace(INSTRUCTION, self.instruction or INSTRUCTION))
 
     @property
     def parallel(self) -> bool:
         """Whether the prompt invites the model to spawn workers, and the engine allows it."""
         return self.wording.parallel
 
-    @property
-    def wording(self) -> PromptFormat:
-        """What surrounds the question."""
-        found = format_of(self.kind)
-        own = found.after.replace(INSTRUCTION, self.instruction) if self.instruction else found.after
-        return replace(found, after=own)
+    def text(self, question: str, tokenizer: Any = None, earlier: Sequence[dict[str, str]] = ()) -> str:
+        """The prompt, in the tokenizer's own format; without one, as the paper writes it. A chat template also takes
+        `earlier` turns.
+        """
+        text = self.wording(question)
+        if tokenizer is not None and self.chat_format_for(tokenizer) == "chat":
+            text = OPENED.sub("", rendered(tokenizer, self.wording.message(question), self.system, earlier))
+        return text + self._opening
 
-    def chat_format_for(self, tokenizer) -> str:
+    def whole_text(self, response_text: str) -> str:
+        """The response as the well-formedness rules see it: with the `<think>` that the prompt wrote for it."""
+        return self._opening + response_text
+
+    @property
+    def _opening(self) -> str:
+        return f"{THINK_OPEN}\n" if self.open_think else ""
+
+    def chat_format_for(self, tokenizer: Any) -> str:
         """deepseek or chat, or plain where this kind of prompt has no chat tokens; ConfigError if the tokenizer does
         not support it.
         """
@@ -121,25 +137,22 @@ class PromptConfig:
             return "plain"
         missing = missing_chat_tokens(tokenizer)
         if self.chat_format != "chat" and not missing:
-            require(
-                not self.system,
-                "prompt.system is set, but DeepSeek's prompt has none: remove it, or set prompt.chat_format=chat",
-            )
+            remedy = "remove it, or set prompt.chat_format=chat"
+            require(not self.system, f"prompt.system is set, but DeepSeek's prompt has none: {remedy}")
             return "deepseek"
         if self.chat_format != "deepseek" and tokenizer.chat_template:
             return "chat"
         without = f"tokenizer {tokenizer.name_or_path!r} does not have"
         if self.chat_format == "chat":
-            raise ConfigError(
-                f"{without} a chat template, with which prompt.chat_format=chat is written: use an instruction-tuned model's"
-            )
+            needed = "with which prompt.chat_format=chat is written"
+            raise ConfigError(f"{without} a chat template, {needed}: use an instruction-tuned model's")
         also = " and no chat template either" if self.chat_format == "auto" else ""
         raise ConfigError(
-            f"{without} {', '.join(missing)} as single tokens{also}; "
-            f"prompt.kind={self.kind} is written with them: use the model's own tokenizer or add them as special tokens"
+            f"{without} {', '.join(missing)} as single tokens{also}; prompt.kind={self.kind} is written with them: use "
+            "the model's own tokenizer or add them as special tokens"
         )
 
-    def ids(self, tokenizer, question: str) -> list[int]:
+    def ids(self, tokenizer: Any, question: str) -> list[int]:
         """Token ids of the prompt. Chat prompts spell out BOS; the raw one gets whatever the tokenizer starts plain
         text with.
         """
@@ -149,37 +162,20 @@ class PromptConfig:
             raise UnusablePrompt(f"question holds the chat token {smuggled[0]!r}; remove it")
         ids = list(tokenizer.encode(self.text(question, tokenizer), add_special_tokens=self.wording.raw))
         if len(ids) > self.max_prompt_tokens:
-            raise UnusablePrompt(
-                f"prompt has {len(ids):,} tokens; prompt.max_prompt_tokens is {self.max_prompt_tokens:,}"
-            )
+            limit = f"prompt.max_prompt_tokens is {self.max_prompt_tokens:,}"
+            raise UnusablePrompt(f"prompt has {len(ids):,} tokens; {limit}")
         return ids
-
-    def whole_text(self, response_text: str) -> str:
-        """The response as the well-formedness rules see it: with the `<think>` that the prompt wrote for it."""
-        return f"{THINK_OPEN}\n{response_text}" if self.open_think else response_text
-
-
-def format_of(kind: str, key: str = "prompt.kind") -> PromptFormat:
-    found = lookup(PROMPTS, kind, key)
-    is_format = isinstance(found, PromptFormat)
-    require(is_format, f"{key} is {kind!r}, a {type(found).__name__}; it must be a PromptFormat")
-    return found
-
-
-def _known_format(kind: str) -> str:
-    format_of(kind, "")
-    return kind
 
 
 @functools.lru_cache(maxsize=8)
-def missing_chat_tokens(tokenizer) -> tuple[str, ...]:
+def missing_chat_tokens(tokenizer: Any) -> tuple[str, ...]:
     """Which of DeepSeek's chat tokens the tokenizer does not know as single tokens."""
     ids = ((token, tokenizer.encode(token, add_special_tokens=False)) for token in CHAT_TOKENS)
     return tuple(token for token, found in ids if tokenizer.convert_ids_to_tokens(found) != [token])
 
 
 @functools.lru_cache(maxsize=8)
-def special_tokens(tokenizer) -> tuple[str, ...]:
+def special_tokens(tokenizer: Any) -> tuple[str, ...]:
     """Texts that the tokenizer turns into control tokens anywhere; longest first, so that the message names the whole
     token.
     """
@@ -187,7 +183,7 @@ def special_tokens(tokenizer) -> tuple[str, ...]:
     return tuple(sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True))
 
 
-def rendered(tokenizer, message: str, system: str = "", earlier: Sequence[dict[str, str]] = ()) -> str:
+def rendered(tokenizer: Any, message: str, system: str = "", earlier: Sequence[dict[str, str]] = ()) -> str:
     """The tokenizer's chat template with one user message, up to where the assistant begins; a system message of
     `earlier` comes first.
     """
@@ -195,44 +191,12 @@ def rendered(tokenizer, message: str, system: str = "", earlier: Sequence[dict[s
 
     spoken = bool(earlier) and earlier[0]["role"] == "system"
     turns = [{"role": "system", "content": system}] if system and not spoken else []
+    turns += [*earlier, {"role": "user", "content": message}]
+    template = f"the chat template of {tokenizer.name_or_path!r}"
     try:
-        turns += [*earlier, {"role": "user", "content": message}]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
-        raise ConfigError(
-            f"the chat template of {tokenizer.name_or_path!r} refuses the prompt: {error}; see prompt.system"
-        ) from None
+        raise ConfigError(f"{template} refuses the prompt: {error}; see prompt.system") from None
     if message.strip() not in text:
-        raise UnusablePrompt(
-            f"the chat template of {tokenizer.name_or_path!r} changes the question: write a prompt.kind of your own"
-        )
+        raise UnusablePrompt(f"{template} changes the question: write a prompt.kind of your own")
     return text
-
-
-def prompts_of(
-    problems: Iterable[Problem],
-    tokenizer,
-    config: PromptConfig,
-    *,
-    strict: bool = False,
-    report: Callable[[str], None] = print,
-) -> list[Prompted]:
-    """Every problem with its prompt ids. Questions that cannot be asked are reported and left out; `strict` raises."""
-    config.chat_format_for(tokenizer)
-    kept, left_out = [], 0
-    for problem in problems:
-        try:
-            kept.append((problem, config.ids(tokenizer, problem.question)))
-        except UnusablePrompt as error:
-            if strict:
-                raise UnusablePrompt(f"{error} (problem id {problem.id})") from None
-            left_out += 1
-            if left_out <= 20:
-                report(f"{error} (problem id {problem.id}); problem left out")
-    if left_out:
-        report(f"{left_out:,} of {left_out + len(kept):,} problems left out: their prompts cannot be used")
-    if not kept:
-        raise UnusablePrompt(
-            f"no problem is left: all {left_out:,} prompts are unusable; raise prompt.max_prompt_tokens"
-        )
-    return kept

@@ -29,7 +29,7 @@ from dccot.core.config import lookup, require
 from dccot.core.run import Run
 from dccot.data.judge import GradingConfig, Judge, open_judge
 from dccot.data.problems import Problem, load_problems
-from dccot.data.prompts import PromptConfig, Prompted, prompts_of
+from dccot.data.prompts import PromptConfig, Prompted, UnusablePrompt
 from dccot.rollout.director import RolloutConfig
 
 Report = Callable[[str], None]
@@ -59,8 +59,24 @@ class Task:
     def prompts(
         self, problems: Iterable[Problem], tokenizer: Any, *, strict: bool = False, report: Report = print
     ) -> list[Prompted]:
-        """Every problem with its prompt ids. Those that cannot be prompted are reported and left out; `strict` raises."""
-        return prompts_of(problems, tokenizer, self.prompting, strict=strict, report=report)
+        """Every problem with its prompt ids. Those that cannot be asked are reported and left out; `strict` raises."""
+        self.prompting.chat_format_for(tokenizer)
+        kept, left_out = list[Prompted](), 0
+        for problem in problems:
+            try:
+                kept.append((problem, self.prompting.ids(tokenizer, problem.question)))
+            except UnusablePrompt as error:
+                if strict:
+                    raise UnusablePrompt(f"{error} (problem id {problem.id})") from None
+                left_out += 1
+                if left_out <= 20:
+                    report(f"{error} (problem id {problem.id}); problem left out")
+        if left_out:
+            report(f"{left_out:,} of {left_out + len(kept):,} problems left out: their prompts cannot be used")
+        if not kept:
+            unusable = f"no problem is left: all {left_out:,} prompts are unusable"
+            raise UnusablePrompt(f"{unusable}; raise prompt.max_prompt_tokens")
+        return kept
 
     def open_judge(self) -> Judge:
         """The judge of the answers; use as a context manager."""

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from dccot.core.command import positive, run_cleanly
 from dccot.data.problems import load_problems
-from dccot.data.prompts import PromptConfig, prompts_of
+from dccot.data.prompts import PromptConfig
 from dccot.data.rollouts import missing_pairs, roll_out
+from dccot.data.task import Task
 from dccot.model.config import read_config
 from dccot.model.sharding import DTYPES
 from dccot.model.transformer import Transformer
@@ -38,7 +39,7 @@ TOKENS_AT_ONCE = 4096
 def sampled(model: Path, problems: Path, n: int, engine: EngineConfig, rollout: RolloutConfig) -> list[Response]:
     prompt = PromptConfig("raw_sequential")
     with open_engine(model, engine) as opened:
-        asked = prompts_of(load_problems(problems)[:n], opened.tokenizer, prompt)
+        asked = Task(prompt).prompts(load_problems(problems)[:n], opened.tokenizer)
         return [
             rollout.response
             for rollout in roll_out(opened, asked, missing_pairs(asked, [0]), prompt, rollout, seed=(0,))

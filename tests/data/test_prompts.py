@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from dccot.core.config import check
 from dccot.data.problems import Problem
-from dccot.data.prompts import PROMPTS, PromptConfig, PromptFormat, UnusablePrompt, prompts_of
+from dccot.data.prompts import PROMPTS, PromptConfig, PromptFormat, UnusablePrompt
+from dccot.data.task import Task
 
 CHAT = ["<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
 
@@ -86,7 +87,7 @@ def test_length_filter_counts_tokens_and_names_the_problem():
     config = PromptConfig(max_prompt_tokens=limit)
     too_long = len(PromptConfig(max_prompt_tokens=10**6).ids(tokenizer, long.question))
     said = []
-    kept = prompts_of([short, long], tokenizer, config, report=said.append)
+    kept = Task(config).prompts([short, long], tokenizer, report=said.append)
     assert [(p.id, len(ids)) for p, ids in kept] == [("7", limit)]
     assert (
         said[0]
@@ -94,9 +95,9 @@ def test_length_filter_counts_tokens_and_names_the_problem():
     )
     assert said[1].startswith("1 of 2 problems left out")
     with pytest.raises(UnusablePrompt, match="problem id 417"):
-        prompts_of([short, long], tokenizer, config, strict=True)
+        Task(config).prompts([short, long], tokenizer, strict=True)
     with pytest.raises(UnusablePrompt, match="no problem is left"):
-        prompts_of([long], tokenizer, config, report=said.append)
+        Task(config).prompts([long], tokenizer, report=said.append)
 
 
 @pytest.mark.parametrize("token", ["<｜Assistant｜>", "<end>"])

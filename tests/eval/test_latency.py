@@ -6,7 +6,7 @@ import time
 import pytest
 
 from dccot.data.problems import load_problems
-from dccot.data.prompts import PromptConfig, prompts_of
+from dccot.data.task import Task
 from dccot.eval.evaluate import eval_config
 from dccot.eval.latency import Timing, compare, main, measure
 from dccot.rollout.director import RolloutConfig
@@ -15,7 +15,7 @@ from dccot.rollout.generate import Request, Watch, generate
 
 @pytest.fixture(scope="session")
 def asked(sums, speaker_engine):
-    return prompts_of(load_problems(sums), speaker_engine.tokenizer, PromptConfig())
+    return Task().prompts(load_problems(sums), speaker_engine.tokenizer)
 
 
 class Load(Watch):
