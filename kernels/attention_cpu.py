@@ -9,7 +9,7 @@ queries, itself (causally) and everything below it (fully), and all of that is p
 Causal calls reach half the speed of full ones, so a run of medium length is cut again, into triangles along its
 diagonal (a batched causal call) and for each of them the rectangle of the run's earlier keys. Pieces of one row are
 merged by their log-sum-exps. In the backward each piece gets the row's final output and log-sum-exp, so that gradients
-of pieces simply add up. No query-key pair is wasted except what the causal kernel itself wastes along the diagonal.
+of pieces simply add up.
 
 In subtrees that are too small for their own calls (a forest of hundreds of short responses) call overhead dominates
 instead. These are cut into chains: a branch with everything it sees inside the small subtree, gathered. Chains of
@@ -27,16 +27,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# A run becomes a slice once it and everything below it have this many query-key pairs. Half as many made the forests of
-# the miniature's RL 20% slower (153 and 127 ms for 9,026 tokens, forward and backward, one core), twice as many gained
-# nothing.
+# A run becomes a slice once it and everything below it have this many query-key pairs: half as many made the forests of
+# the miniature's RL 20% slower, twice as many gained nothing.
 LONG_RUN_PAIRS = 65_536
 # Tokens of a triangle; the last one of a run has up to twice as many. From UNCUT tokens on, torch's kernel uses larger
-# tiles, and cutting costs more than it saves: uncut and cut, 528 tokens reach 48 and 57 GFLOP/s, 1,439 tokens 72 and
-# 68, 4,096 tokens 86 and 66 (one core).
+# tiles, and cutting costs more than it saves.
 TRIANGLE, UNCUT = 128, 768
-# Chains whose lengths differ by at most this factor share a call.
-PADDING_FACTOR = 1.125
+PADDING_FACTOR = 1.125  # chains whose lengths differ by at most this factor share a call
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -91,19 +88,15 @@ def _chains(ends: np.ndarray, small: np.ndarray) -> list[Chains]:
         return []
     order = tokens[np.argsort(ends[tokens], kind="stable")]
     chains = []
-    roots = np.maximum.accumulate(np.where(_is_root(ends, small), np.arange(len(ends)), 0))
+    reach, index = np.maximum.accumulate(np.where(small, ends, 0)), np.arange(len(ends))
+    is_root = small & (np.concatenate([[0], reach[:-1]]) <= index)  # sees no other small token
+    roots = np.maximum.accumulate(np.where(is_root, index, 0))
     for rows in np.split(order, np.flatnonzero(np.diff(ends[order])) + 1):
         first, root = rows[0], roots[rows[0]]
         seen = root + np.flatnonzero(ends[root:first] > first)
         chains.append((np.concatenate([seen, rows]), len(seen)))
     chains.sort(key=lambda chain: -len(chain[0]))
     return [_pad(batch) for batch in _similar(chains)]
-
-
-def _is_root(ends: np.ndarray, small: np.ndarray) -> np.ndarray:
-    """Small tokens that see no other small one."""
-    reach = np.maximum.accumulate(np.where(small, ends, 0))
-    return small & (np.concatenate([[0], reach[:-1]]) <= np.arange(len(ends)))
 
 
 def _similar(chains: list[tuple[np.ndarray, int]]) -> Iterator[list[tuple[np.ndarray, int]]]:

@@ -17,7 +17,6 @@ and Δ are [H, N].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 import triton
@@ -260,101 +259,91 @@ def grad_key_kernel(
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> tuple[Tensor, Tensor]:
     """q [N, Hq, D], k and v [N, Hk, D] → output [N, Hq, D] and log-sum-exp [Hq, N] in base 2."""
-    tile, (tokens, heads, dim) = _tile_for("forward", q), q.shape
+    tile, plan = _prepare("forward", q, k, mask)
+    tokens, heads, dim = q.shape
     out, lse = q.new_empty(q.shape), q.new_empty(heads, tokens, dtype=torch.float32)
-    plan = _plan(mask, tile, "by_query", heads, 1)
-    part, part_lse = _slots(plan, lse, heads, tile.block_q, dim), _slots(plan, lse, heads, tile.block_q)
+    part, part_lse = (lse.new_empty(plan.slots, heads, tile.block_q, *inner) for inner in ((dim,), ()))
     forward_kernel[heads, len(plan.programs.start)](
-        *_sources(tile, q=(q,), k=(k, v)), out, lse, part, part_lse, mask.subtree, *plan.programs, tokens, scale,
-        *_strides(q, k, v, out), heads // k.shape[1], dim, *_constants(tile, q, k, v), num_warps=tile.warps,
-        num_stages=tile.stages,
+        *_sources(tile, (q,), (k, v)), out, lse, part, part_lse, mask.subtree, *plan.programs, tokens, scale,
+        *_strides(q, k, v, out), *_constants(tile, q, k, v), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if plan.slots:
-        merge_kernel[heads, len(plan.merges.start)](
-            part, part_lse, out, lse, *plan.merges, tokens, *_strides(out), dim, tile.block_q
-        )
+        merge = merge_kernel[heads, len(plan.merges[0])]
+        merge(part, part_lse, out, lse, *plan.merges, tokens, *_strides(out), dim, tile.block_q)
     return out, lse
 
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TreeMask, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad = grad.contiguous()
-    (tokens, heads, dim), key_heads = q.shape, k.shape[1]
+    grad, (tokens, heads, dim), key_heads = grad.contiguous(), q.shape, k.shape[1]
     dq, dk, dv, delta = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), torch.empty_like(lse)
-    tile = _tile_for("grad_query", q)
-    plan = _plan(mask, tile, "by_query", heads, 1)
-    part = _slots(plan, lse, heads, tile.block_q, dim)
-    (described_q, described_grad, *described_kv) = _sources(tile, q=(q, grad), k=(k, v))
+    tile, plan = _prepare("grad_query", q, k, mask)
+    part = lse.new_empty(plan.slots, heads, tile.block_q, dim)
+    described_q, described_grad, *described_kv = _sources(tile, (q, grad), (k, v))
     grad_query_kernel[heads, len(plan.programs.start)](
         described_q, *described_kv, out, described_grad, lse, delta, dq, part, mask.visible_until, *plan.programs,
-        tokens, scale, *_strides(q, k, v, out, grad, dq), heads // key_heads, dim, *_constants(tile, q, grad, k, v),
+        tokens, scale, *_strides(q, k, v, out, grad, dq), *_constants(tile, q, k, v, grad),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     _sum_slots(plan, part, dq, tile.block_q)
-    tile = _tile_for("grad_key", q)
-    plan = _plan(mask, tile, "by_key", key_heads, heads // key_heads)
-    part_k, part_v = (_slots(plan, lse, key_heads, tile.block_k, dim) for _ in range(2))
-    (described_q, described_grad, *described_kv) = _sources(tile, q=(q, grad), k=(k, v))
+    tile, plan = _prepare("grad_key", q, k, mask)
+    part_k, part_v = (lse.new_empty(plan.slots, key_heads, tile.block_k, dim) for _ in range(2))
+    described_q, described_grad, *described_kv = _sources(tile, (q, grad), (k, v))
     grad_key_kernel[key_heads, len(plan.programs.start)](
         described_q, *described_kv, described_grad, lse, delta, dk, dv, part_k, part_v, mask.visible_until,
-        *plan.programs, tokens, scale, *_strides(q, k, v, grad, dk, dv), heads // key_heads, dim,
-        *_constants(tile, q, grad, k, v), num_warps=tile.warps, num_stages=tile.stages,
+        *plan.programs, tokens, scale, *_strides(q, k, v, grad, dk, dv), *_constants(tile, q, k, v, grad),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     _sum_slots(plan, part_k, dk, tile.block_k)
     _sum_slots(plan, part_v, dv, tile.block_k)
     return dq, dk, dv
 
 
-def _sum_slots(plan: Plan, part: Tensor, out: Tensor, block: int) -> None:
-    if plan.slots:
-        sum_kernel[out.shape[1], len(plan.merges.start)](
-            part, out, *plan.merges, len(out), *_strides(out), out.shape[2], block
-        )
-
-
-def _strides(*tensors: Tensor) -> list[int]:
-    return [stride for x in tensors for stride in x.stride()[:2]]
-
-
-def _slots(plan: Plan, like: Tensor, *shape: int) -> Tensor:
-    return like.new_empty(plan.slots, *shape)
-
-
-def _plan(mask: TreeMask, tile: Tile, side: Literal["by_query", "by_key"], copies: int, repeat: int) -> Plan:
-    blocks, device = (tile.block_q, tile.block_k), mask.visible_until.device
+def _prepare(kernel: str, q: Tensor, k: Tensor, mask: TreeMask) -> tuple[Tile, Plan]:
+    """The kernel's tile, and the plan of its programs on this device."""
+    tile = tile_for(kernel, architecture(q.device), q.shape[-1], q.dtype)
+    heads, key_heads, device = q.shape[1], k.shape[1], mask.visible_until.device
+    side, copies, repeat = ("by_key", key_heads, heads // key_heads) if kernel == "grad_key" else ("by_query", heads, 1)
+    blocks = tile.block_q, tile.block_k
     built = mask.derive(blocks, lambda: schedule.build(mask.host, *blocks))
     make = lambda: schedule.plan(getattr(built, side), _processors(device), copies, repeat, device)
-    return mask.derive((*blocks, side, copies, repeat), make)
+    return tile, mask.derive((*blocks, side, copies, repeat), make)
 
 
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _tile_for(kernel: str, q: Tensor) -> Tile:
-    return tile_for(kernel, architecture(q.device), q.shape[-1], q.dtype)
+def _sum_slots(plan: Plan, part: Tensor, out: Tensor, block: int) -> None:
+    if plan.slots:
+        sum_up = sum_kernel[out.shape[1], len(plan.merges[0])]
+        sum_up(part, out, *plan.merges, len(out), *_strides(out), out.shape[2], block)
 
 
-def _constants(tile: Tile, *described: Tensor) -> tuple[int, int, bool, bool]:
-    """BLOCK_Q, BLOCK_K, UPCAST and TMA."""
-    q = described[0]
-    return tile.block_q, tile.block_k, q.device.type == "cpu" and q.dtype == torch.bfloat16, _use_tma(tile, described)
+def _strides(*tensors: Tensor) -> list[int]:
+    return [stride for x in tensors for stride in x.stride()[:2]]
+
+
+def _constants(tile: Tile, *described: Tensor) -> tuple[int, int, int, int, bool, bool]:
+    """GROUP, D, BLOCK_Q, BLOCK_K, UPCAST and TMA; `described` begins with q and k."""
+    q, k, *_ = described
+    upcast = q.device.type == "cpu" and q.dtype == torch.bfloat16
+    return q.shape[1] // k.shape[1], q.shape[2], tile.block_q, tile.block_k, upcast, _use_tma(tile, described)
 
 
 def _sources(tile: Tile, q: tuple[Tensor, ...], k: tuple[Tensor, ...]) -> list:
     """Where the kernels read tiles of queries and keys from: descriptors or the tensors themselves."""
     if not _use_tma(tile, q + k):
         return [*q, *k]
-    return [_descriptor(x, block) for tensors, block in ((q, tile.block_q), (k, tile.block_k)) for x in tensors]
+    return [*(_descriptor(x, tile.block_q) for x in q), *(_descriptor(x, tile.block_k) for x in k)]
 
 
 def _use_tma(tile: Tile, tensors: Sequence[Tensor]) -> bool:
     """TMA needs rows that hold all heads of a token and are 16-byte aligned; other layouts use plain pointers."""
     row = lambda x: (x.shape[1] - 1) * x.stride(1) + x.shape[2]
-    return tile.tma and all(
-        row(x) <= x.stride(0) and x.stride(0) * x.itemsize % 16 == x.data_ptr() % 16 == 0 for x in tensors
-    )
+    aligned = lambda x: x.stride(0) * x.itemsize % 16 == x.data_ptr() % 16 == 0
+    return tile.tma and all(row(x) <= x.stride(0) and aligned(x) for x in tensors)
 
 
 def _descriptor(x: Tensor, block: int) -> TensorDescriptor:

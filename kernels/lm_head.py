@@ -96,9 +96,7 @@ def _backward(
     temperature: float,
     chunk_rows: int,
 ) -> tuple[Tensor, Tensor]:
-    """`row_values` are log-sum-exp, entropy and the gradients of log-prob and entropy, [4, M]; `kept` is what the
-    forward kept: other blocks are computed again.
-    """
+    """`row_values`: log-sum-exp, entropy, gradients of log-prob and entropy, [4, M]; `kept`: by the forward."""
     to_gradient = _kernels(hidden).logits_to_gradient
     hidden_grad, weight_grad = torch.zeros_like(hidden, dtype=_wide(hidden)), torch.empty_like(weight)
     row_slices, vocab_slices = _blocks(len(hidden), len(weight), chunk_rows)
@@ -236,8 +234,6 @@ class Strips:
                 factor = torch.addcmul(factor + slope * entropy[rows], slope, logprob)
             logprob.exp_().mul_(factor)
         logits = logits if scaled_into is None else scaled_into
-        if not logits.numel():
-            return logits
         here = (targets >= 0) & (targets < logits.shape[1])
         own = torch.where(here, grad_logprob[:, 0] * inverse_temperature, 0.0)
         return logits.scatter_add_(1, targets.clamp(0, logits.shape[1] - 1)[:, None], own[:, None])

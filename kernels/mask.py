@@ -44,13 +44,9 @@ def positions(visible_until: Tensor) -> Tensor:
 
 def parents(visible_until: Tensor) -> Tensor:
     """int64 [N]: the nearest key each query sees before itself, −1 at roots."""
-    ends = torch.as_tensor(visible_until)
-    return torch.from_numpy(_parents(ends.cpu().numpy())).to(ends.device)
-
-
-def _parents(ends: np.ndarray) -> np.ndarray:
-    """The token before; for the first token of a run, the last token of the innermost run that is still open there."""
-    index = np.arange(len(ends))
+    # The token before; for the first token of a run, the last token of the innermost run that is still open there.
+    given = torch.as_tensor(visible_until)
+    ends, index = given.cpu().numpy(), np.arange(len(given))
     continues = (ends[1:] == ends[:-1]) & (ends[:-1] > index[1:])
     starts = np.flatnonzero(np.concatenate([[True], ~continues])[: len(ends)])
     parent = index - 1
@@ -61,7 +57,7 @@ def _parents(ends: np.ndarray) -> np.ndarray:
             open_runs.pop()
         parent[start] = open_runs[-1][1] if open_runs else -1
         open_runs.append((end, stop - 1))
-    return parent
+    return torch.from_numpy(parent).to(given.device)
 
 
 def validate(visible_until: Tensor) -> None:

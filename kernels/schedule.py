@@ -122,22 +122,12 @@ class Programs(NamedTuple):
     tile_stop: Tensor
 
 
-class Merges(NamedTuple):
-    """Tokens start[m]:stop[m] are merged from slots first[m]:last[m]."""
-
-    start: Tensor
-    stop: Tensor
-    first: Tensor
-    last: Tensor
-
-
 @dataclass(frozen=True)
 class Plan:
     programs: Programs
-    merges: Merges
+    merges: tuple[Tensor, ...]  # start, stop, first, last: tokens start[m]:stop[m] come from slots first[m]:last[m]
     slots: int
     busy: float  # simulated share of busy multiprocessors
-    makespan: float  # simulated, in visits of an unmasked tile
 
 
 def plan(lists: Lists, processors: int, copies: int, repeat: int, device: torch.device | str = "cpu") -> Plan:
@@ -148,13 +138,14 @@ def plan(lists: Lists, processors: int, copies: int, repeat: int, device: torch.
     fastest = 0.0, np.inf, np.ones_like(first)
     for wanted in _wanted(work, share, copies, processors):
         parts = np.minimum(wanted, last - first).clip(1).astype(np.int64)
-        busy, makespan = simulate(_costs(work, parts), processors, copies)
+        costs = np.repeat(work / parts + PROGRAM_COST + SLOT_COST * (parts > 1), parts)
+        busy, makespan = simulate(costs, processors, copies)
         fastest = min(fastest, (busy, makespan, parts), key=lambda candidate: (round(candidate[1], 6), -candidate[0]))
         if share >= BUSY * makespan:
             break
-    busy, makespan, parts = fastest
+    busy, _, parts = fastest
     programs, merges = _split(lists._replace(first=first, middle=middle, last=last), parts, torch.device(device))
-    return Plan(programs, merges, int(parts[parts > 1].sum()), busy, makespan)
+    return Plan(programs, merges, int(parts[parts > 1].sum()), busy)
 
 
 def _wanted(work: np.ndarray, share: float, copies: int, processors: int) -> Iterator[np.ndarray]:
@@ -174,11 +165,7 @@ def simulate(costs: np.ndarray, processors: int, copies: int) -> tuple[float, fl
     return float(copies * costs.sum() / (processors * makespan)), float(makespan)
 
 
-def _costs(work: np.ndarray, parts: np.ndarray) -> np.ndarray:
-    return np.repeat(work / parts + PROGRAM_COST + SLOT_COST * (parts > 1), parts)
-
-
-def _split(lists: Lists, parts: np.ndarray, device: torch.device) -> tuple[Programs, Merges]:
+def _split(lists: Lists, parts: np.ndarray, device: torch.device) -> tuple[Programs, tuple[Tensor, ...]]:
     owner = np.repeat(np.arange(len(parts)), parts)
     piece = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
     bound = lambda number: lists.first[owner] + (lists.last - lists.first)[owner] * number // parts[owner]
@@ -193,4 +180,4 @@ def _split(lists: Lists, parts: np.ndarray, device: torch.device) -> tuple[Progr
     arrays += [lists.start[several], lists.stop[several], past - parts[several], past]
     packed = moved(torch.from_numpy(np.concatenate(arrays).astype(np.int32)), device)
     tensors = packed.split([len(array) for array in arrays])
-    return Programs(*tensors[:8]), Merges(*tensors[8:])
+    return Programs(*tensors[:8]), tensors[8:]

@@ -25,8 +25,6 @@ from dccot.kernels import attention_cpu
 from dccot.kernels.mask import TreeMask
 from dccot.kernels.reference import dense_attention
 
-__all__ = ["TreeMask", "tree_attention"]
-
 TRITON_HEAD_DIMS = (32, 64, 128)
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

@@ -48,10 +48,8 @@ TABLE: dict[str, dict[int, tuple[Tile, Tile, Tile]]] = {
         128: (Tile(128, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
     },
 }
-# fp32 uses no tensor cores: for checks, not for speed. The interpreter needs small tiles of unequal sides to exercise
-# every boundary.
-FP32 = (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 32, 8, 1))
-INTERPRETER = (Tile(32, 16, 1, 1), Tile(16, 32, 1, 1), Tile(16, 32, 1, 1))
+FP32 = (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 32, 8, 1))  # without tensor cores: for checks, not for speed
+INTERPRETER = (Tile(32, 16, 1, 1), Tile(16, 32, 1, 1), Tile(16, 32, 1, 1))  # unequal sides exercise every boundary
 
 # The LM head's kernels: columns per step and warps, on every architecture.
 HEAD_COLUMNS = 4096
