@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 8 -m dccot.pipeline configs/paper.yaml model=MODEL           the whole paper
 
 Every start checks all stages first (preflight.py). Stages share one process and, if the model's shape allows, one
-engine: a new model is streamed into it. A finished stage leaves a mark that records what it was made from (marks.py)
+engine: a new model is streamed into it. A finished stage leaves a mark that records what it was made from (made_from.py)
 and is skipped; if that has changed since, the start is rejected. `--redo STAGE` moves its results to replaced/ and runs
 it again.
 """
@@ -22,14 +22,14 @@ from typing import Any
 import torch
 
 from dccot.core.command import launch_parser, log_to_terminal, run_cleanly
-from dccot.core.config import ConfigError, one_of, to_yaml
+from dccot.core.config import ConfigError, to_yaml
 from dccot.core.files import write_atomic
 from dccot.core.provenance import record
 from dccot.core.runtime import PATIENCE, Runtime, free_memory, on_rank_zero, set_timeout
-from dccot.marks import changes, made_from
-from dccot.preflight import Checked, check_recipe
-from dccot.recipe import Recipe, StagePlan, load_recipe
-from dccot.stages import Context, SharedEngine, kind_of, load_stage
+from dccot.made_from import changes, made_from
+from dccot.preflight import checked_recipe
+from dccot.recipe import Recipe, StagePlan
+from dccot.stages import Context, SharedEngine, load_recipe
 
 
 def run_recipe(path: str | Path, overrides: Sequence[str] = (), redo: Sequence[str] = ()) -> Recipe:
@@ -59,23 +59,15 @@ def _open(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: Sequence
             print(f"{plan.name}: done again; what was there is in {moved}", flush=True)
 
 
-def checked_recipe(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: Sequence[str]) -> Checked:
-    for name in redo:
-        one_of(name, [plan.name for plan in plans], "--redo")
-    checked = check_recipe(recipe, plans, ranks, redo)
-    checked.require()
-    return checked
-
-
 def _run_stage(plan: StagePlan, heading: str, context: Context) -> None:
-    config = load_stage(plan)
+    config = plan.load()
     if (seconds := on_rank_zero(lambda: _seconds_of_finished(plan, config))) is not None:
         context.say(f"{heading}: done before ({seconds:.0f} s)")
         return
     context.say(heading)
     source = on_rank_zero(lambda: made_from(plan, config))
     began = time.perf_counter()
-    kind_of(plan.stage.run).run(context, config)
+    plan.kind(context, config)
     free_memory()  # before the next trainer starts next to an engine that is awake
     set_timeout(PATIENCE)  # single-rank work may take hours; training has set its own
     context.runtime.barrier()
@@ -110,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         recipe, plans = load_recipe(arguments.config, arguments.overrides)
         if arguments.print_config:
             print(to_yaml(recipe), end="")
-            print("".join(f"\n# ---- stage {plan.name}\n{to_yaml(load_stage(plan))}" for plan in plans), end="")
+            print("".join(f"\n# ---- stage {plan.name}\n{to_yaml(plan.load())}" for plan in plans), end="")
         elif arguments.check:
             ranks = int(os.environ.get("WORLD_SIZE", "0")) or torch.cuda.device_count() or 8
             print(checked_recipe(recipe, plans, ranks, arguments.redo))

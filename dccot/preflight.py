@@ -3,7 +3,7 @@ start.
 
 Every stage's configuration is resolved and checked; every file, benchmark, model and key that it will need exists or is
 produced by an earlier stage; the run's output fits on disk, and training fits in memory. All problems are reported at
-once, each with its stage and key. A finished stage needs nothing, but must match the recipe (marks.py).
+once, each with its stage and key. A finished stage needs nothing, but must match the recipe (made_from.py).
 """
 
 from __future__ import annotations
@@ -19,29 +19,18 @@ from typing import Any
 
 import torch
 
-from dccot.core.config import ConfigError
+from dccot.core.config import ConfigError, one_of, require
 from dccot.core.files import BadData, read_jsonl
 from dccot.core.provenance import code_version, describe_code
 from dccot.data.task import find_task
-from dccot.marks import changes
+from dccot.made_from import changes
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import find_model
-from dccot.recipe import SHARED, Recipe, StagePlan
-from dccot.stages import Need, kind_of, load_stage
+from dccot.recipe import SHARED, Need, Recipe, StagePlan
 from dccot.train.config import RLConfig, SFTConfig, check_context, open_folder
-from dccot.train.memory import parameters
-from dccot.train.plan import GB, checkpoint_bytes, training_peak
+from dccot.train.plan import GB, checkpoint_bytes, parameters, training_peak
 
-
-@dataclass(frozen=True)
-class Fault:
-    stage: str
-    key: str
-    message: str
-
-    @property
-    def place(self) -> str:
-        return f"{self.stage}.{self.key}" if self.key else self.stage
+HINT = "restore it, change it for later stages only (STAGE.key=…), give the recipe another name, or:"
 
 
 class Unmet(ConfigError):
@@ -55,39 +44,36 @@ class Unmet(ConfigError):
 class Checked:
     """The result: every fault, and the resources the unfinished stages need."""
 
-    faults: list[Fault]
+    faults: list[tuple[str, str]] = field(default_factory=list)  # (stage.key, message)
     disk: float = 0.0  # bytes that training will write
     free: float = 0.0  # bytes on the disk of the recipe's output
-    memory: dict[str, float] | None = None  # stage → bytes per rank at the peak of training
+    memory: dict[str, float] = field(default_factory=dict)  # stage → bytes per rank at the peak of training
     stages: int = 0
     outdated: list[str] = field(default_factory=list)  # finished stages that no longer match the recipe
     other_code: list[str] = field(default_factory=list)  # finished stages made by other code
 
+    def fault(self, stage: str, key: str, message: str) -> None:
+        self.faults.append((f"{stage}.{key}" if key else stage, message))
+
     def require(self) -> None:
         """Raise with every fault; stages that lack the same thing share a line."""
-        places: dict[str, list[str]] = {}
-        for fault in self.faults:
-            places.setdefault(fault.message, []).append(fault.place)
-        lines = [f"  {message}   ({', '.join(dict.fromkeys(found))})" for message, found in places.items()]
+        places: dict[str, dict[str, None]] = {}
+        for place, message in self.faults:
+            places.setdefault(message, {})[place] = None
+        lines = [f"  {message}   ({', '.join(found)})" for message, found in places.items()]
         if self.outdated:
-            again = " ".join(f"--redo {name}" for name in self.outdated)
-            lines.append(
-                f"  restore it, change it for later stages only (STAGE.key=…), give the recipe another name, or: {again}"
-            )
+            lines.append(" ".join([f"  {HINT}", *(f"--redo {name}" for name in self.outdated)]))
         if lines:
-            raise Unmet(
-                "\n".join([f"the recipe cannot run, {len(places)} things are missing or wrong (stage.key):", *lines])
-            )
+            count = f"the recipe cannot run, {len(places)} things are missing or wrong (stage.key):"
+            raise Unmet("\n".join([count, *lines]))
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.stages} stages can run; checkpoints will take {self.disk / GB:,.1f} GB of {self.free / GB:,.1f} GB free"
-        ]
+        needed = f"checkpoints will take {self.disk / GB:,.1f} GB of {self.free / GB:,.1f} GB free"
+        lines = [f"{self.stages} stages can run; {needed}"]
         if self.memory:
             stage, peak = max(self.memory.items(), key=lambda each: each[1])
-            lines.append(
-                f"most memory: {stage}, {peak / GB:,.1f} GB per rank while training (estimated; `dccot plan` has the parts)"
-            )
+            parts = "while training (estimated; `dccot plan` has the parts)"
+            lines.append(f"most memory: {stage}, {peak / GB:,.1f} GB per rank {parts}")
         return "\n".join([*lines, *self.remarks()])
 
     def remarks(self) -> list[str]:
@@ -102,37 +88,42 @@ def check_recipe(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: C
     Nothing is raised and nothing is written.
     """
     _fault_of.cache_clear()
-    found = Checked([], memory={})
-    existing = (
-        recipe.folder
-        if recipe.folder.exists()
-        else next(parent for parent in recipe.folder.absolute().parents if parent.exists())
+    existing = next(
+        folder for folder in (recipe.folder.absolute(), *recipe.folder.absolute().parents) if folder.exists()
     )
-    found.free = shutil.disk_usage(existing).free
-    made: dict[str, Any] = {}  # stage → configuration, of earlier stages
+    found = Checked(free=shutil.disk_usage(existing).free)
+    made: dict[str, tuple[bool, Any]] = {}  # earlier stage → whether it trains, its configuration
     for plan in plans:
         mark = plan.home.finished() if plan.name not in redo else None
+        config = None
         try:
-            config = load_stage(plan)
-            needs = kind_of(plan.stage.run).needs(plan, config)
+            config = plan.load()
+            needs = plan.needs(config)
         except (ConfigError, BadData) as error:
-            message = str(error).removeprefix(f"stage {plan.name}: ")
-            found.faults.append(Fault(plan.name, "", message))
-            made[plan.name] = None
-            continue
-        made_before = dict(made)
-        made[plan.name] = config
-        if mark is not None:
-            _compare(found, plan, config, mark)
-            continue
-        found.stages += 1
-        missing = [(need.key, _missing(need, recipe, made_before)) for need in needs]
-        found.faults += [Fault(plan.name, key, message) for key, message in missing if message]
-        _estimate(found, plan, config, _shape(plan, plans, made), ranks)
+            found.fault(plan.name, "", str(error).removeprefix(f"stage {plan.name}: "))
+        else:
+            if mark is not None:
+                _compare(found, plan, config, mark)
+            else:
+                found.stages += 1
+                for need in needs:
+                    if message := _missing(need, recipe, made):
+                        found.fault(plan.name, need.key, message)
+                _estimate(found, plan, config, _shape(plan, plans), ranks)
+        made[plan.name] = plan.kind.trains, config
     if found.disk > found.free:
-        message = f"checkpoints will take about {found.disk / GB:,.1f} GB, {found.free / GB:,.1f} GB are free in {existing}: make room, "
-        found.faults.append(Fault("all", "output", message + "set output=…, or lower checkpoint.keep"))
+        message = f"checkpoints will take about {found.disk / GB:,.1f} GB, {found.free / GB:,.1f} GB are free in "
+        found.fault("all", "output", f"{message}{existing}: make room, set output=…, or lower checkpoint.keep")
     return found
+
+
+def checked_recipe(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: Sequence[str]) -> Checked:
+    """The same, rejected if it cannot run."""
+    for name in redo:
+        one_of(name, [plan.name for plan in plans], "--redo")
+    checked = check_recipe(recipe, plans, ranks, redo)
+    checked.require()
+    return checked
 
 
 def _compare(found: Checked, plan: StagePlan, config: Any, mark: dict[str, Any]) -> None:
@@ -142,14 +133,14 @@ def _compare(found: Checked, plan: StagePlan, config: Any, mark: dict[str, Any])
     if changed := changes(plan, config, mark):
         key, what = changed[0]
         more = f", and {len(changed) - 1} more" if changed[1:] else ""
-        found.faults.append(Fault(plan.name, key, f"{key} {what}{more}"))
+        found.fault(plan.name, key, f"{key} {what}{more}")
         found.outdated.append(plan.name)
     code = mark.get("made_from", {}).get("code")
     if code and code != code_version():
         found.other_code.append(plan.name)
 
 
-def _missing(need: Need, recipe: Recipe, made: dict[str, Any]) -> str | None:
+def _missing(need: Need, recipe: Recipe, made: dict[str, tuple[bool, Any]]) -> str | None:
     """What is wrong with something a stage needs; None if it exists or will."""
     for name in SHARED:
         if f"{{{name}}}" in need.path:
@@ -157,12 +148,12 @@ def _missing(need: Need, recipe: Recipe, made: dict[str, Any]) -> str | None:
     inside = Path(need.path).relative_to(recipe.folder) if Path(need.path).is_relative_to(recipe.folder) else None
     maker, _, step = inside.parts[0].partition("@") if inside else ("", "", "")
     if inside and maker in made:
-        whole = need.what == "model" and len(inside.parts) == 1
-        if whole and not kind_of(recipe.all_stages()[maker].run).trains:
+        trains, config = made[maker]
+        if need.what == "model" and len(inside.parts) == 1 and not trains:
             return f"stage {maker} trains no model; name one that does"
-        return _step_is_kept(maker, step, made[maker]) if step else None
-    if inside and maker in recipe.all_stages():
-        return f"{need.path} is made by stage {maker}, which does not come before"
+        return _step_is_kept(maker, step, config) if step else None
+    if maker in recipe.all_stages():
+        return f"{need.path} is produced by stage {maker}, which runs later"
     return _fault_of(need.what, need.path, recipe.task)
 
 
@@ -170,9 +161,10 @@ def _missing(need: Need, recipe: Recipe, made: dict[str, Any]) -> str | None:
 def _fault_of(what: str, path: str, task: str) -> str | None:
     """The same file is needed by many stages and read once."""
     try:
-        return CHECKS[what](path) if what != "problems" else _problems(path, task)
+        CHECKS[what](path, task)
     except (ConfigError, BadData, OSError, ValueError) as error:
         return " ".join(str(error).split())
+    return None
 
 
 def _step_is_kept(stage: str, step: str, config: Any) -> str | None:
@@ -187,41 +179,25 @@ def _step_is_kept(stage: str, step: str, config: Any) -> str | None:
     return f"{stage} will not keep step {step}: it has {config.steps} steps and checkpoint.keep_hf_every is {every}"
 
 
-def _model(path: str) -> str | None:
-    read_config(find_model(path))
-    return None
-
-
-def _problems(path: str, task: str) -> str | None:
-    find_task(task)().problems(path, report=lambda message: None)
-    return None
-
-
-def _examples(path: str) -> str | None:
+def _examples(path: str, task: str) -> None:
     row = next((row for _, row in read_jsonl(path, report=lambda message: None)), None)
     lacking = [name for name in ("question", "completion") if row is None or not isinstance(row.get(name), str)]
-    return (
-        f"{path} holds no row with {' and '.join(lacking)}; an SFT row has id, question and completion"
-        if lacking
-        else None
-    )
+    has = "an SFT row has id, question and completion"
+    require(not lacking, f"{path} holds no row with {' and '.join(lacking)}; {has}")
 
 
-def _file(path: str) -> str | None:
-    return None if Path(path).is_file() else f"no file {path!r}"
-
-
-CHECKS: dict[str, Callable[[str], str | None]] = {
-    "model": _model,
+CHECKS: dict[str, Callable[[str, str], object]] = {
+    "model": lambda path, task: read_config(find_model(path)),
+    "problems": lambda path, task: find_task(task)().problems(path, report=lambda message: None),
     "examples": _examples,
-    "file": _file,
+    "file": lambda path, task: require(Path(path).is_file(), f"no file {path!r}"),
 }
 
 
 # ---- resources ----
 
 
-def _shape(plan: StagePlan, plans: Sequence[StagePlan], made: dict[str, Any]) -> tuple[Path, ModelConfig] | None:
+def _shape(plan: StagePlan, plans: Sequence[StagePlan]) -> tuple[Path, ModelConfig] | None:
     """The folder and shape of the model that a stage's training begins with, if it is on disk; training keeps the
     shape.
     """
@@ -248,18 +224,16 @@ def _estimate(found: Checked, plan: StagePlan, config: Any, model: tuple[Path, M
         if isinstance(config, RLConfig):
             check_context(config, shape)
     except (ConfigError, BadData) as error:
-        found.faults.append(Fault(plan.name, "model.path", str(error)))
+        found.fault(plan.name, "model.path", str(error))
         return
     found.disk += checkpoint_bytes(parameters(shape), config)
-    if isinstance(config, RLConfig) and found.memory is not None:
+    if isinstance(config, RLConfig):
         peak = found.memory[plan.name] = training_peak(shape, config, ranks)
         room, where = _memory_per_rank()
         if peak > room:
-            message = f"training needs about {peak / GB:,.1f} GB per rank, {where} has {room / GB:,.1f} GB: "
-            message += (
-                "lower it, rollout.budget or rollout.total_tokens (the largest response counts), or use more ranks"
-            )
-            found.faults.append(Fault(plan.name, "batch.token_budget", message))
+            message = f"training needs about {peak / GB:,.1f} GB per rank, {where} has {room / GB:,.1f} GB: lower it, "
+            message += "rollout.budget or rollout.total_tokens (the largest response counts), or use more ranks"
+            found.fault(plan.name, "batch.token_budget", message)
 
 
 def _memory_per_rank() -> tuple[float, str]:
@@ -270,6 +244,5 @@ def _memory_per_rank() -> tuple[float, str]:
         return float(torch.cuda.get_device_properties(0).total_memory), "the GPU"
     if "RANK" not in os.environ:
         return math.inf, "this machine"
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(
-        os.environ.get("LOCAL_WORLD_SIZE", "1")
-    ), "this machine"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return memory / int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "this machine"

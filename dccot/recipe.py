@@ -1,42 +1,43 @@
 """A recipe: which stages run in which order, what they share, and how each one's configuration is put together.
 
     name: paper
-    model: MODEL                                    what everything starts from; set once here, like the problems, it reaches every stage
+    model: MODEL                                    what everything starts from; set once, it reaches every stage
     train: runs/data/deepscaler.jsonl
     stages:
       sft: {run: sft, config: sft.yaml}             starts from the last stage that trained, or from the recipe's model
-      eval_sft: {run: eval, set: {model: sft}}      a stage's name is its folder below the recipe's; sft@600 is a checkpoint of it
+      eval_sft: {run: eval, set: {model: sft}}      a stage's name is its folder; sft@600 is a checkpoint of it
 
-A stage's keys, later ones win: its own file, what the pipeline gives every stage of its kind (name, folder, seed,
-model, problems), `common.KIND`, its `set`, `settings.STAGE`, `STAGE.key=value` on the command line. In all values {run}
-stands for the recipe's folder, {model}, {train} and {validation} for the recipe's own. A recipe that extends another
-(`base:`) changes stages by name, and drops those that it lists in `without`, including their rows in the report.
+A stage's keys, later ones win: its own file, what the recipe gives every stage of its kind (name, folder, seed, model,
+problems), `common.KIND`, its `set`, `settings.STAGE`, `STAGE.key=value` on the command line. In all values {run} stands
+for the recipe's folder, {model}, {train} and {validation} for the recipe's own. A recipe that extends another (`base:`)
+changes stages by name, and drops those that it lists in `without`, including their rows in the report.
 
 Each stage has its own seed, derived from the recipe's seed and its name: no two stages draw the same problems or
-samples.
+samples. What a stage does is its kind, an entry of stages.KINDS or your own:
+
+    @kind(MyConfig, reads={"source": "file"})       in my_module.py; in the recipe, run: my_module:count_words
+    def count_words(context, config): …
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from dccot.core.config import ConfigError, Seed, find_config, load_config, one_of, read_yaml, require
+from dccot.core.config import ConfigError, Seed, flat, load_config, one_of, require
 from dccot.core.run import Run
 from dccot.data.task import TaskName
 
-C = TypeVar("C")
 SHARED = ("model", "train", "validation")  # keys of a recipe that its stages may name
 
 
 @dataclass
 class Stage:
-    run: str = ""  # kind of stage: one of stages.KINDS
+    run: str = ""  # kind of stage: one of stages.KINDS, or your own my_package.my_module:my_kind
     config: str | None = None  # YAML file, relative to the recipe or to configs/
     # stage or folder of the model it starts from; None: the last stage that trained, or the recipe's model
     start: str | None = None
@@ -65,27 +66,16 @@ class Recipe:
     without: list[str] = field(default_factory=list)  # stages of the extended recipe to drop
 
     def check(self) -> None:
-        from dccot.stages import KINDS, kind_of
-
         require(bool(self.stages), "the recipe has no stages")
         require(bool(self.name.strip()), f"name is {self.name!r}; it names the recipe's folder below output")
         for twice in set(self.prepare) & set(self.stages):
             raise ConfigError(f"{twice!r} is both in prepare and in stages; give each stage its own name")
-        for name, stage in self.all_stages().items():
-            plain = re.fullmatch(r"\w[\w-]*", name)
-            require(
-                plain is not None,
-                f"a stage is called {name!r}; a name is letters, digits, '_' and '-': it names a folder",
-            )
-            kind_of(stage.run)
-        for name in self.without:
-            one_of(name, self.all_stages(), "a name in without")
-        for section, known in (
-            ("common", {stage.run for stage in self.all_stages().values()} | set(KINDS)),
-            ("settings", self.all_stages()),
-        ):
-            for name in getattr(self, section):
-                one_of(name, known, f"a key of {section}")
+        for name in self.all_stages():
+            plain = re.fullmatch(r"\w[\w-]*", name) is not None
+            require(plain, f"a stage is called {name!r}; a name is letters, digits, '_' and '-': it names a folder")
+        for key, names in (("name in without", self.without), ("key of settings", self.settings)):
+            for name in names:
+                one_of(name, self.all_stages(), f"a {key}")
 
     @property
     def folder(self) -> Path:
@@ -104,25 +94,60 @@ class Recipe:
             for name in set(self.without) & set(section):
                 del section[name]
         for report in (stage.set for stage in self.stages.values() if stage.run == "report"):
-            gone = [report.get("rows", {}).pop(name, None) for name in self.without]
-            report["baselines"] = {
-                row: other
-                for row, other in report.get("baselines", {}).items()
-                if row not in gone and other not in gone
-            }
+            gone = {report.get("rows", {}).pop(name, None) for name in self.without}
+            pairs = report.get("baselines", {}).items()
+            report["baselines"] = {row: other for row, other in pairs if not {row, other} & gone}
 
-    def filled_in(self, text: str) -> str:
+    def filled_in(self, value: Any) -> Any:
         """A value with its placeholders filled in; {model} may itself hold {run}. Unset ones stay: preflight reports
         them.
         """
+        if isinstance(value, dict):
+            return {key: self.filled_in(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [self.filled_in(inner) for inner in value]
+        if not isinstance(value, str):
+            return value
         for name in SHARED:
-            text = text.replace(f"{{{name}}}", getattr(self, name) or f"{{{name}}}")
-        return text.replace("{run}", str(self.folder))
+            value = value.replace(f"{{{name}}}", getattr(self, name) or f"{{{name}}}")
+        return value.replace("{run}", str(self.folder))
 
     def place(self, name: str) -> str:
         """`stage`, `stage@step` or `stage/inside` as a path in the recipe's folder; anything else is a path already."""
         name = self.filled_in(name)
         return str(self.folder / name) if name.split("/")[0].split("@")[0] in self.all_stages() else name
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something a stage reads: the key that names it, its path, and what it must be (preflight.CHECKS)."""
+
+    key: str
+    path: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a stage does, and what it needs for that."""
+
+    run: Callable[[Any, Any], None]  # (stages.Context, configuration)
+    config: type
+    # key → its value, in which {stage}, {folder}, {start} and the recipe's own placeholders are filled in
+    given: Mapping[str, str] = field(default_factory=dict)
+    reads: Mapping[str, str] = field(default_factory=dict)  # key that names an input → what it must be
+    needs: Callable[[StagePlan, Any], list[Need]] = lambda plan, config: []  # inputs that no single key names
+    trains: bool = False  # it produces a model, from which the next stage starts
+    alone: bool = False  # only rank 0 runs it
+
+    def __call__(self, context: Any, config: Any) -> None:
+        if context.runtime.is_main or not self.alone:
+            self.run(context, config)
+
+
+def kind(config: type, **options: Any) -> Callable[[Callable[[Any, Any], None]], Kind]:
+    """Makes a kind of stage of the function that runs it."""
+    return lambda run: Kind(run, config, **options)
 
 
 @dataclass
@@ -132,9 +157,10 @@ class StagePlan:
     recipe: Recipe
     name: str
     stage: Stage
-    file: Path | None
+    kind: Kind
     start: str | None
-    overrides: list[str]
+    file: Path | None  # with settings of its own
+    overrides: list[str]  # key=value, from the command line
 
     @property
     def folder(self) -> Path:
@@ -145,60 +171,35 @@ class StagePlan:
         """Where its results go."""
         return Run(self.folder)
 
-    def load(self, kind: type[C]) -> C:
-        return load_config(kind, self.file, self.overrides)
+    def given(self) -> dict[str, Any]:
+        """What the recipe gives to every stage of this kind. A key whose placeholder has no value stays unset."""
+        recipe = self.recipe
+        shared = vars(recipe) | {"seed": stage_seed(recipe.seed, self.name)}
+        common = ("seed", "task", "benchmarks", "benchmark_folder")
+        found = {each.name: shared[each.name] for each in fields(self.kind.config) if each.name in common}
+        values = {"run": str(recipe.folder), "folder": str(self.folder), "stage": self.name, "start": self.start}
+        values |= {name: getattr(recipe, name) for name in SHARED}
+        for key, text in self.kind.given.items():
+            if all(values[name] for name in re.findall(r"{(\w+)}", text)):
+                found[key] = text.format(**values)
+        return found
+
+    def load(self) -> Any:
+        """Its configuration, checked; an error names the stage."""
+        recipe = self.recipe
+        chosen = (recipe.common.get(self.stage.run, {}), self.stage.set, recipe.settings.get(self.name, {}))
+        settings = [recipe.filled_in(dict(keys)) for keys in (self.given(), *chosen)]
+        try:
+            return load_config(self.kind.config, self.file, self.overrides, settings)
+        except ConfigError as error:
+            raise ConfigError(f"stage {self.name}: {error}") from None
+
+    def needs(self, config: Any) -> list[Need]:
+        """What it reads; keys that are not set name nothing."""
+        values = flat(config)
+        named = [Need(key, str(values[key]), what) for key, what in self.kind.reads.items() if values[key]]
+        return named + self.kind.needs(self, config)
 
 
 def stage_seed(seed: int, stage: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{stage}".encode()).digest()[:6], "big")
-
-
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe, list[StagePlan]]:
-    """The recipe and its stages in order. Settings of a stage are not checked here: loading its configuration does
-    that.
-    """
-    from dccot.stages import kind_of
-
-    file = find_config(path)
-    tree = read_yaml(file)
-    names = [name for section in ("prepare", "stages") if isinstance(tree.get(section), dict) for name in tree[section]]
-    own: list[str] = []
-    extra: dict[str, list[str]] = {}
-    for override in overrides:
-        stage, dot, rest = override.partition(".")
-        if dot and stage in names:
-            extra.setdefault(stage, []).append(rest)
-        else:
-            own.append(override)
-    recipe = load_config(Recipe, file, own)
-    recipe.leave_out()
-    plans, trained = [], None
-    for name, each in recipe.all_stages().items():
-        start = (
-            recipe.place(each.start)
-            if each.start
-            else trained or (recipe.filled_in(recipe.model) if recipe.model else None)
-        )
-        config = _config_file(file.parent, each.config, name) if each.config else None
-        plan = StagePlan(recipe, name, each, config, start, [])
-        shared = [f"task={recipe.task}"] if "task" in vars(kind_of(each.run).config()) else []
-        plan.overrides = shared + kind_of(each.run).given(plan) + _chosen(recipe, name, each) + extra.get(name, [])
-        if kind_of(each.run).trains and name in recipe.stages:
-            trained = str(plan.folder)
-        plans.append(plan)
-    return recipe, plans
-
-
-def _config_file(beside: Path, name: str, stage: str) -> Path:
-    try:
-        return beside / name if (beside / name).is_file() else find_config(name)
-    except ConfigError as error:
-        raise ConfigError(f"stage {stage}: {error}") from None
-
-
-def _chosen(recipe: Recipe, name: str, stage: Stage) -> list[str]:
-    found = []
-    for keys in (recipe.common.get(stage.run, {}), stage.set, recipe.settings.get(name, {})):
-        for key, value in keys.items():
-            found.append(f"{key}={recipe.filled_in(json.dumps(value, ensure_ascii=False))}")
-    return found

@@ -1,4 +1,4 @@
-"""The kinds of stages in a recipe. Each writes its results to its own folder.
+"""The kinds of stages, and the stages of a recipe ready to run. Each writes its results to its own folder.
 
 sft, rl      training runs
 sequential   sequential solutions by rejection sampling        → solutions.jsonl
@@ -6,9 +6,6 @@ rewrite      solutions in the parallel format                  → sft.jsonl
 eval         accuracy and longest path on the benchmarks       → summary.json
 latency      wall-clock, parallel vs. sequential               → latency.json
 report       everything above as one page
-
-A kind of stage is one entry of KINDS: its configuration, the settings from the pipeline, what it needs, and what it
-does.
 """
 
 from __future__ import annotations
@@ -16,25 +13,40 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from dccot.core.config import ConfigError, Positive, Seed, Share, lookup, one_of, require, required
+from dccot.core.config import (
+    ConfigError,
+    Positive,
+    Seed,
+    Share,
+    check,
+    find_config,
+    load_config,
+    lookup,
+    one_of,
+    read_yaml,
+    require,
+    required,
+)
 from dccot.core.provenance import describe_code
 from dccot.core.run import Run
 from dccot.core.runtime import Runtime
 from dccot.data import sft_set
+from dccot.data.prompts import PromptConfig
 from dccot.data.task import TaskName
 from dccot.eval import latency
-from dccot.eval.evaluate import METHODS, EvalConfig, eval_config, evaluate
-from dccot.eval.results import BENCHMARKS, Benchmark, Evaluation, named_benchmark, own_benchmark
+from dccot.eval.evaluate import METHODS, EvalConfig, evaluate
+from dccot.eval.results import BENCHMARKS, SUMMARY, Benchmark, Evaluation, named_benchmark, own_benchmark
 from dccot.eval.tables import row_labels
 from dccot.model.folder import resolve_model
 from dccot.model.weights import stored_parameters
-from dccot.recipe import Recipe, StagePlan, stage_seed
+from dccot.recipe import Kind, Need, Recipe, StagePlan, kind
+from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import EngineConfig, TrainingEngine, open_training_engine
 from dccot.train import rl, sft
 from dccot.train.config import RLConfig, SFTConfig
@@ -48,9 +60,9 @@ class SharedEngine:
     """
 
     def __init__(self, plans: Sequence[StagePlan], logs: Path) -> None:
-        configs = [config for plan in plans if (config := getattr(load_stage(plan), "engine", None))]
+        configs = [config for plan in plans if (config := getattr(plan.load(), "engine", None))]
         self.gpu_memory = min((config.gpu_memory for config in configs), default=1.0)
-        self.sleeps = any(kind_of(plan.stage.run).config is RLConfig for plan in plans)
+        self.sleeps = any(plan.kind.config is RLConfig for plan in plans)
         self.logs = logs
         self.engine: TrainingEngine | None = None
         self._shape: tuple | None = None
@@ -58,11 +70,8 @@ class SharedEngine:
 
     def on(self, model: Path, config: EngineConfig) -> TrainingEngine:
         config = replace(config, gpu_memory=self.gpu_memory)
-        shape = (
-            json.loads((model / "config.json").read_text()),
-            (model / "tokenizer.json").read_bytes(),
-            asdict(config),
-        )
+        files = json.loads((model / "config.json").read_text()), (model / "tokenizer.json").read_bytes()
+        shape = (*files, asdict(config))
         if self.engine is not None and self._shape == shape:
             self.engine.load(stored_parameters(model))
             return self.engine
@@ -93,105 +102,56 @@ class Context:
             print(message, flush=True)
 
 
-@dataclass(frozen=True)
-class Need:
-    """Something a stage reads: the key that names it, its path, and what it must be (preflight.CHECKS)."""
-
-    key: str
-    path: str
-    what: str
-
-
-def _nothing(plan: StagePlan, *_: Any) -> list:
-    return []
-
-
-@dataclass(frozen=True)
-class Kind:
-    config: type
-    run: Callable[[Context, Any], None]
-    given: Callable[[StagePlan], list[str]] = _nothing  # settings that the pipeline provides
-    needs: Callable[[StagePlan, Any], list[Need]] = _nothing
-    trains: bool = False  # it produces a model, from which the next stage starts
-
-
-def seed_setting(plan: StagePlan) -> str:
-    return f"seed={stage_seed(plan.recipe.seed, plan.name)}"
-
-
-def _set(key: str, value: str | None, plan: StagePlan) -> list[str]:
-    return [f"{key}={json.dumps(plan.recipe.filled_in(value))}"] if value else []
-
-
 # ---- training ----
 
-
-def _given_training(plan: StagePlan) -> list[str]:
-    return [
-        f"name={plan.name}",
-        f"output={plan.recipe.folder}",
-        seed_setting(plan),
-        *_set("model.path", plan.start, plan),
-    ]
+TRAINING = {"name": "{stage}", "output": "{run}", "model.path": "{start}"}
+EXAMPLES = {"model.path": "model", "data.train": "examples", "data.validation": "examples"}
+PROBLEMS = {"model.path": "model", "data.train": "problems"}
 
 
-def _given_rl(plan: StagePlan) -> list[str]:
-    shared = _set("data.train", plan.recipe.train, plan) + _set("data.validation", plan.recipe.validation, plan)
-    return _given_training(plan) + shared
+@kind(SFTConfig, given=TRAINING, reads=EXAMPLES, trains=True)
+def run_sft(context: Context, config: SFTConfig) -> None:
+    sft.train(config)
 
 
-def _sft_needs(plan: StagePlan, config: SFTConfig) -> list[Need]:
-    validation = [Need("data.validation", config.data.validation, "examples")] if config.data.validation else []
-    return [
-        Need("model.path", config.model.path, "model"),
-        Need("data.train", config.data.train, "examples"),
-        *validation,
-    ]
+def _validation(plan: StagePlan, config: RLConfig) -> list[Need]:
+    every, problems = config.validation.every, config.data.validation
+    remedy = "name the problems or set it to 0"
+    require(bool(problems or not every), f"data.validation is not set, and validation.every is {every}: {remedy}")
+    return [Need("data.validation", str(problems), "problems")] if every else []
 
 
-def _rl_needs(plan: StagePlan, config: RLConfig) -> list[Need]:
-    found = [Need("model.path", config.model.path, "model")]
-    found += [Need("data.train", config.data.train, "problems")] if config.data.train else []
-    if config.validation.every:
-        lacking = f"data.validation is not set, and validation.every is {config.validation.every}: name the problems or set it to 0"
-        require(config.data.validation is not None, lacking)
-        found.append(Need("data.validation", str(config.data.validation), "problems"))
-    return found
+DATA = {"data.train": "{train}", "data.validation": "{validation}"}
 
 
-def _run_rl(context: Context, config: RLConfig) -> None:
+@kind(RLConfig, given=TRAINING | DATA, reads=PROBLEMS, needs=_validation, trains=True)
+def run_rl(context: Context, config: RLConfig) -> None:
     rl.train(config, context.engines.on(resolve_model(config.model.path), config.engine))
 
 
 # ---- the SFT set ----
 
-
-def _given_sequential(plan: StagePlan) -> list[str]:
-    place = [f"output={plan.folder}/solutions.jsonl", seed_setting(plan)]
-    return [*place, *_set("model", plan.start, plan), *_set("problems", plan.recipe.train, plan)]
+SOLUTIONS = {"output": "{folder}/solutions.jsonl", "model": "{start}", "problems": "{train}"}
 
 
-def _sequential_needs(plan: StagePlan, config: sft_set.SequentialConfig) -> list[Need]:
-    return [Need("model", config.model, "model"), Need("problems", config.problems, "problems")]
-
-
-def _run_sequential(context: Context, config: sft_set.SequentialConfig) -> None:
+@kind(sft_set.SequentialConfig, given=SOLUTIONS, reads={"model": "model", "problems": "problems"})
+def run_sequential(context: Context, config: sft_set.SequentialConfig) -> None:
     context.folder.mkdir(parents=True, exist_ok=True)
     engine = None if config.engine.url else context.engines.on(resolve_model(config.model), config.engine)
     context.say(sft_set.solve_sequentially(config, engine))
 
 
-def _rewrite_needs(plan: StagePlan, config: sft_set.RewriteConfig) -> list[Need]:
-    found = [Need("source", config.source, "file")]
-    found += [Need("instruction", config.instruction, "file")] if config.instruction else []
+def _key(plan: StagePlan, config: sft_set.RewriteConfig) -> list[Need]:
     if config.rule() is None:
         config.endpoint.key()
-    return found
+    return []
 
 
-def _run_rewrite(context: Context, config: sft_set.RewriteConfig) -> None:
-    if not context.runtime.is_main:
-        return
+REWRITTEN = {"output": "{folder}/sft.jsonl"}
+
+
+@kind(sft_set.RewriteConfig, given=REWRITTEN, reads={"source": "file", "instruction": "file"}, needs=_key, alone=True)
+def run_rewrite(context: Context, config: sft_set.RewriteConfig) -> None:
     context.folder.mkdir(parents=True, exist_ok=True)
     context.say(asyncio.run(sft_set.rewrite(config)))
 
@@ -200,6 +160,9 @@ def _run_rewrite(context: Context, config: sft_set.RewriteConfig) -> None:
 
 
 LISTED = required("list names of benchmarks or files of problems")
+COMPARED = Annotated[str, required("latency compares a parallel with a sequential model on problems")]
+NUMBERS = required("list numbers of responses at a time, e.g. [1, 4]")
+ROWS = required("map evaluation stages to their names in the tables")
 
 
 @dataclass
@@ -219,55 +182,38 @@ class EvalStage:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def check(self) -> None:
-        names = [Path(file).stem for file in self.benchmarks]
-        require(
-            len(set(names)) == len(names),
-            f"two benchmarks are called {max(names, key=names.count)!r}; rename one of the files",
-        )
+        _require_distinct([Path(file).stem for file in self.benchmarks], "benchmarks", "the files")
 
-    def named(self) -> list[Benchmark]:
-        known = lambda name: name in BENCHMARKS
+    def resolved(self) -> list[Benchmark]:
         return [
-            named_benchmark(name, self.benchmark_folder, self.n) if known(name) else own_benchmark(name, self.n)
+            named_benchmark(name, self.benchmark_folder, self.n) if name in BENCHMARKS else own_benchmark(name, self.n)
             for name in self.benchmarks
         ]
 
-    def evaluation(self) -> EvalConfig:
-        rest = [
-            f"task={self.task}",
-            f"rollout.top_p={self.top_p}",
-            f"prompt.max_prompt_tokens={self.max_prompt_tokens}",
-            f"seed={self.seed}",
-        ]
-        config = eval_config(self.method, self.budget, rest)
-        config.engine = self.engine
-        return config
+
+def _require_distinct(names: Sequence[str], what: str, renamed: str) -> None:
+    twice = max(names, key=names.count, default="")
+    require(len(set(names)) == len(names), f"two {what} are called {twice!r}; rename one of {renamed}")
 
 
-def _given_eval(plan: StagePlan) -> list[str]:
-    benchmarks = [plan.recipe.filled_in(name) for name in plan.recipe.benchmarks]
-    return [
-        seed_setting(plan),
-        f"benchmarks={json.dumps(benchmarks)}",
-        f"benchmark_folder={plan.recipe.benchmark_folder}",
-    ]
+def sampling(config: EvalStage | LatencyStage, method: str, top_p: float = 0.95) -> EvalConfig:
+    prompt = PromptConfig(kind=method, max_prompt_tokens=config.max_prompt_tokens)
+    rollout = RolloutConfig(budget=config.budget, top_p=top_p)
+    found = EvalConfig(config.seed, config.task, prompt, rollout, config.engine)
+    check(found)
+    return found
 
 
-def _eval_needs(plan: StagePlan, config: EvalStage) -> list[Need]:
-    return [
-        Need("model", plan.recipe.place(config.model), "model"),
-        *(Need("benchmarks", str(b.file), "problems") for b in config.named()),
-    ]
+def _evaluated(plan: StagePlan, config: EvalStage) -> list[Need]:
+    benchmarks = [Need("benchmarks", str(each.file), "problems") for each in config.resolved()]
+    return [Need("model", plan.recipe.place(config.model), "model"), *benchmarks]
 
 
-def _run_eval(context: Context, config: EvalStage) -> None:
+@kind(EvalStage, needs=_evaluated)
+def run_eval(context: Context, config: EvalStage) -> None:
     model = resolve_model(context.plan.recipe.place(config.model))
     engine = None if config.engine.url else context.engines.on(model, config.engine)
-    evaluate(model, config.named(), config.evaluation(), context.folder, engine=engine)
-
-
-COMPARED = Annotated[str, required("latency compares a parallel with a sequential model on problems")]
-NUMBERS = required("list numbers of responses at a time, e.g. [1, 4]")
+    evaluate(model, config.resolved(), sampling(config, config.method, config.top_p), context.folder, engine=engine)
 
 
 @dataclass
@@ -287,34 +233,23 @@ class LatencyStage:
         return {method: plan.recipe.place(getattr(self, method)) for method in METHODS}
 
 
-def _latency_needs(plan: StagePlan, config: LatencyStage) -> list[Need]:
+def _compared(plan: StagePlan, config: LatencyStage) -> list[Need]:
     models = [Need(method, path, "model") for method, path in config.models(plan).items()]
     return [*models, Need("problems", config.problems, "problems")]
 
 
-def _run_latency(context: Context, config: LatencyStage) -> None:
-    timings = []
+@kind(LatencyStage, needs=_compared)
+def run_latency(context: Context, config: LatencyStage) -> None:
+    timings, main = [], context.runtime.is_main
     for method, path in config.models(context.plan).items():
-        own = [f"task={config.task}", f"prompt.max_prompt_tokens={config.max_prompt_tokens}", f"seed={config.seed}"]
-        sampling = eval_config(method, config.budget, own)
-        engine = context.engines.on(resolve_model(path), config.engine)
-        timings += latency.measure_all(
-            engine, sampling, config.problems, config.concurrency, config.n, context.runtime.is_main
-        )
-    if context.runtime.is_main:
-        facts = {
-            "model": config.parallel,
-            "baseline": config.sequential,
-            "budget": config.budget,
-            "device": latency.device(),
-        }
-        latency.save(context.folder, timings, **facts)
+        engine, how = context.engines.on(resolve_model(path), config.engine), sampling(config, method)
+        timings += latency.measure_all(engine, how, config.problems, config.concurrency, config.n, main)
+    if main:
+        facts = {"model": config.parallel, "baseline": config.sequential, "budget": config.budget}
+        latency.save(context.folder, timings, **facts, device=latency.device())
 
 
 # ---- the report ----
-
-
-ROWS = required("map evaluation stages to their names in the tables")
 
 
 @dataclass
@@ -329,9 +264,7 @@ class ReportStage:
 
     def check(self) -> None:
         shown = list(self.rows.values())
-        require(
-            len(set(shown)) == len(shown), f"two rows are called {max(shown, key=shown.count)!r}; rename one of them"
-        )
+        _require_distinct(shown, "rows", "them")
         for name in (*self.baselines, *self.baselines.values()):
             one_of(name, row_labels(shown), "a name in baselines")
         try:
@@ -341,70 +274,94 @@ class ReportStage:
         require(groups == 1, f"kind is {self.kind!r}; it must have one group, which finds the kind in a problem's id")
 
 
-def _report_needs(plan: StagePlan, config: ReportStage) -> list[Need]:
-    stages = plan.recipe.all_stages()
+def _reported(plan: StagePlan, config: ReportStage) -> list[Need]:
+    recipe = plan.recipe
     for name in config.rows:
-        one_of(name, [known for known, stage in stages.items() if stage.run == "eval"], "a key of rows")
-    evaluated = [Need("rows", str(plan.recipe.folder / name / "summary.json"), "file") for name in config.rows]
-    return evaluated + [Need("other_seeds", f"{folder}/recipe.yaml", "file") for folder in config.other_seeds]
+        one_of(name, [known for known, stage in recipe.all_stages().items() if stage.run == "eval"], "a key of rows")
+    rows = [Need("rows", str(recipe.folder / name / SUMMARY), "file") for name in config.rows]
+    return rows + [Need("other_seeds", str(Run(folder).recipe_file), "file") for folder in config.other_seeds]
 
 
-def _made_by(recipe: Recipe) -> str:
+def made_by(recipe: Recipe) -> str:
     """Which code made the finished stages: the page should say if several versions did."""
     marks = [mark for name in recipe.all_stages() if (mark := Run(recipe.folder / name).finished())]
     codes = {describe_code(mark["made_from"]["code"]) for mark in marks if "made_from" in mark}
     return f"Made by {'; '.join(sorted(codes))}." if codes else ""
 
 
-def _run_report(context: Context, config: ReportStage) -> None:
-    if not context.runtime.is_main:
-        return
+@kind(ReportStage, needs=_reported, alone=True)
+def run_report(context: Context, config: ReportStage) -> None:
     from dccot.eval.report import write_report  # it imports matplotlib, which no other stage needs
 
     recipe = context.plan.recipe
-    folder, kinds = recipe.folder, {name: stage.run for name, stage in recipe.all_stages().items()}
-    evaluations = [Evaluation.load(folder / name) for name in config.rows]
+    evaluations = [Evaluation.load(recipe.folder / name) for name in config.rows]
     for evaluation, shown in zip(evaluations, config.rows.values()):
         evaluation.name = shown
+    runs = {
+        kind: [recipe.folder / name for name, stage in recipe.all_stages().items() if stage.run == kind]
+        for kind in ("rl", "latency")
+    }
+    one = f"The recipe {recipe.name} with seed {recipe.seed}; its own ± are those of one run. {made_by(recipe)}"
     page = write_report(
         evaluations,
-        [folder / name for name, kind in kinds.items() if kind == "rl"],
+        runs["rl"],
         context.folder,
         config.title,
-        [
-            f"The recipe {recipe.name} with seed {recipe.seed}; its own ± are those of one run. {_made_by(recipe)}",
-            *config.notes,
-        ],
+        [one, *config.notes],
         baseline=config.baselines,
-        latencies=[folder / name for name, kind in kinds.items() if kind == "latency"],
+        latencies=runs["latency"],
         kind=config.kind,
-        seeds=[folder, *map(Path, config.other_seeds)] if config.other_seeds else [],
+        seeds=[recipe.folder, *map(Path, config.other_seeds)] if config.other_seeds else [],
     )
     context.say(f"report: {page}")
 
 
 KINDS: dict[str, Kind] = {
-    "sft": Kind(SFTConfig, lambda context, config: sft.train(config), _given_training, _sft_needs, trains=True),
-    "rl": Kind(RLConfig, _run_rl, _given_rl, _rl_needs, trains=True),
-    "sequential": Kind(sft_set.SequentialConfig, _run_sequential, _given_sequential, _sequential_needs),
-    "rewrite": Kind(
-        sft_set.RewriteConfig, _run_rewrite, lambda plan: [f"output={plan.folder}/sft.jsonl"], _rewrite_needs
-    ),
-    "eval": Kind(EvalStage, _run_eval, _given_eval, _eval_needs),
-    "latency": Kind(LatencyStage, _run_latency, lambda plan: [seed_setting(plan)], _latency_needs),
-    "report": Kind(ReportStage, _run_report, needs=_report_needs),
+    "sft": run_sft,
+    "rl": run_rl,
+    "sequential": run_sequential,
+    "rewrite": run_rewrite,
+    "eval": run_eval,
+    "latency": run_latency,
+    "report": run_report,
 }
 
 
-def kind_of(name: str) -> Kind:
-    """An entry of KINDS, or your own: `my_package.my_module:my_kind`, a function that returns a Kind."""
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe, list[StagePlan]]:
+    """The recipe and its stages in order. Settings of a stage are not checked here: loading its configuration does."""
+    file = find_config(path)
+    tree = read_yaml(file)
+    names = [name for section in ("prepare", "stages") if isinstance(tree.get(section), dict) for name in tree[section]]
+    extra: dict[str, list[str]] = {name: [] for name in ("", *names)}
+    for override in overrides:
+        first, dot, rest = override.partition(".")
+        inside = dot and first in names
+        extra[first if inside else ""].append(rest if inside else override)
+    recipe = load_config(Recipe, file, extra[""])
+    kinds = {name: _kind_of(stage.run) for name, stage in recipe.all_stages().items()}
+    for name in recipe.common:
+        one_of(name, [*KINDS, *(stage.run for stage in recipe.all_stages().values())], "a key of common")
+    recipe.leave_out()
+    plans, trained = [], recipe.filled_in(recipe.model)
+    for name, stage in recipe.all_stages().items():
+        own = _config_file(file.parent, stage.config, name) if stage.config else None
+        start = recipe.place(stage.start) if stage.start else trained
+        plans.append(StagePlan(recipe, name, stage, kinds[name], start, own, extra[name]))
+        if kinds[name].trains and name in recipe.stages:
+            trained = str(plans[-1].folder)
+    return recipe, plans
+
+
+def _kind_of(name: str) -> Kind:
     found = lookup(KINDS, name, "run of a stage")
-    return found if isinstance(found, Kind) else found()
+    require(
+        isinstance(found, Kind), f"run of a stage is {name!r}, which is no kind of stage: put @kind(Config) above it"
+    )
+    return found
 
 
-def load_stage(plan: StagePlan) -> Any:
-    """A stage's configuration, checked; an error names the stage."""
+def _config_file(beside: Path, name: str, stage: str) -> Path:
     try:
-        return plan.load(kind_of(plan.stage.run).config)
+        return beside / name if (beside / name).is_file() else find_config(name)
     except ConfigError as error:
-        raise ConfigError(f"stage {plan.name}: {error}") from None
+        raise ConfigError(f"stage {stage}: {error}") from None

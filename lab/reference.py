@@ -37,7 +37,8 @@ configuration. Unknown keys are rejected, with the nearest valid one suggested.
 def comments(kind: type) -> dict[str, str]:
     """Field name → the comment above it or after it."""
     found = re.findall(r"^((?:    # .*\n)*)    (\w+):[^#\n]*(?:#\s*(.*))?$", inspect.getsource(kind), re.MULTILINE)
-    return {name: after or " ".join(line.strip(" #") for line in above.splitlines()) for above, name, after in found}
+    after = {name: re.sub(r"^type: ignore\S*(  # )?", "", said) for _, name, said in found}
+    return {name: after[name] or " ".join(line.strip(" #") for line in above.splitlines()) for above, name, _ in found}
 
 
 def rows(kind: type, prefix: str = "", instance: object | None = None) -> typing.Iterator[tuple[str, str, str, str]]:

@@ -39,7 +39,7 @@ SLOW_TESTS = (
     "tests/eval/test_latency.py",
     "tests/eval/test_sequential_solutions.py",
     "tests/core/test_provenance.py",
-    "tests/front_door/test_marks.py",
+    "tests/front_door/test_made_from.py",
     "tests/core/test_runtime.py::test_ranks_that_work_apart",
     "tests/front_door/test_transformers.py",
     "tests/model/test_folder.py::test_ranks_started",

@@ -113,9 +113,19 @@ def _config_roots() -> list[Path]:
     return [Path(folder) for folder in dccot.configs.__path__]
 
 
-def load_config(kind: type[C], path: str | Path | None, overrides: Sequence[str] = ()) -> C:
-    """The dataclass `kind` from the YAML file `path` and its bases, with `key=value` overrides, checked."""
+def load_config(
+    kind: type[C],
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    settings: Iterable[Mapping[str, Any]] = (),
+) -> C:
+    """The dataclass `kind`, checked: the YAML file `path` and its bases, then `settings` (dotted keys and their
+    values), then `key=value` overrides.
+    """
     tree = read_yaml(find_config(path)) if path is not None else {}
+    for group in settings:
+        for name, value in group.items():
+            _set(tree, name, value)
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:

@@ -25,8 +25,9 @@ from dccot.core.run import Checkpoint, Run
 from dccot.core.signals import CONTINUE
 from dccot.core.statistics import Estimate
 from dccot.eval.results import Evaluation, rows_of
-from dccot.pipeline import checked_recipe, run_recipe
-from dccot.recipe import load_recipe
+from dccot.pipeline import run_recipe
+from dccot.preflight import checked_recipe
+from dccot.stages import load_recipe
 
 COLUMNS = {
     "pass@1 %": ("accuracy", 100),

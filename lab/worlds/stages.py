@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from dccot.lab.worlds.lists import ListsConfig, make_lists
 from dccot.lab.worlds.world import WorldConfig, make_world
-from dccot.stages import Context, Kind, seed_setting
+from dccot.recipe import kind
+from dccot.stages import Context
 
 
-def arithmetic() -> Kind:
+@kind(WorldConfig, alone=True)
+def arithmetic(context: Context, config: WorldConfig) -> None:
     """Problems, base demonstrations and an untrained model of the arithmetic world."""
-
-    def run(context: Context, config: WorldConfig) -> None:
-        if context.runtime.is_main:
-            make_world(config, context.folder)
-
-    return Kind(WorldConfig, run, lambda plan: [seed_setting(plan)])
+    make_world(config, context.folder)
 
 
-def lists() -> Kind:
+@kind(ListsConfig, alone=True)
+def lists(context: Context, config: ListsConfig) -> None:
     """Problems in plain English for a pretrained model, and sequential solutions."""
-
-    def run(context: Context, config: ListsConfig) -> None:
-        if context.runtime.is_main:
-            make_lists(config, context.folder)
-
-    return Kind(ListsConfig, run, lambda plan: [seed_setting(plan)])
+    make_lists(config, context.folder)

@@ -3,8 +3,7 @@
 import pytest
 
 from dccot.core.config import load_config
-from dccot.recipe import load_recipe
-from dccot.stages import load_stage
+from dccot.stages import load_recipe
 from dccot.train.config import RLConfig, SFTConfig
 
 NEEDED = ["model.path=m", "data.train=d"]
@@ -146,7 +145,7 @@ def test_the_recipe_trains_and_evaluates_what_the_paper_did_each_stage_from_the_
     line = ["sft", "stage1", "stage2a", "stage2b", "stage3", "stage4", "hlp"]
     before = dict(zip(line, ["MODEL", *(f"runs/paper/{name}" for name in line)]))
     assert starts == before | {"dsr_hlp_12k": "MODEL", "dsr_hlp_24k": "MODEL"}
-    evaluated = {plan.name: load_stage(plan) for plan in plans if plan.stage.run == "eval"}
+    evaluated = {plan.name: plan.load() for plan in plans if plan.stage.run == "eval"}
     rows = {config.model: (config.method, config.budget) for config in evaluated.values() if config.model != "MODEL"}
     assert rows == {
         "dsr_hlp_24k@180": ("sequential", 24000),
@@ -156,6 +155,6 @@ def test_the_recipe_trains_and_evaluates_what_the_paper_did_each_stage_from_the_
         "hlp@180": ("parallel", 12000),
     }
     assert sorted(config.budget for config in evaluated.values() if config.model == "MODEL") == [12000, 32768]
-    samples = {b.name: b.samples for config in evaluated.values() for b in config.named()}
+    samples = {b.name: b.samples for config in evaluated.values() for b in config.resolved()}
     assert samples == {"aime24": 200, "amc23": 200, "hmmt25": 200, "math500": 16, "minerva": 16, "olympiadbench": 16}
-    assert all(len(config.named()) == 6 for config in evaluated.values())
+    assert all(len(config.resolved()) == 6 for config in evaluated.values())

@@ -25,12 +25,11 @@ from dccot.model.tokenizer import open_tokenizer
 from dccot.model.transformer import Transformer
 from dccot.model.weights import load_weights
 from dccot.pipeline import run_recipe
-from dccot.recipe import load_recipe
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
 from dccot.rollout.response import Finish, Response, Rollout, Segment
 from dccot.serve.launch import OWN, overrides
-from dccot.stages import KINDS, Kind, load_stage
+from dccot.stages import load_recipe, sampling
 from dccot.train import sft
 from dccot.train.config import RLConfig
 from dccot.train.objectives import ObjectiveConfig, objective_loss
@@ -47,6 +46,7 @@ from dccot.data.judge import Judge, Verdict
 from dccot.data.problems import Problem
 from dccot.data.prompts import PromptFormat
 from dccot.data.task import Task
+from dccot.recipe import kind
 
 
 def my_loss(config, logprob, old_logprob, advantage):
@@ -99,6 +99,7 @@ class MyStage:
     text: str = "nothing"
 
 
+@kind(MyStage)
 def my_stage(context, config):
     context.folder.mkdir(parents=True)
     (context.folder / "said.txt").write_text(config.text)
@@ -236,7 +237,7 @@ def test_a_task_is_one_file_and_one_line_of_configuration(tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(folder=tmp_path))
     make_model(tmp_path / "model")
     recipe, plans = load_recipe(tmp_path / "recipe.yaml")
-    configs = {plan.name: load_stage(plan) for plan in plans}
+    configs = {plan.name: plan.load() for plan in plans}
     assert {config.task for config in configs.values()} == {mine("Spelling")}
     engine = importlib.import_module("my_package.my_engine").Parrot(
         open_tokenizer(tmp_path / "model"), "x</think><answer>eert</answer>"
@@ -252,7 +253,11 @@ def test_a_task_is_one_file_and_one_line_of_configuration(tmp_path):
     task = task_of(configs["rl"])
     assert reward_of(rollout(30), configs["rl"].reward, 300, task.reward) == 0.25
     found = evaluate(
-        tmp_path / "model", configs["eval"].named(), configs["eval"].evaluation(), tmp_path / "e", engine=engine
+        tmp_path / "model",
+        configs["eval"].resolved(),
+        sampling(configs["eval"], "parallel"),
+        tmp_path / "e",
+        engine=engine,
     )
     assert found.results["words"].estimate("accuracy").value == 0.5
     (tmp_path / "model" / "config.yaml").write_text(f"task: {mine('Spelling')}\n")
@@ -302,11 +307,9 @@ def test_a_measurement_of_speed(tmp_path, monkeypatch, capsys):
     assert "speed of mine" in capsys.readouterr().out and (tmp_path / "runs/bench/mine.json").is_file()
 
 
-def test_a_stage_of_a_recipe(tmp_path, monkeypatch):
-    module = importlib.import_module("my_package.my_module")
-    monkeypatch.setitem(KINDS, "mine", Kind(module.MyStage, module.my_stage))
+def test_a_stage_of_a_recipe(tmp_path):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"output: {tmp_path}\nstages: {{first: {{run: mine, set: {{text: hello}}}}}}")
+    recipe.write_text(f"output: {tmp_path}\nstages: {{first: {{run: {mine('my_stage')}, set: {{text: hello}}}}}}")
     run_recipe(recipe)
     assert (tmp_path / "pipeline" / "first" / "said.txt").read_text() == "hello"
     with pytest.raises(ConfigError, match="unknown key txt; did you mean 'text'"):

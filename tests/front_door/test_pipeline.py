@@ -8,9 +8,8 @@ import pytest
 
 from dccot.core.config import ConfigError, flat
 from dccot.data.problems import Problem, ProblemStream
-from dccot.recipe import load_recipe
 from dccot.rollout.generate import seed_of
-from dccot.stages import SharedEngine, load_stage
+from dccot.stages import SharedEngine, load_recipe
 
 RECIPE = """
 name: r
@@ -38,7 +37,7 @@ def recipe_file(tmp_path):
 def test_a_stage_starts_from_the_one_before_and_settings_win_in_order(recipe_file, tmp_path):
     recipe, plans = load_recipe(recipe_file, ["stage1.seed=7", "seed=5", "model=M"])
     assert [plan.start for plan in plans] == ["MODEL", "M", f"{recipe.folder}/sft", f"{recipe.folder}/stage1"]
-    config = load_stage(plans[2])
+    config = plans[2].load()
     assert (config.model.path, config.steps, config.reward.cutoff) == (f"{recipe.folder}/sft", 3, 100)
     assert (config.rollout.budget, config.rollout.workers) == (
         300,
@@ -75,7 +74,7 @@ def test_a_recipe_that_cannot_run_is_refused(recipe_file, change, said):
 @pytest.mark.parametrize("recipe", ["configs/paper.yaml", "configs/mini/mini.yaml"])
 def test_no_two_stages_share_a_request_seed_or_the_order_of_their_problems(recipe, tmp_path):
     _, plans = load_recipe(recipe, ["model=M", f"output={tmp_path}"])
-    configs = {plan.name: load_stage(plan) for plan in plans}
+    configs = {plan.name: plan.load() for plan in plans}
     seeds = {name: config.seed for name, config in configs.items() if hasattr(config, "seed")}
     assert len(set(seeds.values())) == len(seeds) > 10
     requests = [
@@ -126,7 +125,7 @@ def test_the_miniature_is_the_papers_recipe_with_other_sizes():
         if name in left_out:
             continue
         assert mini[name].stage.run == plan.stage.run
-        ours, theirs = flat(load_stage(mini[name])), flat(load_stage(plan))
+        ours, theirs = flat(mini[name].load()), flat(plan.load())
         differing |= {
             f"{name}.{key}" for key in ours if ours[key] != theirs[key] and key.split(".")[-1] not in PLACES | SIZES
         }
@@ -140,17 +139,17 @@ RECIPES = (("paper", ["model=MODEL"]), ("mini/mini", []))
 def test_in_the_miniature_the_sequential_base_gets_the_same_rl_as_dc_cot():
     plans = {plan.name: plan for plan in load_recipe("configs/mini/mini.yaml")[1]}
     for ours, theirs in [*((stage, f"dsr_{stage}") for stage in STAGES), ("hlp", "dsr_hlp_12k")]:
-        one, other = flat(load_stage(plans[ours])), flat(load_stage(plans[theirs]))
+        one, other = flat(plans[ours].load()), flat(plans[theirs].load())
         allowed = {"name", "seed", "model.path", "prompt.kind"} | ({"reward.correct_only"} if ours == "hlp" else set())
         assert {key for key in one if one[key] != other[key]} == allowed
-    assert {
-        load_stage(plan).budget for name, plan in plans.items() if name.startswith("eval_") or name == "latency"
-    } == {640}
+    assert {plan.load().budget for name, plan in plans.items() if name.startswith("eval_") or name == "latency"} == {
+        640
+    }
 
 
 def test_the_unmarked_miniature_differs_in_its_solutions_and_in_how_much_sft_it_needs():
     marked, unmarked = (
-        {plan.name: flat(load_stage(plan)) for plan in load_recipe(f"configs/mini/{name}.yaml")[1]} for name in NAMES
+        {plan.name: flat(plan.load()) for plan in load_recipe(f"configs/mini/{name}.yaml")[1]} for name in NAMES
     )
     differing = {
         f"{stage}.{key}" for stage, found in marked.items() for key in found if found[key] != unmarked[stage][key]
@@ -173,7 +172,7 @@ NAMES = ("mini", "unmarked")
 def test_a_recipe_leaves_out_what_it_is_told_to_and_its_rows(tmp_path):
     recipe, plans = load_recipe("configs/mini/demo.yaml", [f"output={tmp_path}"])
     assert not {plan.name for plan in plans} & set(recipe.without)
-    report = load_stage(plans[-1])
+    report = plans[-1].load()
     assert report.rows == {"eval_dsr_12k": "DSR-12K", "eval_sft": "SFT", "eval_dc_cot": "DC-CoT"}
     assert report.baselines == {"DC-CoT": "DSR-12K", "DC-CoT-Maj": "Maj-DSR-3", "SFT": "DSR-12K"}
     with pytest.raises(ConfigError, match="a name in without is 'stage9'"):
@@ -183,7 +182,7 @@ def test_a_recipe_leaves_out_what_it_is_told_to_and_its_rows(tmp_path):
 @pytest.mark.parametrize("recipe, least", [("paper.yaml", 0.6), ("mini/mini.yaml", 0.6)])
 def test_all_stages_share_one_engine_that_takes_what_the_most_modest_grants_it(recipe, least, tmp_path):
     _, plans = load_recipe(f"configs/{recipe}", ["model=M"])
-    engines = [asdict(config.engine) for config in map(load_stage, plans) if hasattr(config, "engine")]
+    engines = [asdict(config.engine) for config in (plan.load() for plan in plans) if hasattr(config, "engine")]
     assert {engine.pop("gpu_memory") for engine in engines} == {0.6, 0.85} and len(engines) > 10
     assert all(engine == engines[0] for engine in engines)
     shared = SharedEngine(plans, tmp_path)

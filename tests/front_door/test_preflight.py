@@ -14,7 +14,7 @@ from dccot.core.config import ConfigError
 from dccot.lab.worlds import bigram
 from dccot.pipeline import main
 from dccot.preflight import check_recipe
-from dccot.recipe import load_recipe
+from dccot.stages import load_recipe
 
 BENCHMARKS = ("aime24", "amc23", "hmmt25", "math500", "minerva", "olympiadbench")
 DATA = [f"runs/data/{name}.jsonl" for name in ("deepscaler", *BENCHMARKS)]
@@ -43,8 +43,8 @@ def inputs(tmp_path, model, monkeypatch) -> Path:
 def faults(*settings: str, recipe: str = "configs/paper.yaml", ranks: int = 8) -> dict[str, set[str]]:
     """What is wrong → where."""
     found: dict[str, set[str]] = {}
-    for fault in check_recipe(*load_recipe(recipe, ["model=MODEL", *settings]), ranks=ranks).faults:
-        found.setdefault(fault.message, set()).add(fault.place)
+    for place, message in check_recipe(*load_recipe(recipe, ["model=MODEL", *settings]), ranks=ranks).faults:
+        found.setdefault(message, set()).add(place)
     return found
 
 
@@ -122,7 +122,7 @@ def test_validation_without_problems_is_a_fault(inputs):
         ("eval_dc_cot_hlp.model=hlp@last", "hlp@last names no step; write hlp@NUMBER or hlp@best"),
         (
             "stage1.model.path=runs/paper/stage4",
-            "runs/paper/stage4 is made by stage stage4, which does not come before",
+            "runs/paper/stage4 is produced by stage stage4, which runs later",
         ),
         ("report.rows={stage1: X}", "a key of rows is 'stage1'; it must be one of eval_dsr_32k"),
         ("report.baselines={DC-CoT: DSR}", "a name in baselines is 'DSR'; it must be one of DSR-32K"),

@@ -9,9 +9,8 @@ from itertools import islice
 import pytest
 
 from dccot.lab.worlds.lists import SPLITS, WORDS, ListsConfig, make_lists, problem_stream, rewrite_parallel, words_of
-from dccot.recipe import load_recipe
 from dccot.rollout.tags import parse, sequential_flaw_of
-from dccot.stages import load_stage
+from dccot.stages import load_recipe
 
 
 @pytest.fixture(scope="module")
@@ -107,13 +106,11 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path):
 @pytest.mark.parametrize("recipe", ["configs/real/real.yaml", "configs/real/check.yaml"])
 def test_every_stage_of_the_recipe_has_a_configuration_that_can_run(recipe):
     for plan in load_recipe(recipe)[1]:
-        load_stage(plan)
+        plan.load()
 
 
 def test_the_sequential_model_goes_through_the_same_rl():
-    stages = {
-        plan.name: load_stage(plan) for plan in load_recipe("configs/real/real.yaml")[1] if plan.stage.run == "rl"
-    }
+    stages = {plan.name: plan.load() for plan in load_recipe("configs/real/real.yaml")[1] if plan.stage.run == "rl"}
     for parallel, sequential in (("dapo", "sequential_dapo"), ("cispo", "sequential_cispo")):
         ours, theirs = asdict(stages[parallel]), asdict(stages[sequential])
         different = {key for key in ours if ours[key] != theirs[key]}

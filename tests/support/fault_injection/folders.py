@@ -188,11 +188,11 @@ def changed_recipe(out: Path, under: Sequence[str]) -> list[Trial]:
     cases = {
         "another seed": (["seed=3"], None, "seed was"),
         "other steps": (["sft.steps=3"], None, "steps was 2 when the stage was finished and is 3 now"),
-        "other data": ([], data, "data.train has another content"),
+        "other data": ([], data, "data.train has changed"),
         "other weights": (
             [],
             weights,
-            "model.path has another content than when the stage was finished (model.safetensors)",
+            "model.path has changed since the stage was finished (model.safetensors)",
         ),
     }
     before = (folder / "recipe.yaml").read_bytes()

@@ -11,7 +11,7 @@ if its size or time has changed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +20,40 @@ from dccot.core.files import checksum
 from dccot.core.provenance import code_version, differences
 from dccot.core.run import Checkpoint
 from dccot.model.folder import find_model, model_checksums
-from dccot.recipe import StagePlan
-from dccot.stages import Need, kind_of
+from dccot.recipe import Need, StagePlan
+
+Files = dict[str, dict[str, Any]]  # name → sha256, and size and time when it was computed
 
 
 def made_from(plan: StagePlan, config: Any, before: dict[str, Any] | None = None) -> dict[str, Any]:
     """Everything that a stage's result depends on, as it is now; checksums are reused from `before`, a mark's, if files
     are unchanged.
     """
-    known = (before or {}).get("inputs", {})
-    inputs = {key: _files(need, known.get(key, {})) for key, need in _inputs(plan, config)}
-    return {"configuration": _settings(plan, config), "inputs": inputs, "code": code_version()}
+    needs, known = plan.needs(config), (before or {}).get("inputs", {})
+    count, seen, inputs = Counter(need.key for need in needs), Counter[str](), {}
+    for need in needs:
+        key = need.key if count[need.key] == 1 else f"{need.key}[{seen[need.key]}]"
+        seen[need.key] += 1
+        inputs[key] = _files(need, known.get(key) or {})
+    return {"configuration": _settings(plan, config, needs), "inputs": inputs, "code": code_version()}
 
 
 def changes(plan: StagePlan, config: Any, mark: dict[str, Any]) -> list[tuple[str, str]]:
-    """(key, what differs) of what a finished stage was made from; empty for a mark from an older version, which lacks
-    this.
-    """
+    """(key, what differs) of what a finished stage was made from; empty for a mark of a version that did not say."""
     before = mark.get("made_from")
     if before is None:
         return []
-    now, defaults = made_from(plan, config, before), to_plain(kind_of(plan.stage.run).config())
-    saved = with_new_names(before["configuration"], defaults)
-    settings = differences(_completed(saved, now["configuration"], defaults), now["configuration"])
+    now, defaults = made_from(plan, config, before), to_plain(plan.kind.config())
+    saved = _completed(with_new_names(before["configuration"], defaults), now["configuration"], defaults)
+    settings = differences(saved, now["configuration"])
     found = [(key, f"was {was!r} when the stage was finished and is {new!r} now") for key, was, new in settings]
     for key, files in now["inputs"].items():
         known = before["inputs"].get(key, {})
         if files is None or known is None:  # an input that is gone
             continue
-        other = next(
-            (name for name in sorted(files.keys() | known.keys()) if _sha(files, name) != _sha(known, name)), None
-        )
-        if other is not None:
-            found.append((key, f"has another content than when the stage was finished{f' ({other})' if other else ''}"))
+        sums = [{name: file["sha256"] for name, file in each.items()} for each in (files, known)]
+        for name in sorted(name for name in files.keys() | known.keys() if sums[0].get(name) != sums[1].get(name))[:1]:
+            found.append((key, f"has changed since the stage was finished{f' ({name})' if name else ''}"))
     return found
 
 
@@ -66,10 +67,10 @@ def _completed(before: dict[str, Any], now: dict[str, Any], defaults: dict[str, 
     return added | named | before | inner
 
 
-def _settings(plan: StagePlan, config: Any) -> dict[str, Any]:
+def _settings(plan: StagePlan, config: Any, needs: list[Need]) -> dict[str, Any]:
     """The resolved configuration without the paths of inputs, which are compared by content."""
     plain = json.loads(json.dumps(to_plain(config)).replace(str(plan.recipe.folder), "{run}"))
-    for need in kind_of(plan.stage.run).needs(plan, config):
+    for need in needs:
         *groups, last = need.key.split(".")
         inner = plain
         for group in groups:
@@ -79,26 +80,16 @@ def _settings(plan: StagePlan, config: Any) -> dict[str, Any]:
     return plain
 
 
-def _inputs(plan: StagePlan, config: Any) -> Iterator[tuple[str, Need]]:
-    needs = kind_of(plan.stage.run).needs(plan, config)
-    for number, need in enumerate(needs):
-        same = [other for other in needs if other.key == need.key]
-        yield (
-            f"{need.key}[{sum(other.key == need.key for other in needs[:number])}]" if len(same) > 1 else need.key,
-            need,
-        )
-
-
-def _files(need: Need, known: dict[str, Any] | None) -> dict[str, Any] | None:
-    """File → checksum, and its size and time at that moment; None if the input does not exist (any more)."""
+def _files(need: Need, known: Files) -> Files | None:
+    """None if the input does not exist (any more)."""
     try:
         if need.what != "model":
-            return {"": _seen(Path(need.path), (known or {}).get(""))}
+            return {"": _seen(Path(need.path), known.get(""))}
         folder = find_model(need.path)
         if Checkpoint.of_weights(folder):  # they are in its manifest
             return {name: {"sha256": found} for name, found in model_checksums(folder).items()}
         files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-        return {path.name: _seen(path, (known or {}).get(path.name)) for path in files}
+        return {path.name: _seen(path, known.get(path.name)) for path in files}
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -106,7 +97,3 @@ def _files(need: Need, known: dict[str, Any] | None) -> dict[str, Any] | None:
 def _seen(path: Path, known: dict[str, Any] | None) -> dict[str, Any]:
     seen = [path.stat().st_size, path.stat().st_mtime_ns]
     return known if known and known.get("seen") == seen else {"sha256": checksum(path), "seen": seen}
-
-
-def _sha(files: dict[str, Any], name: str) -> str | None:
-    return files[name]["sha256"] if name in files else None

@@ -15,8 +15,7 @@ import pytest
 
 from dccot import __version__
 from dccot.pipeline import main
-from dccot.recipe import load_recipe
-from dccot.stages import _made_by
+from dccot.stages import load_recipe, made_by
 from tests.support import programs
 
 RECIPE = """
@@ -87,16 +86,14 @@ def test_changed_data_and_a_changed_model_are_refused_by_their_content(recipe, c
     run = recipe.parent / "r"
     before = (run / "world" / "base.jsonl").read_text()
     (run / "world" / "base.jsonl").write_text(before.replace("1", "2"))
-    assert (
-        "data.train has another content than when the stage was finished   (base.data.train, again.data.train"
-        in refused(recipe, capsys)
+    assert "data.train has changed since the stage was finished   (base.data.train, again.data.train" in refused(
+        recipe, capsys
     )
     (run / "world" / "base.jsonl").write_text(before)
     weights = run / "world" / "init" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    assert (
-        "model.path has another content than when the stage was finished (model.safetensors)   (base.model.path)"
-        in refused(recipe, capsys)
+    assert "model.path has changed since the stage was finished (model.safetensors)   (base.model.path)" in refused(
+        recipe, capsys
     )
 
 
@@ -113,9 +110,7 @@ def test_redo_keeps_the_old_results_and_a_later_stage_that_was_made_from_them_st
     said = capsys.readouterr()
     assert f"base: done again; what was there is in {run}/replaced/base-1" in said.out
     assert (run / "replaced" / "base-1" / weights).read_bytes() == before != (run / "base" / weights).read_bytes()
-    assert (
-        "stage again: model.path has another content than when the stage was finished (model.safetensors)" in said.err
-    )
+    assert "stage again: model.path has changed since the stage was finished (model.safetensors)" in said.err
     assert main([str(recipe), "base.optimizer.learning_rate=0.125", "--redo", "again", "--redo", "last"]) == 0
     assert "[2/4] base: done before" in capsys.readouterr().out
 
@@ -142,7 +137,7 @@ def test_other_code_is_said_and_not_refused(recipe, capsys):
     mark.write_text(json.dumps(told))
     assert main([str(recipe)]) == 0
     assert "made by other code than this (" in (said := capsys.readouterr().out) and "): base\n" in said
-    on_the_page = _made_by(load_recipe(recipe)[0])
+    on_the_page = made_by(load_recipe(recipe)[0])
     assert on_the_page.count(f"dccot {__version__}, ") == 2 and "source 00000000" in on_the_page
 
 
