@@ -8,9 +8,9 @@ PIP := $(BIN)/pip --disable-pip-version-check install --progress-bar off -q
 LOCKED := $(PIP) --no-deps --require-hashes
 UV := $(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes
 
-.PHONY: setup test quick lint format demo mini bench bench-peers rehearse gpu-check real-check real torture docs-check clean
+.PHONY: setup test test-all quick lint format demo mini bench bench-peers rehearse gpu-check real-check real torture docs-check clean
 .DELETE_ON_ERROR:
-# Modules are compiled once, whatever the environment says: importing vLLM takes seconds longer from source, and tests start a hundred processes.
+# Modules are compiled once, whatever the environment says: importing vLLM takes seconds longer from source.
 export PYTHONDONTWRITEBYTECODE :=
 
 setup: .venv/ready .venv/system
@@ -57,7 +57,11 @@ format: .venv/ready
 test: setup lint
 	$(PYTEST) $(if $(ROOM),tests/$(ROOM))
 
-# Before each commit: no engine, no torchrun, no browser, no compiler (tests/conftest.py says how they are told apart).
+# Also the long proofs: every command of the documentation, every architecture compiled, kernels interpreted one by one.
+test-all: setup lint
+	$(PYTEST) -m "" --ignore tests/real $(if $(ROOM),tests/$(ROOM))
+
+# Before each commit: no engine, no torchrun, no browser, no compiler.
 quick: .venv/ready lint
 	$(PYTEST) -m "not slow and not thorough" --durations=5 $(if $(ROOM),tests/$(ROOM))
 

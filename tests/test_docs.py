@@ -264,6 +264,7 @@ def test_the_pages_hold_the_commands_that_they_should():
 
 
 @pytest.mark.parametrize("command", FOUND, ids=str)
+@pytest.mark.slow
 def test_every_command_is_run_or_has_a_reason(command, folder, capsys, monkeypatch):
     rule = rule_for(command, QUICK)
     if rule is None:

@@ -16,6 +16,8 @@ from typing import get_type_hints
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 FILES = sorted([*ROOT.glob("rollout/*.py"), *ROOT.glob("serve/*.py")])
 

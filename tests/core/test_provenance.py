@@ -8,10 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from dccot.core.files import checksum
 from dccot.core.provenance import code_version, differences, provenance, read_starts, record
 from dccot.core.runtime import Runtime
 from tests.support import programs
+
+pytestmark = pytest.mark.slow
 
 PROGRAM = """
 import json, os, sys

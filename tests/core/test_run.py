@@ -14,6 +14,8 @@ from dccot.core.files import BadData
 from dccot.core.run import Run
 from tests.support import programs
 
+pytestmark = pytest.mark.slow
+
 HOLD = """
 import sys, time
 from dccot.core.run import Run

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support import programs
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +82,7 @@ def test_one_worker_needs_no_group_and_a_group_that_exists_takes_the_time_out_of
     subprocess.run([sys.executable, "-c", ALONE], check=True, timeout=900, env=environment)
 
 
+@pytest.mark.slow
 def test_late_ranks_and_ranks_that_work_apart_are_waited_for_and_those_of_a_stage_only_so_long(tmp_path):
     program = tmp_path / "apart.py"
     program.write_text(APART)

@@ -146,6 +146,7 @@ def grader():
         yield shared
 
 
+@pytest.mark.slow
 def test_five_hundred_verdicts_are_those_worked_out_by_hand_and_by_a_clean_math_verify(grader):
     cases = five_hundred()
     verdicts = grader.grade([(text, gold) for text, gold, _ in cases])
@@ -226,6 +227,7 @@ def test_killed_grading_process_costs_nothing():
         assert fragile.grade([(r"\boxed{2}", "2"), (r"\boxed{3}", "2")]) == [C, W]
 
 
+@pytest.mark.slow
 def test_worker_dies_with_its_keeper_and_its_answer_is_tried_again():
     with Grader(GradingConfig(workers=1, seconds=1)) as fragile:
         fragile.grade([(r"\boxed{1}", "1")])

@@ -9,6 +9,8 @@ import pytest
 from dccot.data.judge import Grader, GradingConfig, Verdict
 from tests.support.hostile_answers import CALCULUS, EVALUATED, HOSTILE, HUGE, TOWERS, endure
 
+pytestmark = pytest.mark.slow
+
 LIMITS = GradingConfig(workers=2, seconds=0.25, memory_mb=128)
 # Right underneath, such as a tower minus itself plus the gold: saying so is fine, running out of time over it too.
 RIGHT_AFTER_ALL = {rf"\boxed{{{text}}}" for text in (TOWERS[18], CALCULUS[10], EVALUATED[3], EVALUATED[5], "7919\x00")}

@@ -41,6 +41,8 @@ from dccot.data.sft_set import (
 from dccot.rollout.tags import flaw_of, parse
 from tests.support import programs
 
+pytestmark = pytest.mark.slow
+
 KEY = "sk-planted-4f1c"
 WELL_FORMED = (
     "<think>\nSplit it.<spawn_workers><worker_1>a</worker_1><worker_2>b</worker_2><worker_3>c</worker_3></spawn_workers>\nSum.</think>"

@@ -21,6 +21,8 @@ from dccot.eval.results import Benchmark, Evaluation, Sample, own_benchmark, sum
 from dccot.rollout.response import Rollout
 from tests.support import programs
 
+pytestmark = pytest.mark.slow
+
 SAMPLES, BUDGET = 8, 120
 SETTINGS = [
     "engine.dtype=float32",

@@ -12,6 +12,8 @@ from dccot.eval.latency import Timing, compare, main, measure
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, Watch, generate
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="session")
 def asked(sums, speaker_engine):

@@ -13,6 +13,8 @@ from dccot.data.prompts import INSTRUCTION, PromptConfig
 from dccot.data.sft_set import SequentialConfig, solution_attempts, solve_sequentially
 from dccot.rollout.director import RolloutConfig
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def config(speaker, tmp_path_factory):

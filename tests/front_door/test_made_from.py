@@ -18,6 +18,8 @@ from dccot.pipeline import main
 from dccot.stages import load_recipe, made_by
 from tests.support import programs
 
+pytestmark = pytest.mark.slow
+
 RECIPE = """
 name: r
 output: OUT

@@ -19,6 +19,8 @@ from dccot.kernels.mask import TreeMask
 from dccot.train.forest import Forest
 from dccot.transformers import compute_logprobs, forest_inputs, to_rows
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY, PROMPT = 60, 30
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -11,6 +11,8 @@ import pytest
 from dccot.lab.gpu_check import checks
 from dccot.lab.gpu_check.checks import CHECKS, Check, check_all, main, processes
 
+pytestmark = pytest.mark.slow
+
 HERE = "tests.lab.test_gpu_check"
 
 

@@ -13,6 +13,8 @@ from dccot.kernels.tuning import ATTENTION_KERNELS, FP32, TABLE, Tile
 from dccot.lab.critic import assembly, inspect
 from dccot.lab.critic.compiling import Configuration, compile_kernel, configurations, examine
 
+pytestmark = pytest.mark.slow
+
 MATRIX_INSTRUCTION = {
     "sm_80": "mma.sync",
     "sm_86": "mma.sync",

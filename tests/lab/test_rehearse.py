@@ -14,6 +14,8 @@ import pytest
 from dccot.lab.rehearsal.rehearse import Rehearsal, main, prepare
 from dccot.train.plan import SHAPES, read_shape
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["rollout.budget=1000", "reward.cutoff=500", "batch.token_budget=2048", "prompt.max_prompt_tokens=256"]
 CASES = {  # configuration, ranks, overrides
     "8 ranks": ("configs/rl/stage1.yaml", 8, SMALL),

@@ -142,6 +142,7 @@ with Runtime.start() as runtime:
 """
 
 
+@pytest.mark.slow
 def test_ranks_started_by_srun_find_the_checksums_of_all_files(tmp_path):
     """Unlike torchrun, srun as in examples/train.sbatch says nothing of how many ranks a machine has."""
     contents = {name: name.encode() for name in ("config.json", "model.safetensors", "tokenizer.json")}

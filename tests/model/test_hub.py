@@ -12,6 +12,8 @@ import pytest
 from dccot.model.hub import is_hub_id
 from tests.support.hub import Hub
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def tiny(tmp_path):

@@ -16,6 +16,8 @@ from dccot.model.transformer import Transformer
 from dccot.model.weights import save_checkpoint
 from tests.support import programs
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).with_name("sharded_program.py")
 
 

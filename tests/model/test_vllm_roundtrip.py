@@ -13,6 +13,8 @@ from dccot.model.transformer import Transformer
 from dccot.model.weights import create_checkpoint, load_weights, save_checkpoint
 from tests.support import programs
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).with_name("vllm_program.py")
 PROMPTS = [[5, 6, 7, 8], [100, 17, 250], [2] * 40]
 KINDS = {

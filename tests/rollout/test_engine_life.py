@@ -12,6 +12,8 @@ from dccot.rollout.engine import EngineConfig
 from dccot.rollout.vllm_engine import engine_arguments
 from tests.support import programs
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).with_name("engine_life_program.py")
 
 

@@ -17,6 +17,8 @@ from dccot.rollout.response import Rollout
 from dccot.rollouts import main
 from tests.support import programs
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = ["--n", "12", "--budget", "150", "engine.dtype=float32", "engine.kv_cache_gb=0.125", "seed=3"]
 
 

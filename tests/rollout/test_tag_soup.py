@@ -7,6 +7,8 @@ import pytest
 import dccot.rollout.tags as protocol
 from tests.support.tag_soup import answer_oracle, disagreements, oracle, sequential_oracle
 
+pytestmark = pytest.mark.slow
+
 COUNT = 60_000
 
 

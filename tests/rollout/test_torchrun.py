@@ -10,6 +10,8 @@ from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
 from tests.support import programs
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).with_name("torchrun_program.py")
 PROMPT = [5, 6, 7]
 

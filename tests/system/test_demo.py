@@ -14,6 +14,8 @@ import pytest
 from dccot.core.signals import CONTINUE
 from tests.support import programs
 
+pytestmark = pytest.mark.slow
+
 # Every kind of stage that a model without skill can pass; what needs right answers is tested with models that give
 # them.
 RECIPE = """

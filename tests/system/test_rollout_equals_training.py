@@ -22,6 +22,8 @@ from dccot.rollout.response import Finish, Response
 from dccot.rollout.vllm_engine import VllmEngine
 from dccot.train.forest import Forest, pack
 
+pytestmark = pytest.mark.slow
+
 CONFIG = RolloutConfig(budget=200)
 
 

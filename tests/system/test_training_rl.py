@@ -17,6 +17,8 @@ from tests.support import programs
 from tests.support.fault_injection.rank import Kill
 from tests.support.fault_injection.run import FaultInjection
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).with_name("rl_program.py")
 RANKS, STEPS = 2, 8
 

@@ -21,6 +21,8 @@ from tests.support import programs
 from tests.support.fault_injection.rank import descendants
 from tests.support.fault_injection.sft_task import make_sft_task
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).with_name("sft_program.py")
 STEPS, STOP, LONG = 6, 3, 60
 BY_SIGNALS = "checkpoint.every=1000"  # nothing else makes it save before the end

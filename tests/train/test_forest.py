@@ -195,6 +195,7 @@ def assert_same(left: tuple[Tensor, dict[str, Tensor]], right: tuple[Tensor, dic
 
 @given(made=groups().filter(lambda made: any(r.sampled_tokens for group in made for r in group)))
 @settings(max_examples=25, deadline=None)
+@pytest.mark.slow
 def test_forest_gives_logprobs_and_gradients_of_the_papers_layout_and_of_separate_calls(small_model, made):
     model = small_model(torch.float64)
     ours = with_gradients(model, lambda: of_forest(model, made))

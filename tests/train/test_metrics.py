@@ -218,6 +218,7 @@ def offline_rows(run: Path) -> list[list[dict]]:
     return found
 
 
+@pytest.mark.slow
 def test_weights_and_biases_gets_the_rows_of_metrics_jsonl_and_a_restart_continues_its_run(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")  # make setup installs it; dccot itself does without
     monkeypatch.setenv("WANDB_MODE", "offline")

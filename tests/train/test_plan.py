@@ -1,7 +1,6 @@
 """`dccot plan` against what training steps really hold, as one rank of two (memory_program.py)."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from dccot.train.config import RLConfig
 from dccot.train.forest import build_forest
 from dccot.train.memory import TrainingMemory, largest_batch, parameters
 from dccot.train.plan import GPUS, SHAPES, main, make_plan, read_shape
+from tests.support import programs
 
 CASES = {
     "fp32": {"compute_dtype": "float32"},
@@ -39,7 +39,7 @@ def measured(tmp_path_factory):
         str(TOKENS),
         json.dumps(CASES),
     ]
-    said = subprocess.run(program, capture_output=True, text=True, check=True).stdout
+    said = programs.run(program, capture_output=True, text=True, check=True).stdout
     return next(json.loads(line) for line in said.splitlines() if line.startswith("{"))
 
 

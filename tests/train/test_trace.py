@@ -11,6 +11,8 @@ import pytest
 from dccot.train.trace import main, merge
 from tests.support import programs
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import sys, torch, torch.distributed as dist
 from pathlib import Path

@@ -13,6 +13,8 @@ from dccot.core.runtime import Runtime
 from dccot.train.phases import STALLED, Phases, Watchdog
 from tests.support import programs
 
+pytestmark = pytest.mark.slow
+
 HERE = Runtime(rank=3, ranks=8, device=torch.device("cpu"), owned=False)
 PROGRAM = Path(__file__).with_name("hang_program.py")
 
