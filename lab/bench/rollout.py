@@ -3,8 +3,8 @@
     dccot bench rollout
 
 - Barrier-free vs. round by round (all directors, then all workers, then all directors): the same calls with the same
-seeds give
-  the same tokens in both, so only the waiting differs. Segments have geometric lengths, as widely spread as their mean is long.
+  seeds give the same tokens in both, so only the waiting differs. Segments have geometric lengths, as widely spread as
+  their mean is long.
 - Our own Python: the share of the loop's time outside `engine.step()`.
 - Prefix cache: the share of the workers' prompts, in full blocks, that was not recomputed.
 - Sync: 100M parameters streamed into the live engine, vs. writing them to disk and building the engine from there.
@@ -17,8 +17,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
+from transformers import Qwen3Config
+
+from dccot.lab.bench.harness import fastest, in_turns, row
 from dccot.lab.worlds import bigram as tiny
 from dccot.model.config import read_config
 from dccot.model.transformer import Transformer
@@ -62,9 +66,7 @@ class Meter(Watch):
 def barrier_free(
     engine: Engine, requests: list[Request], config: RolloutConfig, watch: Watch | None = None
 ) -> dict[int, Response]:
-    return {
-        request.sample: response for request, response in generate(engine, requests, config, seed=SEED, watch=watch)
-    }
+    return {r.sample: response for r, response in generate(engine, requests, config, seed=SEED, watch=watch)}
 
 
 def round_by_round(engine: Engine, requests: list[Request], config: RolloutConfig) -> dict[int, Response]:
@@ -89,9 +91,8 @@ def round_by_round(engine: Engine, requests: list[Request], config: RolloutConfi
 
 def loop_rows(folder: Path, quick: bool) -> list[dict]:
     scale = 40 if quick else 200  # mean length of a segment
-    model = tiny.save(
-        folder, "spelled", tiny.Chances(spawn=0.8 / scale, close=1 / scale, eos=0.2 / scale), context=16 * scale
-    )
+    chances = tiny.Chances(spawn=0.8 / scale, close=1 / scale, eos=0.2 / scale)
+    model = tiny.save(folder, "spelled", chances, context=16 * scale)
     with open_engine(model, EngineConfig(dtype="float32", kv_cache_gb=2, max_sequences=256)) as engine:
         return compare_loops(engine, RolloutConfig(budget=6 * scale, max_rounds=2), quick)
 
@@ -100,107 +101,63 @@ def compare_loops(engine: Engine, config: RolloutConfig, quick: bool) -> list[di
     prompt = engine.tokenizer.encode(f"{tiny.BOS}{tiny.USER}{'what is it ' * 8}{tiny.ASSISTANT}")
     requests = [Request("p", sample, prompt) for sample in range(32 if quick else 96)]
     barrier_free(engine, requests[:4], config)  # warms up the engine
-    repeats = 1 if quick else 3
-    slow, fast, own, meters = [], [], [], []
-    for _ in range(repeats):
+    meters: list[Meter] = []
+    found: dict[str, dict[int, Response]] = {}
+
+    def slow() -> None:
         engine.forget_prefixes()
-        start = time.perf_counter()
-        expected = round_by_round(engine, requests, config)
-        slow.append(time.perf_counter() - start)
+        found["slow"] = round_by_round(engine, requests, config)
+
+    def fast() -> None:
         engine.forget_prefixes()
-        meter = Meter()
-        with meter.timing(engine):
-            start = time.perf_counter()
-            responses = barrier_free(engine, requests, config, meter)
-            fast.append(time.perf_counter() - start)
-        own.append(1 - meter.in_step / fast[-1])
-        meters.append(meter)
-        if {s: r.as_read for s, r in responses.items()} != {s: r.as_read for s, r in expected.items()}:
-            raise RuntimeError("the two loops did not do the same work: their tokens differ")
-    tokens = sum(response.sampled_tokens for response in responses.values())
+        meters.append(Meter())
+        with meters[-1].timing(engine):
+            found["fast"] = barrier_free(engine, requests, config, meters[-1])
+
+    times = in_turns({"slow": slow, "fast": fast}, repeats=1 if quick else 3)
+    one, other = ({sample: response.as_read for sample, response in loop.items()} for loop in found.values())
+    if one != other:
+        raise RuntimeError("the two loops did not do the same work: their tokens differ")
+    best = min(times["fast"])
+    tokens = sum(response.sampled_tokens for response in found["fast"].values())
     hits = meters[-1].cached / max(1, meters[-1].full_blocks)
+    own = min(1 - meter.in_step / seconds for meter, seconds in zip(meters, times["fast"]))
     return [
-        {
-            "name": "barrier-free over round by round",
-            "value": min(slow) / min(fast),
-            "unit": "×",
-            "target": 1.2,
-            "better": "higher",
-        },
-        {
-            "name": "own Python outside engine.step()",
-            "value": 100 * min(own),
-            "unit": "%",
-            "target": 5.0,
-            "better": "lower",
-        },
-        {
-            "name": "worker prompts from the prefix cache",
-            "value": 100 * hits,
-            "unit": "% of blocks",
-            "target": 90.0,
-            "better": "higher",
-        },
-        {
-            "name": "tiny model, sampled",
-            "value": tokens / min(fast),
-            "unit": "tokens/s",
-            "target": None,
-            "better": "higher",
-        },
+        row("barrier-free over round by round", min(times["slow"]) / best, "×", 1.2, "higher"),
+        row("own Python outside engine.step()", 100 * own, "%", 5.0),
+        row("worker prompts from the prefix cache", 100 * hits, "% of blocks", 90.0, "higher"),
+        row("tiny model, sampled", tokens / best, "tokens/s", None, "higher"),
     ]
 
 
 def sync_rows(folder: Path, quick: bool) -> list[dict]:
     width, layers = (256, 4) if quick else (768, 12)
     words = tiny.tokenizer("single")
-    raw = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 20_000, "hidden_size": width,
-        "intermediate_size": 8 * width // 3, "num_hidden_layers": layers, "num_attention_heads": width // 64,
-        "num_key_value_heads": width // 64, "head_dim": 64, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
-        "tie_word_embeddings": False, "hidden_act": "silu", "bos_token_id": words.bos_token_id, "eos_token_id": words.eos_token_id,
-    }  # fmt: skip
-    create_checkpoint(raw, folder / "first", tokenizer=words, seed=0)
+    shape: dict[str, Any] = {"hidden_size": width, "intermediate_size": 8 * width // 3, "num_hidden_layers": layers}
+    shape |= {"head_dim": 64, "num_attention_heads": width // 64, "num_key_value_heads": width // 64}
+    shape |= {"bos_token_id": words.bos_token_id, "eos_token_id": words.eos_token_id}
+    raw = Qwen3Config(vocab_size=20_000, max_position_embeddings=2048, **shape).to_dict()
+    create_checkpoint(raw | {"architectures": ["Qwen3ForCausalLM"]}, folder / "first", tokenizer=words, seed=0)
     model = Transformer(read_config(folder / "first"))
     load_weights(model, folder / "first")
     config = EngineConfig(dtype="float32", kv_cache_gb=0.5)
-    sync, disk = [], []
     with ExitStack() as stack:
         engine = stack.enter_context(open_training_engine(folder / "first", config))
-        for _ in range(1 if quick else 3):
-            start = time.perf_counter()
-            engine.load(full_parameters(model))
-            sync.append(time.perf_counter() - start)
-        for _ in range(1 if quick else 2):
-            start = time.perf_counter()
+
+        def through_disk() -> None:
+            nonlocal engine
             save_checkpoint(model, folder / "second", source=folder / "first")
             stack.close()
             engine = stack.enter_context(open_training_engine(folder / "second", config))
-            disk.append(time.perf_counter() - start)
+
+        sync = fastest({"sync": lambda: engine.load(full_parameters(model))}, 1 if quick else 3)["sync"]
+        disk = fastest({"disk": through_disk}, 1 if quick else 2)["disk"]
         engine.verify(full_parameters(model))
     parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     return [
-        {
-            "name": f"sync of {parameters:.0f}M parameters",
-            "value": min(sync),
-            "unit": "s",
-            "target": None,
-            "better": "lower",
-        },
-        {
-            "name": "the same through disk and a new engine",
-            "value": min(disk),
-            "unit": "s",
-            "target": None,
-            "better": "lower",
-        },
-        {
-            "name": "sync over disk",
-            "value": min(disk) / min(sync),
-            "unit": "×",
-            "target": None if quick else 5.0,
-            "better": "higher",
-        },
+        row(f"sync of {parameters:.0f}M parameters", sync, "s"),
+        row("the same through disk and a new engine", disk, "s"),
+        row("sync over disk", disk / sync, "×", None if quick else 5.0, "higher"),
     ]
 
 

@@ -3,15 +3,14 @@
     dccot bench serve
 
 - 64 clients, 500 requests of mixed lengths, half of them streamed; one in ten is cancelled, one in twenty is hostile.
-Every other answer
-  must have the token ids of offline `generate`, and the hostile ones are refused. Throughput: tokens that the server sampled per second,
-  against `generate` with the same requests, 64 at a time. A machine's speed changes by the minute, so both take turns, four times, and the
-  median of the four ratios counts. The model computes with one thread in both, so that there is a core for the API and the clients where
-  there are only two. CPU time per token says the same where others use the machine, too.
+  Every other answer must have the token ids of offline `generate`, and the hostile ones are refused. Throughput: tokens
+  that the server sampled per second, against `generate` with the same requests, 64 at a time. A machine's speed changes
+  by the minute, so both take turns, four times, and the median of the four ratios counts. The model computes with one
+  thread in both, so that there is a core for the API and the clients where there are only two. CPU time per token says
+  the same on a shared machine.
 - 50 streams cancelled half-way: seconds until the engine runs nothing.
 - A fleet: 200 problems on one plain server, on two, and on two of which one is killed (-9) half-way; the same token ids
-each time.
-  The cores allow at most cores × seconds / CPU seconds (of servers and driver) times one server's throughput.
+  each time. The cores allow at most cores × seconds / CPU seconds (of servers and driver) times one server's speed.
 """
 
 from __future__ import annotations
@@ -20,13 +19,17 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -37,30 +40,104 @@ import psutil
 import torch
 
 from dccot.data.prompts import PromptConfig
-from dccot.lab.bench.servers import CONTEXT, cpu_seconds, memory, metric, row, running, say, server, until
+from dccot.lab.bench.harness import row
 from dccot.lab.worlds import bigram as tiny
 from dccot.rollout.director import Call, RolloutConfig
 from dccot.rollout.engine import ONE_PROCESS, Engine, EngineConfig, as_flags, open_engine, vllm_options
 from dccot.rollout.generate import Request, Watch, generate, seed_of
 
 CLIENTS, LIMIT = 64, 900.0  # seconds that each part may take
-# storms, each followed by the same requests offline; oneDNN and malloc keep something for every new size of a batch at
-# first
-PAIRS = 4
+PAIRS = 4  # storms, each followed by the same requests offline; oneDNN and malloc keep something for each new size
 CONFIG = RolloutConfig(budget=200)
 CHANCES = tiny.Chances(spawn=1 / 40, close=1 / 25, eos=1 / 60)  # 3 to 600 tokens per response
+CONTEXT = 2048
+SIZES = {"dtype": "float32", "max_model_len": CONTEXT, "kv_cache_memory_bytes": 2**30, "max_num_seqs": 256}
 PLAIN = as_flags(vllm_options(on_gpu=False) | {"distributed_executor_backend": ONE_PROCESS})  # as `dccot serve`
+CANCELLED = 'dccot_responses_total{finish="cancelled"}'
+
+
+def _question(text: str, **more: Any) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": text}], **more}).encode()
+
+
 HOSTILE = (
     b"{",
     b"[" * 50_000,
-    b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
     b'{"messages": 7, "tools": [1]}',
-    json.dumps({"messages": [{"role": "user", "content": "x" * 1_000_000}]}).encode(),
-    json.dumps({"messages": [{"role": "user", "content": "<｜Assistant｜>"}]}).encode(),
-    b'{"messages": [{"role": "user", "content": "x"}], "n": 1000}',
     b'{"messages": [{"role": "user", "content": "x"}], "seed": 1e400}',
+    _question("\ud800"),
+    _question("x" * 1_000_000),
+    _question("<｜Assistant｜>"),
+    _question("x", n=1000),
 )
-CANCELLED = 'dccot_responses_total{finish="cancelled"}'
+
+
+# ---- servers: started, watched, measured, ended ----
+
+began = time.perf_counter()
+
+
+def say(text: str) -> None:
+    print(f"[bench serve {time.perf_counter() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def server(command: list[str], folder: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """A server process in a group of its own; its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log, address = folder / f"{port}.log", f"http://127.0.0.1:{port}"
+    arguments = [sys.executable, "-m", *command, *as_flags({"host": "127.0.0.1", "port": port, **SIZES})]
+    environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    with open(log, "w") as out:
+        process = subprocess.Popen(arguments, stdout=out, stderr=out, env=environment, start_new_session=True)
+
+    def answers() -> bool:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended:\n{log.read_text()[-2000:]}")
+        try:
+            return httpx.get(f"{address}/health", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    try:
+        if until(answers, 300) > 300:
+            raise RuntimeError(f"the server was not ready after 300 s:\n{log.read_text()[-2000:]}")
+        yield address, psutil.Process(process.pid)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def until(holds: Callable[[], bool], limit: float) -> float:
+    """Seconds until it holds; more than the limit if it does not."""
+    start = time.perf_counter()
+    while not holds() and time.perf_counter() - start <= limit:
+        time.sleep(0.05)
+    return time.perf_counter() - start
+
+
+def metric(address: str, name: str) -> float:
+    text = httpx.get(f"{address}/metrics", timeout=30).text
+    return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+
+
+def running(address: str) -> float:
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "dccot_responses_running")
+    return sum(metric(address, name) for name in names)
+
+
+def family(process: psutil.Process) -> list[psutil.Process]:
+    return [process, *process.children(recursive=True)]
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    return sum(sum(member.cpu_times()[:2]) for member in family(process))
 
 
 # ---- the storm ----
@@ -76,14 +153,7 @@ class Job:
     def body(self) -> bytes:
         if self.kind == "hostile":
             return HOSTILE[self.number % len(HOSTILE)]
-        stream = self.kind != "whole"
-        asked = {
-            "messages": [{"role": "user", "content": self.question}],
-            "seed": self.number,
-            "return_token_ids": True,
-            "stream": stream,
-        }
-        return json.dumps(asked).encode()
+        return _question(self.question, seed=self.number, return_token_ids=True, stream=self.kind != "whole")
 
 
 def jobs(count: int) -> list[Job]:
@@ -131,9 +201,8 @@ def offline(engine: Engine, work: list[Job]) -> Alone:
     sampled, used, start = engine.sampled_tokens, time.process_time(), time.perf_counter()
     responses = generate(as_served, requests, CONFIG, seed=(), watch=steps, concurrency=CLIENTS)
     found = {int(request.problem): response.as_read for request, response in responses}
-    return Alone(
-        found, engine.sampled_tokens - sampled, time.perf_counter() - start, time.process_time() - used, steps.count
-    )
+    seconds, used = time.perf_counter() - start, time.process_time() - used
+    return Alone(found, engine.sampled_tokens - sampled, seconds, used, steps.count)
 
 
 async def ask(session: aiohttp.ClientSession, job: Job) -> tuple[int, bytes]:
@@ -167,11 +236,10 @@ def is_right(job: Job, answer: tuple[int, bytes], expected: dict[int, list[int]]
     status, body = answer
     if job.kind in ("cancelled", "hostile"):
         return status == (200 if job.kind == "cancelled" else 400)
-    return status == 200 and (_whole(body) if job.kind == "whole" else _streamed(body)) == expected[job.number]
-
-
-def _whole(body: bytes) -> list[int]:
-    return json.loads(body)["choices"][0]["token_ids"]
+    if status != 200:
+        return False
+    whole = job.kind == "whole"
+    return (json.loads(body)["choices"][0]["token_ids"] if whole else _streamed(body)) == expected[job.number]
 
 
 def _streamed(body: bytes) -> list[int]:
@@ -214,27 +282,23 @@ def one_pair(engine: Engine, address: str, process: psutil.Process, work: list[J
     tokens, steps, used, front = (now - then for now, then in zip(counted(), before, strict=True))
     alone = offline(engine, [job for job in work if job.kind in ("whole", "stream")])
     wrong = [job.number for job in work if not is_right(job, answers[job.number], alone.found)]
-    pair = Pair(wrong, tokens, seconds, used - front, front, steps, memory(process), alone)
-    say(f"served {tokens:,.0f} tokens in {seconds:.1f} s, offline {alone.tokens:,} in {alone.seconds:.1f} s: {pair.ratio:.2f}×; "
-        f"{tokens / steps:.1f} and {alone.tokens / alone.steps:.1f} tokens per step; wrong: {wrong[:5] or 'none'}")  # fmt: skip
+    memory = sum(member.memory_info().rss for member in family(process)) / 1e6
+    pair = Pair(wrong, tokens, seconds, used - front, front, steps, memory, alone)
+    say(f"served {tokens:,.0f} tokens in {seconds:.1f} s, offline {alone.tokens:,} in {alone.seconds:.1f} s")
+    say(f"{pair.ratio:.2f}×; {memory:,.0f} MB; wrong: {wrong[:5] or 'none'}")
     return pair
 
 
 def storm_rows(folder: Path, model: Path, engine: Engine, work: list[Job], cancelled: int) -> list[dict]:
-    """Storms in turn with offline generation: a machine's speed changes by the minute, so each ratio is of
-    neighbours.
-    """
     with server(["dccot.cli", "serve", str(model), "--budget", str(CONFIG.budget)], folder) as (address, process):
         say(f"{CLIENTS} clients, {len(work)} requests, {PAIRS} times")
         warm = [job for job in work if job.kind in ("whole", "stream")][:CLIENTS]
         asyncio.run(storm(address, warm))
         offline(engine, warm)
-        gone = metric(address, CANCELLED)
-        shifts = (504 * again for again in range(PAIRS))  # 504: a multiple of len(HOSTILE)
-        pairs = [
-            one_pair(engine, address, process, [replace(job, number=job.number + shift) for job in work])
-            for shift in shifts
-        ]
+        gone, pairs = metric(address, CANCELLED), []
+        for again in range(PAIRS):
+            shifted = [replace(job, number=job.number + 504 * again) for job in work]  # a multiple of len(HOSTILE)
+            pairs.append(one_pair(engine, address, process, shifted))
         left, gone = running(address), metric(address, CANCELLED) - gone
         say(f"{cancelled} streams cancelled, one after another")
         idle = [cancel_one(address, number) for number in range(cancelled)]
@@ -242,49 +306,34 @@ def storm_rows(folder: Path, model: Path, engine: Engine, work: list[Job], cance
     def per(of: Callable[[Pair], float]) -> float:
         return statistics.median(map(of, pairs))
 
-    sizes = [pair.memory for pair in pairs]
-    say(f"memory after each storm: {', '.join(f'{size:,.0f}' for size in sizes)} MB")
-    ratios = [pair.ratio for pair in pairs]
+    wrong, ratios = sum(len(pair.wrong) for pair in pairs), [pair.ratio for pair in pairs]
+    speed, alone = per(lambda p: p.tokens / p.seconds), per(lambda p: p.alone.tokens / p.alone.seconds)
+    added = per(lambda p: 1e6 * (p.seconds / p.tokens - p.alone.seconds / p.alone.tokens))
     return [
-        row(
-            f"{PAIRS} × {len(work)} requests: answers other than offline, or not refused",
-            sum(len(p.wrong) for p in pairs),
-            target=0,
-        ),
-        row("requests cancelled while they ran", gone, target=PAIRS * len(work) // 50, better="higher"),
-        row("requests still running afterwards", left, target=0),
-        row(f"memory grown in the last of {PAIRS} such storms", sizes[-1] - sizes[-2], "MB", target=32),
-        row("memory grown since the first of them", sizes[-1] - sizes[0], "MB"),
-        row(f"{len(idle)} cancelled streams: until idle, at most", max(idle), "s", target=2.0),
+        row(f"{PAIRS} × {len(work)} requests: answers other than offline, or not refused", wrong, "", 0),
+        row("requests cancelled while they ran", gone, "", PAIRS * len(work) // 50, "higher"),
+        row("requests still running afterwards", left, "", 0),
+        row(f"memory grown in the last of {PAIRS} such storms", pairs[-1].memory - pairs[-2].memory, "MB", 32),
+        row("memory grown since the first of them", pairs[-1].memory - pairs[0].memory, "MB"),
+        row(f"{len(idle)} cancelled streams: until idle, at most", max(idle), "s", 2.0),
         row("offline: CPU time per token", per(lambda p: 1e6 * p.alone.used / p.alone.tokens), "µs"),
         row("served: CPU time per token, engine", per(lambda p: 1e6 * p.engine / p.tokens), "µs"),
         row("served: CPU time per token, API", per(lambda p: 1e6 * p.front / p.tokens), "µs"),
-        row("offline: tokens per engine step", per(lambda p: p.alone.tokens / p.alone.steps), better="higher"),
-        row("served: tokens per engine step", per(lambda p: p.tokens / p.steps), better="higher"),
-        row(
-            f"offline, {CLIENTS} at a time",
-            per(lambda p: p.alone.tokens / p.alone.seconds),
-            "tokens/s",
-            better="higher",
-        ),
-        row(f"served, {CLIENTS} clients", per(lambda p: p.tokens / p.seconds), "tokens/s", better="higher"),
-        row(
-            f"served over offline, median of {PAIRS} pairs", statistics.median(ratios), "×", target=0.9, better="higher"
-        ),
-        row("served over offline, lowest", min(ratios), "×", better="higher"),
-        row("served over offline, highest", max(ratios), "×", better="higher"),
-        row(
-            "served: added to each token",
-            per(lambda p: 1e6 * (p.seconds / p.tokens - p.alone.seconds / p.alone.tokens)),
-            "µs",
-        ),
+        row("offline: tokens per engine step", per(lambda p: p.alone.tokens / p.alone.steps), "", None, "higher"),
+        row("served: tokens per engine step", per(lambda p: p.tokens / p.steps), "", None, "higher"),
+        row(f"offline, {CLIENTS} at a time", alone, "tokens/s", None, "higher"),
+        row(f"served, {CLIENTS} clients", speed, "tokens/s", None, "higher"),
+        row(f"served over offline, median of {PAIRS} pairs", statistics.median(ratios), "×", 0.9, "higher"),
+        row("served over offline, lowest", min(ratios), "×", None, "higher"),
+        row("served over offline, highest", max(ratios), "×", None, "higher"),
+        row("served: added to each token", added, "µs"),
     ]
 
 
 def cancel_one(address: str, number: int) -> float:
     """Seconds from closing a stream until the engine runs nothing."""
-    body = {"messages": [{"role": "user", "content": "what is it"}], "seed": number, "stream": True, "n": 4}
-    with httpx.stream("POST", f"{address}/v1/chat/completions", json=body, timeout=60) as answer:
+    body = _question("what is it", seed=number, stream=True, n=4)
+    with httpx.stream("POST", f"{address}/v1/chat/completions", content=body, timeout=60) as answer:
         lines = answer.iter_lines()
         for _ in range(10 + number % 40):
             next(lines, None)
@@ -295,14 +344,11 @@ def cancel_one(address: str, number: int) -> float:
 
 
 def problems(engine: Engine, count: int) -> list[Request]:
-    return [
-        Request(f"p{i}", 0, PromptConfig().ids(engine.tokenizer, "what is it " * (1 + i % 40))) for i in range(count)
-    ]
+    prompts = [PromptConfig().ids(engine.tokenizer, "what is it " * times) for times in range(1, 41)]
+    return [Request(f"p{i}", 0, prompts[i % 40]) for i in range(count)]
 
 
-def on_fleet(
-    model: Path, urls: list[str], count: int, half_way: Callable[[], None] = lambda: None
-) -> tuple[float, list]:
+def on_fleet(model: Path, urls: list[str], count: int, half_way: Callable[[], None]) -> tuple[float, list]:
     """(seconds, responses) of `count` problems."""
     with open_engine(model, EngineConfig(url=urls, stall_seconds=120)) as fleet:
         requests, found = problems(fleet, count), []
@@ -316,38 +362,25 @@ def on_fleet(
 
 
 def fleet_rows(folder: Path, model: Path, expected: dict[str, list[int]]) -> list[dict]:
-    plain, cores, rows, seconds = (
-        ["vllm.entrypoints.openai.api_server", "--model", str(model), *PLAIN],
-        len(os.sched_getaffinity(0)),
-        [],
-        {},
-    )
+    plain = ["vllm.entrypoints.openai.api_server", "--model", str(model), *PLAIN]
+    cores, rows, seconds = len(os.sched_getaffinity(0)), [], {}
     with ExitStack() as stack:
         (first, _), (second, victim) = (stack.enter_context(server(plain, folder)) for _ in range(2))
-        for name, urls in (
-            ("one server", [first]),
-            ("two servers", [first, second]),
-            ("two, one killed half-way", [first, second]),
-        ):
+        for name in ("one server", "two servers", "two, one killed half-way"):
             say(f"a fleet of {name}, {len(expected)} problems")
-            used = cpu_seconds(psutil.Process())
+            urls, used = [first] if name == "one server" else [first, second], cpu_seconds(psutil.Process())
             kill = (lambda: os.killpg(victim.pid, signal.SIGKILL)) if "killed" in name else (lambda: None)
             seconds[name], found = on_fleet(model, urls, len(expected), kill)
             if name == "one server":
                 allowed = cores * seconds[name] / (cpu_seconds(psutil.Process()) - used)
             twice = sum(times - 1 for times in Counter(problem for problem, _ in found).values())
             wrong = twice + sum(dict(found).get(problem) != ids for problem, ids in expected.items())
-            rows += [
-                row(f"fleet, {name}: lost, twice or different", wrong, target=0),
-                row(f"fleet, {name}", seconds[name], "s"),
-            ]
+            rows += [row(f"fleet, {name}: lost, twice or different", wrong, "", 0)]
+            rows += [row(f"fleet, {name}", seconds[name], "s")]
             say(f"{seconds[name]:.1f} s, {wrong} wrong")
     times, enough = seconds["one server"] / seconds["two servers"], allowed >= 1.6 / 0.9
-    return [
-        *rows,
-        row("fleet: two servers over one", times, "×", target=1.6 if enough else None, better="higher"),
-        row(f"fleet: what {cores} cores allow, at most", allowed, "×", better="higher"),
-    ]
+    rows += [row("fleet: two servers over one", times, "×", 1.6 if enough else None, "higher")]
+    return [*rows, row(f"fleet: what {cores} cores allow, at most", allowed, "×", None, "higher")]
 
 
 def run(quick: bool = False) -> list[dict]:
@@ -358,9 +391,6 @@ def run(quick: bool = False) -> list[dict]:
         torch.set_num_threads(1)
         with open_engine(model, EngineConfig(dtype="float32", context=CONTEXT)) as engine:
             rows = storm_rows(folder, model, engine, work, 10 if quick else 50)
-            solved = {
-                r.problem: found.as_read for r, found in generate(engine, problems(engine, count), CONFIG, seed=(0,))
-            }
-        for found in rows:
-            say(f"{found['name']}: {found['value']:.4g} {found['unit']}")
+            responses = generate(engine, problems(engine, count), CONFIG, seed=(0,))
+            solved = {request.problem: response.as_read for request, response in responses}
         return rows + fleet_rows(folder, model, solved)
