@@ -20,15 +20,13 @@ NO_LIMIT = 10**9
 
 
 def tags(workers: int, length: int = 3) -> TagIds:
-    return TagIds(
-        workers, CLOSE, tuple(tuple(1000 + 10 * i + j for j in range(length)) for i in range(1, workers + 1)), EOS
-    )
+    opening = [tuple(1000 + 10 * i + j for j in range(length)) for i in range(1, workers + 1)]
+    return TagIds(workers, CLOSE, tuple(opening), EOS)
 
 
 def director(prompt=(7, 8, 9), context=NO_LIMIT, workers=3, tag_length=3, parallel=True, **settings) -> Director:
-    return Director(
-        list(prompt), RolloutConfig(workers=workers, **settings), tags(workers, tag_length), context, parallel
-    )
+    config = RolloutConfig(workers=workers, **settings)
+    return Director(list(prompt), config, tags(workers, tag_length), context, parallel)
 
 
 def written(count: int, stop: Stop) -> Completion:
@@ -45,6 +43,12 @@ def only(calls: list[Call]) -> Call:
 
 def spawn(machine: Director, count: int = 5) -> list[Call]:
     return machine.finished(only(machine.start()), written(count, Stop.TAG))
+
+
+def end(machine: Director) -> tuple[Finish, int, bool]:
+    """(why, rounds, with a final segment) of a response that is done."""
+    assert machine.done
+    return machine.response.finish, len(machine.response.rounds), machine.response.final is not None
 
 
 # ---- the paper's algorithm, step by step ----
@@ -68,25 +72,16 @@ def test_the_director_continues_with_all_workers_read_between_its_tags():
     assert not machine.done
     assert machine.finished(second, Completion([13, EOS], [-1.0, -2.0], Stop.EOS)) == []
     assert machine.done
-    assert machine.response == Response(
-        [1, 2],
-        [Round(Segment([], [11, 12], [0.0, 0.0]), [
-            Segment(opens[0], [31], [0.0]), Segment(opens[1], [32, 32], [0.0, 0.0]), Segment(opens[2], [33], [0.0]),
-        ])],
-        Segment(list(CLOSE), [13, EOS], [-1.0, -2.0]),
-        Finish.ANSWERED,
-    )  # fmt: skip
+    texts = [Segment(tag, ids, [0.0] * len(ids)) for tag, ids in zip(opens, ([31], [32, 32], [33]))]
+    final = Segment(list(CLOSE), [13, EOS], [-1.0, -2.0])
+    rounds = [Round(Segment([], [11, 12], [0.0, 0.0]), texts)]
+    assert machine.response == Response([1, 2], rounds, final, Finish.ANSWERED)
 
 
 def test_a_director_that_never_spawns_answers_alone():
     machine = director(budget=10)
     machine.finished(only(machine.start()), written(4, Stop.EOS))
-    assert (machine.done, machine.response.finish, machine.response.rounds, machine.response.longest_path) == (
-        True,
-        Finish.ANSWERED,
-        [],
-        4,
-    )
+    assert (*end(machine), machine.response.longest_path) == (Finish.ANSWERED, 0, True, 4)
 
 
 def test_sequential_mode_is_one_call_without_a_stop():
@@ -140,7 +135,7 @@ def test_a_worker_that_uses_up_the_budget_ends_the_response_after_its_round():
     assert not machine.done  # the others are still writing
     machine.finished(workers[0], written(3, Stop.TAG))
     assert machine.finished(workers[2], written(4, Stop.TAG)) == []
-    assert (machine.done, machine.response.finish, machine.response.final) == (True, Finish.BUDGET, None)
+    assert end(machine) == (Finish.BUDGET, 1, False)
     assert [len(w.sampled) for w in machine.response.rounds[0].workers] == [3, workers[1].max_tokens, 4]
 
 
@@ -151,8 +146,7 @@ def test_a_director_that_spawns_with_too_little_left_ends_with_its_own_text(left
     calls = spawn(machine, 20)
     assert len(calls) == (3 if spawns else 0)
     if not spawns:
-        assert (machine.done, machine.response.finish, machine.response.rounds) == (True, Finish.BUDGET, [])
-        assert len(machine.response.final.sampled) == 20
+        assert (*end(machine), len(machine.response.final.sampled)) == (Finish.BUDGET, 0, True, 20)
 
 
 def test_an_overshooting_stop_keeps_its_ids_and_is_charged():
@@ -170,34 +164,22 @@ def test_the_round_after_the_last_allowed_one_ends_the_response():
     for call in spawn(machine):
         following = machine.finished(call, written(4, Stop.TAG))
     assert machine.finished(only(following), written(6, Stop.TAG)) == []
-    assert (machine.response.finish, len(machine.response.rounds), len(machine.response.final.sampled)) == (
-        Finish.MAX_ROUNDS,
-        1,
-        6,
-    )
-
-
-def test_no_rounds_allowed_means_the_first_spawn_ends_it():
+    assert (*end(machine), len(machine.response.final.sampled)) == (Finish.MAX_ROUNDS, 1, True, 6)
     machine = director(budget=1000, max_rounds=0)
     assert spawn(machine) == []
-    assert (machine.response.finish, machine.response.rounds) == (Finish.MAX_ROUNDS, [])
+    assert end(machine) == (Finish.MAX_ROUNDS, 0, True)
 
 
 # ---- the model's context ----
 
 
-def test_a_director_stops_where_the_context_ends():
-    machine = director(prompt=[1] * 10, budget=100, context=30)
+@pytest.mark.parametrize(("budget", "finish"), [(100, Finish.CONTEXT), (20, Finish.BUDGET)])
+def test_a_director_stops_where_the_context_ends_and_the_budget_goes_first(budget, finish):
+    machine = director(prompt=[1] * 10, budget=budget, context=30)
     call = only(machine.start())
     assert call.max_tokens == 20
     machine.finished(call, written(20, Stop.LENGTH))
-    assert machine.response.finish is Finish.CONTEXT
-
-
-def test_where_budget_and_context_end_together_it_was_the_budget():
-    machine = director(prompt=[1] * 10, budget=20, context=30)
-    machine.finished(only(machine.start()), written(20, Stop.LENGTH))
-    assert machine.response.finish is Finish.BUDGET
+    assert end(machine) == (finish, 0, True)
 
 
 def test_a_worker_cut_by_the_context_ends_the_response():
@@ -206,7 +188,7 @@ def test_a_worker_cut_by_the_context_ends_the_response():
     assert [call.max_tokens for call in workers] == [40 - 10 - 10 - 3] * 3
     for call in workers:
         machine.finished(call, written(call.max_tokens, Stop.LENGTH))
-    assert (machine.response.finish, machine.response.final) == (Finish.CONTEXT, None)
+    assert end(machine) == (Finish.CONTEXT, 1, False)
 
 
 def test_workers_that_together_fill_the_context_are_not_read():
@@ -214,13 +196,13 @@ def test_workers_that_together_fill_the_context_are_not_read():
     for call in spawn(machine, 10):  # 20 in, then three times 3 + 10 leaves 1: too little for </spawn_workers>
         following = machine.finished(call, written(10, Stop.TAG))
     assert following == []
-    assert (machine.done, machine.response.finish, machine.response.final) == (True, Finish.CONTEXT, None)
+    assert end(machine) == (Finish.CONTEXT, 1, False)
 
 
 def test_a_director_that_spawns_at_the_end_of_the_context_ends_with_its_own_text():
     machine = director(prompt=[1] * 10, budget=100, context=23)
     assert spawn(machine, 10) == []
-    assert (machine.response.finish, machine.response.rounds) == (Finish.CONTEXT, [])
+    assert end(machine) == (Finish.CONTEXT, 0, True)
 
 
 def test_a_prompt_that_fills_the_context_is_refused():
@@ -240,14 +222,11 @@ class Asked:
 
 
 def adversarial(rng: random.Random, call: Call) -> Completion:
-    """Stops everywhere, and most often where limits are: at the first token, at the last allowed one, and just before
-    it.
-    """
-    assert call.max_tokens >= 1
-    count = min(
-        rng.choice([1, 2, rng.randint(1, call.max_tokens), call.max_tokens - 1, call.max_tokens]) or 1, call.max_tokens
-    )
-    stops = [Stop.EOS] + [Stop.TAG] * (4 if call.stop else 0) + [Stop.LENGTH] * (count == call.max_tokens)
+    """Stops everywhere, and most often where limits are: at the first token, at the last one, and just before it."""
+    most = call.max_tokens
+    assert most >= 1
+    count = min(rng.choice([1, 2, rng.randint(1, most), most - 1, most]) or 1, most)
+    stops = [Stop.EOS] + [Stop.TAG] * (4 if call.stop else 0) + [Stop.LENGTH] * (count == most)
     stop = rng.choice(stops)
     ids = [rng.randrange(1, 100) for _ in range(count)]
     ids[-1] = EOS if stop is Stop.EOS else ids[-1]
@@ -284,8 +263,8 @@ def longest_path_of(asked: list[Asked]) -> int:
     return sum(lengths.values())
 
 
-def test_the_longest_path_never_exceeds_the_budget_in_ten_thousand_random_responses():
-    met: set[tuple] = set()
+def test_longest_path_and_total_tokens_never_exceed_their_limits_in_ten_thousand_random_responses():
+    met, reached, rounds = set(), 0, set()
     for number in range(10_000):
         machine, asked = drawn(random.Random(number))
         response, config = machine.response, machine.config
@@ -293,20 +272,14 @@ def test_the_longest_path_never_exceeds_the_budget_in_ten_thousand_random_respon
         assert longest_path_of(asked) == response.longest_path <= config.budget, number
         assert all(len(one.call.prompt) + len(one.ids) <= machine.context for one in asked), number
         met.add((response.finish, response.final is None, min(len(response.rounds), 2)))
+        total = sum(len(one.call.inserted) + len(one.ids) for one in asked)
+        assert total == response.total_tokens, number
+        if config.total_tokens is not None:
+            assert total <= config.total_tokens, number
+            reached += total == config.total_tokens
+            rounds.add(min(len(response.rounds), 2))
     assert {finish for finish, _, _ in met} == set(Finish)
     assert len(met) >= 10  # the draw reaches every end, with and without a final part, after none, one and more rounds
-
-
-def test_all_tokens_together_never_exceed_their_cap_in_ten_thousand_random_responses():
-    reached, rounds = 0, set()
-    for number in range(10_000):
-        machine, asked = drawn(random.Random(number))
-        total = sum(len(one.call.inserted) + len(one.ids) for one in asked)
-        assert total == machine.response.total_tokens, number
-        if (cap := machine.config.total_tokens) is not None:
-            assert total <= cap, number
-            reached += total == cap
-            rounds.add(min(len(machine.response.rounds), 2))
     assert reached > 100 and rounds == {0, 1, 2}
 
 
@@ -342,9 +315,7 @@ def test_every_call_reads_what_algorithm_1_says_and_every_sampled_id_is_kept():
             last = len(response.rounds)
             assert by_path[last, 0].call.prompt == context + response.final.inserted, number
             kept.append(((last, 0), response.final))
-        assert {path: segment.sampled for path, segment in kept} == {path: one.ids for path, one in by_path.items()}, (
-            number
-        )
+        assert {path: segment.sampled for path, segment in kept} == {p: one.ids for p, one in by_path.items()}, number
 
 
 @pytest.mark.parametrize(

@@ -21,53 +21,35 @@ def segments(draw):
 
 rounds = st.builds(Round, segments(), st.lists(segments(), min_size=1, max_size=4))
 responses = st.builds(Response, ids, st.lists(rounds, max_size=3), st.none() | segments(), st.sampled_from(Finish))
-rollouts = st.builds(
-    Rollout, problem=st.text(), sample=st.integers(0, 200), question=st.text(), gold=st.text() | st.lists(st.text()), text=st.text(),
-    response=responses, flaw=st.none() | st.text(), verdict=st.none() | st.text(), step=st.none() | st.integers(0, 9),
-)  # fmt: skip
+text, gold, maybe = st.text(), st.text() | st.lists(st.text()), st.none() | st.text()
+step = st.none() | st.integers(0, 9)
+rollouts = st.builds(Rollout, text, st.integers(0, 200), text, gold, text, responses, maybe, maybe, step)
 
 
 def segment(inserted: int, sampled: int) -> Segment:
     return Segment([1] * inserted, [2] * sampled, [-0.5] * sampled)
 
 
-def two_rounds() -> Response:
+def test_lengths_worked_out_by_hand():
+    """The longest path takes each round's longest worker; total tokens all workers and tags, not the prompt."""
     first = Round(segment(0, 10), [segment(2, 5), segment(2, 9), segment(2, 1)])
     second = Round(segment(3, 4), [segment(2, 2), segment(2, 2), segment(2, 3)])
-    return Response([0] * 100, [first, second], segment(3, 7))
-
-
-def test_the_longest_path_takes_the_longest_worker_of_each_round():
-    assert two_rounds().longest_path == 10 + (2 + 9) + (3 + 4) + (2 + 3) + (3 + 7)
-
-
-def test_total_tokens_count_every_worker_and_every_inserted_tag_but_not_the_prompt():
-    response = two_rounds()
+    response = Response([0] * 100, [first, second], segment(3, 7))
+    assert response.longest_path == 10 + (2 + 9) + (3 + 4) + (2 + 3) + (3 + 7)
     assert response.total_tokens == 10 + 7 + 11 + 3 + 7 + 4 + 4 + 5 + 10
     assert response.sampled_tokens == 10 + 5 + 9 + 1 + 4 + 2 + 2 + 3 + 7
     assert response.parallelism == 61 / 43
     assert response.worker_lengths == [[7, 11, 3], [4, 4, 5]]
-
-
-def test_a_sequential_response_is_its_own_longest_path():
-    response = Response([0], final=segment(0, 8))
-    assert (response.longest_path, response.total_tokens, response.parallelism, response.worker_lengths) == (
-        8,
-        8,
-        1.0,
-        [],
-    )
-
-
-def test_a_response_that_ended_among_its_workers_has_no_final_part():
-    response = Response([0], [Round(segment(0, 3), [segment(1, 4), segment(1, 6)])], None, Finish.BUDGET)
-    assert (response.longest_path, response.total_tokens) == (3 + 7, 3 + 5 + 7)
+    alone = Response([0], final=segment(0, 8))
+    assert (alone.longest_path, alone.total_tokens, alone.parallelism, alone.worker_lengths) == (8, 8, 1.0, [])
+    cut = Response([0], [Round(segment(0, 3), [segment(1, 4), segment(1, 6)])], None, Finish.BUDGET)
+    assert (cut.longest_path, cut.total_tokens) == (3 + 7, 3 + 5 + 7)
 
 
 @pytest.mark.parametrize("tags", ["spelled", "single"])
 @pytest.mark.parametrize("end", [tiny.EOS, tiny.USER])
 def test_the_text_reads_in_order_with_tags_and_without_what_ended_its_segments(tags, end):
-    """A chat model may end its text with another special token than the tokenizer's EOS."""
+    """A chat model may end its text with a special token that is not the tokenizer's EOS."""
     words = tiny.tokenizer(tags)
 
     def write(inserted: str, sampled: str) -> Segment:
@@ -79,13 +61,8 @@ def test_the_text_reads_in_order_with_tags_and_without_what_ended_its_segments(t
 
 
 @given(rollouts)
-def test_json_loses_nothing(rollout):
-    assert Rollout.from_json(json.loads(json.dumps(rollout.to_json()))) == rollout
-
-
-@given(responses)
-def test_json_says_how_long_each_part_was(response):
-    row = Rollout("p", 0, "q", "g", "t", response).to_json()
-    assert row["lengths"] == {
-        "longest_path": response.longest_path, "total_tokens": response.total_tokens, "workers": response.worker_lengths,
-    }  # fmt: skip
+def test_json_loses_nothing_and_says_how_long_each_part_was(rollout):
+    row, response = json.loads(json.dumps(rollout.to_json())), rollout.response
+    assert Rollout.from_json(row) == rollout
+    lengths = {"longest_path": response.longest_path, "total_tokens": response.total_tokens}
+    assert row["lengths"] == lengths | {"workers": response.worker_lengths}

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-import dccot.rollout.tags as protocol
+from dccot.rollout import tags
 from tests.support.tag_soup import answer_oracle, disagreements, oracle, sequential_oracle
 
 pytestmark = pytest.mark.slow
@@ -22,17 +22,14 @@ def test_parser_and_oracle_agree_on_every_soup():
     "pattern", [r"</?(?:think|answer|spawn_workers|worker_\d)>", r"</?(?:think|spawn_workers|worker_\d+)>"]
 )
 def test_a_parser_that_overlooks_a_tag_is_found_out(monkeypatch, pattern):
-    monkeypatch.setattr(protocol, "TAG_PATTERN", re.compile(pattern))
+    monkeypatch.setattr(tags, "TAG_PATTERN", re.compile(pattern))
     assert disagreements(3_000)[0]
 
 
 def test_the_oracle_cuts_a_text_as_one_does_by_hand():
-    text = " <think>p<spawn_workers> <worker_1>a</worker_1>\n<worker_2></worker_2></spawn_workers>so</think>\n<answer> 4 </answer>\n"
-    assert oracle(text, 2) == (
-        [(" <think>p<spawn_workers>", ["a</worker_1>", "</worker_2>"])],
-        "so</think>\n<answer> 4 </answer>",
-        "4",
-    )
+    block = "<spawn_workers> <worker_1>a</worker_1>\n<worker_2></worker_2></spawn_workers>"
+    text, final = f" <think>p{block}so</think>\n<answer> 4 </answer>\n", "so</think>\n<answer> 4 </answer>"
+    assert oracle(text, 2) == ([(" <think>p<spawn_workers>", ["a</worker_1>", "</worker_2>"])], final, "4")
     assert oracle(text, 3) is None
     assert oracle(text.replace("p<spawn", " <spawn"), 2) is None
     assert oracle(text.replace("so", "so<worker_7>"), 2) is None

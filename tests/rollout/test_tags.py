@@ -69,11 +69,8 @@ def test_a_text_without_one_of_its_tags_is_ill_formed(built, data):
 @given(responses(), st.data())
 def test_a_text_with_one_more_tag_is_ill_formed(built, data):
     workers, pieces, _, _ = built
-    place = data.draw(st.integers(0, len(pieces)))
-    assert (
-        flaw_of("".join([*pieces[:place], data.draw(st.sampled_from(all_tags(workers + 1))), *pieces[place:]]), workers)
-        is not None
-    )
+    place, tag = data.draw(st.integers(0, len(pieces))), data.draw(st.sampled_from(all_tags(workers + 1)))
+    assert flaw_of("".join([*pieces[:place], tag, *pieces[place:]]), workers) is not None
 
 
 @given(responses(), st.sampled_from([1, 2, 3, 5, 11]))
@@ -82,56 +79,31 @@ def test_the_number_of_workers_is_part_of_the_rule(built, other):
     assert (flaw_of("".join(pieces), other) is None) == (workers == other)
 
 
-FLAWS = {
-    Flaw.NO_THINK: ["", "plan", f"x{GOOD}", f"<answer>4</answer>{GOOD}", GOOD.removeprefix("<think>")],
-    Flaw.NO_SPAWN: ["<think>plan</think><answer>4</answer>"],
-    Flaw.EMPTY_DIRECTOR: [
-        f"<think> \n{BLOCK}so</think><answer>4</answer>",
-        f"<think>plan{BLOCK} {BLOCK}so</think><answer>4</answer>",
-    ],
-    Flaw.WORKER_ORDER: [
-        GOOD.replace("worker_1", "worker_9"),
-        GOOD.replace("worker_1", "x").replace("worker_2", "worker_1").replace("x", "worker_2"),
-        GOOD.replace("<worker_2>b</worker_2>", ""),
-        GOOD.replace("</spawn_workers>", "<worker_3>c</worker_3></spawn_workers>"),
-        GOOD.replace(BLOCK, "<spawn_workers></spawn_workers>"),
-    ],
-    Flaw.TEXT_BETWEEN_WORKERS: [
-        GOOD.replace("<worker_1>", "x<worker_1>"),
-        GOOD.replace("<worker_2>", "x<worker_2>"),
-        GOOD.replace("</spawn_workers>", "x</spawn_workers>"),
-    ],
-    Flaw.TAG_IN_WORKER: [
-        GOOD.replace("b</", "<think></"),
-        GOOD.replace("a</", f"{BLOCK}</"),
-        GOOD.replace("a</worker_1>", "a</worker_2>"),
-    ],
+END, EMPTY = "</think><answer>4</answer>", "<spawn_workers></spawn_workers>"
+SWAPPED = GOOD.replace("worker_1", "x").replace("worker_2", "worker_1").replace("x", "worker_2")
+FLAWS = {  # texts, and changes to the good one
+    Flaw.NO_THINK: ["", "plan", f"x{GOOD}", f"<answer>4</answer>{GOOD}", ("<think>", "")],
+    Flaw.NO_SPAWN: [f"<think>plan{END}"],
+    Flaw.EMPTY_DIRECTOR: [f"<think> \n{BLOCK}so{END}", f"<think>plan{BLOCK} {BLOCK}so{END}"],
+    Flaw.WORKER_ORDER: [("worker_1", "worker_9"), SWAPPED, ("<worker_2>b</worker_2>", ""), (BLOCK, EMPTY)]
+    + [("</spawn_workers>", "<worker_3>c</worker_3></spawn_workers>")],
+    Flaw.TEXT_BETWEEN_WORKERS: [(tag, f"x{tag}") for tag in ("<worker_1>", "<worker_2>", "</spawn_workers>")],
+    Flaw.TAG_IN_WORKER: [("b</", "<think></"), ("a</", f"{BLOCK}</"), ("a</worker_1>", "a</worker_2>")],
     Flaw.OPEN_WORKER: [GOOD.partition("b</")[0]],
     Flaw.OPEN_SPAWN: [GOOD.partition("<worker_1>")[0], GOOD.partition("</spawn_workers>")[0]],
-    Flaw.STRAY_TAG: [
-        GOOD.replace("so", "<worker_1>"),
-        GOOD.replace("so", "</spawn_workers>"),
-        GOOD.replace("plan", "plan<think>"),
-    ],
+    Flaw.STRAY_TAG: [("so", "<worker_1>"), ("so", "</spawn_workers>"), ("plan", "plan<think>")],
     Flaw.OPEN_THINK: ["<think>plan", GOOD.partition("</think>")[0]],
-    Flaw.NO_ANSWER: [
-        GOOD.partition("<answer>")[0],
-        GOOD.replace("<answer>", "x<answer>"),
-        GOOD.replace("<answer>", "</answer>"),
-    ],
-    Flaw.TAG_IN_ANSWER: [GOOD.replace("4", "<answer>4"), GOOD.replace("4", "</think>")],
+    Flaw.NO_ANSWER: [GOOD.partition("<answer>")[0], ("<answer>", "x<answer>"), ("<answer>", "</answer>")],
+    Flaw.TAG_IN_ANSWER: [("4", "<answer>4"), ("4", "</think>")],
     Flaw.OPEN_ANSWER: [GOOD.removesuffix("</answer>")],
     Flaw.TEXT_AFTER_ANSWER: [f"{GOOD}x", f"{GOOD}<think>", f"{GOOD}<answer>4</answer>"],
 }
 
 
-def test_every_flaw_has_an_example():
-    assert set(FLAWS) == set(Flaw)
-
-
 @pytest.mark.parametrize(("flaw", "text"), [(flaw, text) for flaw, texts in FLAWS.items() for text in texts])
 def test_each_broken_rule_is_named(flaw, text):
-    assert flaw_of(text, workers=2) == flaw
+    assert set(FLAWS) == set(Flaw)
+    assert flaw_of(text if isinstance(text, str) else GOOD.replace(*text), workers=2) == flaw
 
 
 def test_the_error_shows_where_reading_stopped():
@@ -177,19 +149,16 @@ def test_tag_ids_spell_the_tags(kind, workers):
     assert tags.eos == words.convert_tokens_to_ids(tiny.EOS)
 
 
-def test_a_tokenizer_that_cannot_spell_a_tag_is_refused():
+def test_a_tokenizer_that_cannot_spell_a_tag_or_has_no_end_is_refused():
     # no p, o or _
     words = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate("</>thinkaswer")}, merges=[]))
     words.decoder = decoders.Fuse()
     with pytest.raises(ValueError, match="does not give '<spawn_workers>' back"):
         TagIds.of(PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>"))
-
-
-def test_a_tokenizer_without_an_end_is_refused():
-    words = tiny.tokenizer("single")
-    words.eos_token = None
+    endless = tiny.tokenizer("single")
+    endless.eos_token = None
     with pytest.raises(ValueError, match="has no eos token"):
-        TagIds.of(words)
+        TagIds.of(endless)
 
 
 @pytest.mark.parametrize(
@@ -200,10 +169,7 @@ def test_a_tokenizer_without_an_end_is_refused():
             "a<spawn_workers>\n<worker_1>b</worker_1>\n\n<worker_2>c</worker_2> </spawn_workers>",
             {"newline": 2, "space": 1},
         ),
-        (
-            "a<spawn_workers>The<worker_1>b</worker_1></<worker_2>c</worker_2>\n</spawn_workers>",
-            {"text": 1, "tag": 1, "newline": 1},
-        ),
+        ("a<spawn_workers>The<worker_1>b</worker_1></<worker_2>c</worker_2></spawn_workers>", {"text": 1, "tag": 1}),
         ("a<spawn_workers><worker_1>no end of it<worker_2>c</worker_2></spawn_workers>\n\nso", {}),
     ],
 )

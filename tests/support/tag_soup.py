@@ -1,7 +1,6 @@
-"""Random tag soups, and a second opinion on what is well-formed: one regular expression, where protocol.py walks with a
-cursor.
+"""Random tag soups, and a second opinion on what is well-formed: one regular expression, where tags.py uses a cursor.
 
-    disagreements(100_000)      → (soup, K, what the oracle found, what protocol.py found), and how many soups were well-formed
+    disagreements(100_000)      → (soup, K, what the oracle found, what tags.py found), and how many were well-formed
 
 The expression is the definition read off the paper's rules: `<think>…</think><answer>…</answer>` once, white space
 around; inside think blocks of exactly workers 1..K, white space between them, director text that is not blank before
@@ -19,35 +18,10 @@ from dccot.rollout.tags import IllFormed, answer_block, parse, sequential_flaw_o
 TAG = r"</?(?:think|answer|spawn_workers|worker_\d+)>"
 TEXT = rf"(?:(?!{TAG}).)*"
 BLANKS = ["", "", " ", "\n", "\t\n ", "\u00a0", "\u2003", "\x1c", "\x85"]
-WORDS = [
-    "a",
-    "x y",
-    "\n so ",
-    "<",
-    ">",
-    "</",
-    "3 < 4",
-    "\\boxed{3}",
-    "é∑",
-    "<b>",
-    "\x00",
-    "worker_1",
-    "<worker_",
-    "_1>",
-    "\u200b",
-]
-NEARLY = [
-    "<Think>",
-    "< think>",
-    "<think >",
-    "<think/>",
-    "</worker_>",
-    "<worker_>",
-    "<worker_-1>",
-    "<spawn_worker>",
-    "<answer",
-    "/answer>",
-]
+WORDS = ["a", "x y", "\n so ", "<", ">", "</", "3 < 4", "\\boxed{3}", "é∑", "<b>", "\x00"]
+WORDS += ["worker_1", "<worker_", "_1>", "\u200b"]
+NEARLY = ["<Think>", "< think>", "<think >", "<think/>", "</worker_>", "<worker_>", "<worker_-1>", "<spawn_worker>"]
+NEARLY += ["<answer", "/answer>"]
 ODD_TAGS = ["<worker_0>", "<worker_01>", "</worker_99>", "<worker_١>"]  # the last one's digit is one, in Arabic
 
 Cut = tuple[list[tuple[str, list[str]]], str, str]  # rounds (director, workers), final, answer
@@ -79,7 +53,7 @@ def oracle(text: str, workers: int) -> Cut | None:
 
 
 def parsed(text: str, workers: int) -> Cut | None:
-    """What protocol.py makes of it, in the oracle's terms."""
+    """What tags.py makes of it, in the oracle's terms."""
     try:
         cut = parse(text, workers)
     except IllFormed:
@@ -128,7 +102,7 @@ def soup(rng: random.Random, workers: int) -> str:
 
 
 def disagreements(count: int, seed: int = 0) -> tuple[list[tuple], int]:
-    """Soups that protocol.py and the oracles judge differently, and how many of all were well-formed."""
+    """Soups that tags.py and the oracles judge differently, and how many of all were well-formed."""
     rng, found, well_formed = random.Random(seed), [], 0
     for _ in range(count):
         workers = rng.choice((1, 2, 3, 3, 3, 11))
