@@ -25,7 +25,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from dccot.lab.worlds import bigram
 from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout import vllm_engine as engine_module
-from dccot.rollout.director import RolloutConfig
+from dccot.rollout.director import Director, RolloutConfig
 from dccot.rollout.engine import EngineConfig
 from dccot.rollout.generate import Request, Watch, generate
 from dccot.rollout.tags import TagIds
@@ -41,9 +41,8 @@ ANSWERS = {  # to what a worker is asked while it starts and ends
     "determine_available_memory": 2**24,
     "compile_or_warm_up_model": CompilationTimes(0.0, 0.0),
     "get_supported_tasks": ("generate",),
-    **dict.fromkeys(
-        ["set_kv_cache_layout", "initialize_from_config", "reset_mm_cache", "reset_encoder_cache", "shutdown"]
-    ),
+    **dict.fromkeys(["set_kv_cache_layout", "initialize_from_config", "reset_mm_cache", "reset_encoder_cache"]),
+    "shutdown": None,
 }
 
 
@@ -76,9 +75,7 @@ class RandomTokens(Executor):
         return [ANSWERS[method] if method in ANSWERS else getattr(self, f"on_{method}")(*args, **(kwargs or {}))]
 
     def execute_model(self, scheduler_output, non_block=False):
-        assert self.awake == {"weights", "kv_cache"} and self.whole, (
-            f"a batch while awake are {self.awake}, weights whole: {self.whole}"
-        )
+        assert self.awake == {"weights", "kv_cache"} and self.whole, f"a batch while only {self.awake} are awake"
         if not scheduler_output.total_num_scheduled_tokens:
             return finished(EMPTY_MODEL_RUNNER_OUTPUT)
         self.scheduled.append(scheduler_output)
@@ -90,19 +87,16 @@ class RandomTokens(Executor):
         return self.pool.submit(self.sample, self.scheduled.popleft())
 
     def sample(self, scheduled) -> ModelRunnerOutput:
-        computed = dict(
-            zip(scheduled.scheduled_cached_reqs.req_ids, scheduled.scheduled_cached_reqs.num_computed_tokens)
-        )
+        cached = scheduled.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens))
         for new in scheduled.scheduled_new_reqs:
             self.known[new.req_id] = list(new.prompt_token_ids) + self.sampled[new.req_id]
             computed[new.req_id] = new.num_computed_tokens
         ids, tokens = list(scheduled.num_scheduled_tokens), []
         for name in ids:
-            reached = computed[name] + scheduled.num_scheduled_tokens[name]
-            assert reached <= len(self.known[name]), (
-                f"{name}: {reached} tokens scheduled, {len(self.known[name])} exist"
-            )
-            tokens.append(self.next_token(name) if reached == len(self.known[name]) else None)
+            reached, exist = computed[name] + scheduled.num_scheduled_tokens[name], len(self.known[name])
+            assert reached <= exist, f"{name}: {reached} tokens scheduled, {exist} exist"
+            tokens.append(self.next_token(name) if reached == exist else None)
         self.in_flight -= 1
         drawn = np.array([[token or 0] for token in tokens])
         logprobs = LogprobsLists(drawn, -np.ones_like(drawn, dtype=np.float32), np.zeros(len(ids), dtype=np.int64))
@@ -197,9 +191,7 @@ def drawn_for(worker: RandomTokens, key: str) -> list[int]:
 
 
 def test_rl_steps_in_their_order_on_the_asynchronous_scheduler(engine):
-    """Load → roll out → sleep → wake → load → roll out, twice; every call gets the tokens that were drawn for it, up to
-    its stop.
-    """
+    """Load → roll out → sleep → wake → load, twice; every call gets the tokens drawn for it, up to its stop."""
     worker = engine._engine.model_executor
     tags, before = TagIds.of(engine.tokenizer, 3), len(worker.said)
     engine.load(weights(engine))
@@ -213,9 +205,7 @@ def test_rl_steps_in_their_order_on_the_asynchronous_scheduler(engine):
             assert completion.stop.name != "EOS" or completion.ids[-1] == tags.eos
             assert completion.stop.name != "LENGTH" or len(completion.ids) == call.max_tokens
         assert {completion.stop.name for _, completion in calls.done.values()} >= {"TAG", "EOS"}
-        assert any(completion.cached for _, completion in calls.done.values()), (
-            "a worker's prompt is in the prefix cache"
-        )
+        assert any(completion.cached for _, completion in calls.done.values()), "no prompt was in the prefix cache"
         engine.sleep()
         with pytest.raises(RuntimeError, match="weights are gone or mixed"):
             engine.add("early", next(iter(calls.done.values()))[0], seed=0, temperature=0.6)
@@ -230,9 +220,7 @@ def test_rl_steps_in_their_order_on_the_asynchronous_scheduler(engine):
 
 
 def test_calls_aborted_under_way_leave_nothing_behind(engine):
-    """A caller that stops early, as a filled batch does: then the prefix cache, sleep and the next rollout work as
-    ever.
-    """
+    """A caller that stops early, as a filled batch does: prefix cache, sleep and the next rollout then work."""
     engine.load(weights(engine))
     loop = generate(engine, requests(40, 12), RolloutConfig(budget=BUDGET), seed=(0,))
     next(loop)
@@ -262,8 +250,5 @@ def test_one_call_aborted_under_way_changes_no_other(engine):
 
 
 def generate_calls(engine):
-    from dccot.rollout.director import Director
-
-    return Director(
-        list(range(5, 15)), RolloutConfig(budget=60), TagIds.of(engine.tokenizer, 3), engine.context, False
-    ).start()
+    tags = TagIds.of(engine.tokenizer, 3)
+    return Director(list(range(5, 15)), RolloutConfig(budget=60), tags, engine.context, False).start()

@@ -1,15 +1,18 @@
-"""An engine's start can be watched and explained, and nothing of an engine is left when it is shut down."""
+"""An engine's start can be watched and explained and changes nothing else; nothing is left when it is shut down."""
 
 import json
+import os
+import shutil
 import sys
-from dataclasses import replace
+import threading
 from pathlib import Path
 
 import pytest
 
+from dccot.core.files import BadData
 from dccot.rollout import vllm_engine as engine_module
 from dccot.rollout.engine import EngineConfig
-from dccot.rollout.vllm_engine import engine_arguments
+from dccot.rollout.vllm_engine import engine_arguments, restore_environment
 from tests.support import programs
 
 pytestmark = pytest.mark.slow
@@ -52,23 +55,45 @@ def test_an_engine_after_another_says_the_same(life):
     assert found["second"] == found["first"]
 
 
-@pytest.fixture
-def on_a_gpu(monkeypatch):
-    monkeypatch.setattr(engine_module, "ON_GPU", True)
-    return lambda config, sleeps=False: engine_arguments("m", "t", config, False, sleeps)
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_only_a_gpu_engine_for_training_can_sleep_and_its_cuda_graphs_sleep_with_it(monkeypatch, on_gpu, sleeps):
+    monkeypatch.setattr(engine_module, "ON_GPU", on_gpu)
+    arguments = engine_arguments("m", "t", EngineConfig(batched_tokens=8192), False, sleeps)
+    assert arguments.enable_sleep_mode is arguments.sleep_mode_offload_cudagraph is (sleeps and on_gpu)
+    assert arguments.max_num_batched_tokens == (8192 if on_gpu else None)  # a CPU engine takes whole prompts
 
 
-def test_a_gpu_engine_works_on_as_many_tokens_at_once_as_the_configuration_says(on_a_gpu):
-    assert on_a_gpu(EngineConfig()).max_num_batched_tokens == 16_384
-    assert on_a_gpu(EngineConfig(batched_tokens=8192)).max_num_batched_tokens == 8192
+def test_only_what_changed_is_restored_and_nothing_is_ever_missing(monkeypatch):
+    monkeypatch.setenv("DCCOT_KEPT", "1")
+    monkeypatch.setenv("DCCOT_CHANGED", "before")
+    monkeypatch.setenv("DCCOT_REMOVED", "before")
+    before, missing, done = dict(os.environ), [], threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            if os.environ.get("DCCOT_KEPT") != "1":
+                missing.append(1)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(300):
+        os.environ["DCCOT_CHANGED"], os.environ["DCCOT_ADDED"] = "after", "1"
+        del os.environ["DCCOT_REMOVED"]
+        restore_environment(before)
+        assert dict(os.environ) == before
+    done.set()
+    reader.join()
+    assert not missing
 
 
-def test_only_an_engine_for_training_can_sleep_and_its_cuda_graphs_sleep_with_it(on_a_gpu):
-    for sleeps in (False, True):
-        arguments = on_a_gpu(EngineConfig(), sleeps)
-        assert arguments.enable_sleep_mode is arguments.sleep_mode_offload_cudagraph is sleeps
-
-
-def test_a_cpu_engine_takes_whole_prompts_and_never_sleeps():
-    arguments = engine_arguments("m", "t", replace(EngineConfig(), batched_tokens=1), False, True)
-    assert arguments.max_num_batched_tokens is None and not arguments.enable_sleep_mode
+def test_damaged_weights_are_refused_before_vllm_starts(checkpoints, build_engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "LLMEngine", None)
+    folder = shutil.copytree(checkpoints["spelled"], tmp_path / "model")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(BadData, match=r"model\.safetensors is damaged or cut short"):
+        build_engine(folder)
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    with pytest.raises(BadData, match="git-LFS pointer"):
+        build_engine(folder)

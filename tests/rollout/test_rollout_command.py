@@ -24,14 +24,10 @@ SETTINGS = ["--n", "12", "--budget", "150", "engine.dtype=float32", "engine.kv_c
 
 @pytest.fixture(scope="module")
 def command(checkpoints, tmp_path_factory, engines) -> list[str]:
-    """Model and problems. `engines`: there is a process group before the command's own engine, which must leave it
-    alone.
-    """
+    """Model and problems. `engines`: the command's own engine must leave an earlier process group alone."""
     problems = tmp_path_factory.mktemp("cli") / "problems.jsonl"
-    rows = [
-        {"id": "a", "question": "what is love", "gold": "4"},
-        {"id": "b", "question": "why not", "gold": ["5", "6"]},
-    ]
+    rows = [{"id": "a", "question": "what is love", "gold": "4"}]
+    rows += [{"id": "b", "question": "why not", "gold": ["5", "6"]}]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [str(checkpoints["spelled"]), str(problems)]
 
@@ -63,13 +59,7 @@ def test_every_row_is_a_rollout_of_its_problem(uninterrupted):
 
 def test_a_killed_run_leaves_whole_lines_and_resume_finishes_the_rest(command, uninterrupted, tmp_path):
     out = tmp_path / "killed.jsonl"
-    arguments = [
-        *command,
-        *SETTINGS,
-        "--out",
-        str(out),
-        "engine.max_sequences=3",
-    ]  # slow enough to be caught in the middle
+    arguments = [*command, *SETTINGS, "--out", str(out), "engine.max_sequences=3"]  # slow enough to be caught midway
     run = programs.Popen([sys.executable, "-m", "dccot.rollouts", *arguments])
     deadline = time.monotonic() + 300
     while run.poll() is None and (not out.exists() or out.read_bytes().count(b"\n") < 3):
@@ -84,9 +74,8 @@ def test_a_killed_run_leaves_whole_lines_and_resume_finishes_the_rest(command, u
     assert main([*arguments, "--resume"]) == 0
     after = rows_of(out)
     assert before.items() <= after.items()
-    assert {key: row["response"]["final"] for key, row in after.items()} == {
-        k: r["response"]["final"] for k, r in uninterrupted.items()
-    }
+    finals = [{key: row["response"]["final"] for key, row in rows.items()} for rows in (after, uninterrupted)]
+    assert finals[0] == finals[1]
 
 
 def test_a_finished_file_is_neither_overwritten_nor_added_to(command, uninterrupted, tmp_path, capsys):

@@ -36,6 +36,11 @@ def engine(checkpoints, build_engine):
     return build_engine(checkpoints["single"])
 
 
+def reloads(engine, model) -> None:
+    engine.load(model.named_parameters())
+    engine.verify(model.named_parameters())
+
+
 def test_after_a_sync_greedy_output_equals_a_fresh_engines(engine, checkpoints, build_engine, tmp_path):
     before = greedy(engine)
     model = perturbed(checkpoints["single"], seed=1)
@@ -57,9 +62,7 @@ def test_blocks_cached_under_the_old_weights_are_forgotten(engine, checkpoints):
 
 
 def test_weights_are_taken_one_at_a_time(engine, checkpoints):
-    """Each tensor is gathered when it is asked for, and let go when its layer is complete (at most q, k, v with their
-    biases).
-    """
+    """Each is gathered when it is asked for, and freed when its layer is complete (at most q, k, v with biases)."""
     model, given, most = perturbed(checkpoints["single"], seed=4), [], 0
 
     def gathered():
@@ -77,8 +80,7 @@ def test_weights_are_taken_one_at_a_time(engine, checkpoints):
 
 def test_verify_finds_the_one_value_that_differs(engine, checkpoints):
     model = perturbed(checkpoints["single"], seed=5)
-    engine.load(model.named_parameters())
-    engine.verify(model.named_parameters())
+    reloads(engine, model)
     for name, parameter in model.named_parameters():
         with torch.no_grad():
             place = tuple(size // 2 for size in parameter.shape)
@@ -94,8 +96,7 @@ def test_weights_are_cast_to_the_engines_precision(checkpoints):
     model = perturbed(checkpoints["single"], seed=10)
     with pytest.raises(ValueError, match="weights differ from the given ones"):
         engine.verify(model.named_parameters())
-    engine.load(model.named_parameters())
-    engine.verify(model.named_parameters())
+    reloads(engine, model)
 
 
 def test_a_missing_weight_is_named_and_stops_the_engine_until_all_are_there(engine, checkpoints):
@@ -105,8 +106,7 @@ def test_a_missing_weight_is_named_and_stops_the_engine_until_all_are_there(engi
         engine.load((name, tensor) for name, tensor in model.named_parameters() if name != lost)
     with pytest.raises(RuntimeError, match="weights are gone or mixed"):
         greedy(engine)
-    engine.load(model.named_parameters())
-    engine.verify(model.named_parameters())
+    reloads(engine, model)
     assert greedy(engine)
 
 
@@ -116,8 +116,7 @@ def test_a_weight_that_is_not_finite_is_named_and_the_engine_can_load_again(engi
     parameters["model.layers.0.mlp.up_proj.weight"][3, 4:6] = float("nan")
     with pytest.raises(ValueError, match=r"model.layers.0.mlp.up_proj.weight holds 2 values that are not finite"):
         engine.load(parameters.items())
-    engine.load(model.named_parameters())
-    engine.verify(model.named_parameters())
+    reloads(engine, model)
 
 
 def test_an_error_while_gathering_comes_out_and_the_engine_can_load_again(engine, checkpoints):
@@ -131,15 +130,13 @@ def test_an_error_while_gathering_comes_out_and_the_engine_can_load_again(engine
 
     with pytest.raises(ConnectionError, match="a rank is gone"):
         engine.load(gathered())
-    engine.load(model.named_parameters())
-    engine.verify(model.named_parameters())
+    reloads(engine, model)
 
 
 def test_weights_do_not_change_under_running_calls(engine, checkpoints):
     model = perturbed(checkpoints["single"], seed=9)
-    loop = generate(
-        engine, [Request("p", i, [5] * 9, parallel=False) for i in range(3)], RolloutConfig(budget=300), seed=(0,)
-    )
+    asked = [Request("p", i, [5] * 9, parallel=False) for i in range(3)]
+    loop = generate(engine, asked, RolloutConfig(budget=300), seed=(0,))
     next(loop)
     with pytest.raises(RuntimeError, match=r"weights cannot change under \d running calls; finish or abort p/"):
         engine.load(model.named_parameters())
@@ -155,11 +152,8 @@ def test_a_tied_head_follows_the_embedding(checkpoints, build_engine, tmp_path, 
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(checkpoints["single"]).save_pretrained(tmp_path)
     if holds_the_head:
-        save_file(
-            {name: tensor.clone() for name, tensor in model.state_dict().items()},
-            tmp_path / "model.safetensors",
-            {"format": "pt"},
-        )
+        tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     engine = build_engine(tmp_path)
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(0.5).add_(0.1)

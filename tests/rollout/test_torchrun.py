@@ -38,11 +38,10 @@ def fresh(out, build_engine):
     return build_engine(out / "synced")
 
 
-def rolled_out(engine, config: RolloutConfig, samples: range) -> dict[str, list[int]]:
+def rolled_out(engine, samples: range, **settings) -> dict[str, list[int]]:
     requests = [Request("p", sample, PROMPT) for sample in samples]
-    return {
-        str(request.sample): response.as_read for request, response in generate(engine, requests, config, seed=(0,))
-    }
+    found = generate(engine, requests, RolloutConfig(**settings), seed=(0,))
+    return {str(request.sample): response.as_read for request, response in found}
 
 
 def test_each_rank_generates_its_own_share_in_its_own_number_of_steps(ranks):
@@ -52,19 +51,18 @@ def test_each_rank_generates_its_own_share_in_its_own_number_of_steps(ranks):
 
 
 def test_sharded_weights_reach_every_ranks_engine(ranks, fresh):
-    greedy = RolloutConfig(budget=60, temperature=0.0)
     for rank, result in enumerate(ranks):
-        assert result["greedy"] == rolled_out(fresh, greedy, range(rank, rank + 1))
+        assert result["greedy"] == rolled_out(fresh, range(rank, rank + 1), budget=60, temperature=0.0)
 
 
 def test_a_rank_samples_what_a_single_process_would(ranks, fresh):
-    assert ranks[0]["sampled"] == rolled_out(fresh, RolloutConfig(budget=40), range(3))
-    assert ranks[1]["sampled"] == rolled_out(fresh, RolloutConfig(budget=90), range(3, 11))
+    assert ranks[0]["sampled"] == rolled_out(fresh, range(3), budget=40)
+    assert ranks[1]["sampled"] == rolled_out(fresh, range(3, 11), budget=90)
 
 
 def test_a_tensor_parallel_replica_samples_the_same(ranks, fresh):
     """Two ranks, one engine between them, weights streamed in from both."""
-    expected = rolled_out(fresh, RolloutConfig(budget=60), range(4))
+    expected = rolled_out(fresh, range(4), budget=60)
     assert [rank["tensor_parallel"] for rank in ranks] == [{"replica": 0, "replicas": 1, "sampled": expected}] * 2
 
 

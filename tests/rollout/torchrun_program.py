@@ -30,14 +30,10 @@ class Steps(Watch):
         self.count += 1
 
 
-def rolled_out(
-    engine: VllmEngine, config: RolloutConfig, samples: range, watch: Watch | None = None
-) -> dict[int, list[int]]:
+def rolled_out(engine: VllmEngine, samples: range, watch: Watch | None = None, **settings) -> dict[int, list[int]]:
     requests = [Request("p", sample, [5, 6, 7]) for sample in samples]
-    return {
-        request.sample: response.as_read
-        for request, response in generate(engine, requests, config, seed=(0,), watch=watch)
-    }
+    found = generate(engine, requests, RolloutConfig(**settings), seed=(0,), watch=watch)
+    return {request.sample: response.as_read for request, response in found}
 
 
 def main(folder: Path, out: Path) -> None:
@@ -53,21 +49,16 @@ def main(folder: Path, out: Path) -> None:
     engine.verify(full_parameters(model))
     save_checkpoint(model, out / "synced", source=folder)
     steps = Steps()
-    result = {
-        "replica": engine.replica,
-        "replicas": engine.replicas,
-        "sampled": rolled_out(
-            engine, RolloutConfig(budget=90 if rank else 40), range(3, 11) if rank else range(3), steps
-        ),
-        "steps": steps.count,
-        "greedy": rolled_out(engine, RolloutConfig(budget=60, temperature=0.0), range(rank, rank + 1)),
-    }
+    sampled = rolled_out(engine, range(3, 11) if rank else range(3), steps, budget=90 if rank else 40)
+    greedy = rolled_out(engine, range(rank, rank + 1), budget=60, temperature=0.0)
+    result = {"replica": engine.replica, "replicas": engine.replicas, "steps": steps.count}
+    result |= {"sampled": sampled, "greedy": greedy}
     engine.shutdown()
     destroy_model_parallel()  # a process has one layout of engines in its life; only this test has two
 
     engine = VllmEngine(folder, EngineConfig(dtype="float32", kv_cache_gb=0.125, tensor_parallel=2))
     engine.load(full_parameters(model))
-    together = rolled_out(engine, RolloutConfig(budget=60), range(4))
+    together = rolled_out(engine, range(4), budget=60)
     result["tensor_parallel"] = {"replica": engine.replica, "replicas": engine.replicas, "sampled": together}
     engine.shutdown()
     (out / f"rank{rank}.json").write_text(json.dumps(result))
