@@ -5,17 +5,16 @@ import json
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
 
-from dccot.serve.request import NEUTRAL, WITHOUT_EFFECT, ChatRequest, Refused, parse_request
+from dccot.serve.request import MAX_BODY, NEUTRAL, WITHOUT_EFFECT, ChatRequest, Refused, parse_request
 
 QUESTION = [{"role": "user", "content": "how many"}]
-OF_VLLM = ("top_k", "min_p", "repetition_penalty", "length_penalty", "use_beam_search", "stop_token_ids", "ignore_eos", "min_tokens",
-           "echo", "prompt_logprobs", "bad_words", "allowed_token_ids", "documents",
-           "chat_template", "structured_outputs", "priority")  # fmt: skip
-FIELDS = sorted(
-    {*CompletionCreateParamsNonStreaming.__annotations__, *OF_VLLM}
-    - set(ChatRequest.model_fields)
-    - set(WITHOUT_EFFECT)
+OF_VLLM = (
+    "top_k min_p repetition_penalty length_penalty use_beam_search stop_token_ids ignore_eos min_tokens echo best_of"
 )
+OF_VLLM += " prompt_logprobs bad_words allowed_token_ids documents chat_template structured_outputs priority functions"
+OURS = {*ChatRequest.model_fields, *WITHOUT_EFFECT}
+FIELDS = sorted({*CompletionCreateParamsNonStreaming.__annotations__, *OF_VLLM.split()} - OURS)
+IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
 
 
 def read(**fields) -> ChatRequest:
@@ -29,10 +28,58 @@ def test_a_field_of_the_api_that_is_not_supported_is_refused_by_name(field):
     assert (refused.value.param, refused.value.status) == (field, 400)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("n", 0), ("n", True), ("temperature", -1), ("temperature", "warm"), ("temperature", float("nan"))]
+    + [("top_p", 0), ("seed", 1.5), ("seed", 1e400), ("stop", [""]), ("stop", ["a"] * 5), ("max_tokens", 0)]
+    + [
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("reasoning_effort", "high"),
+        ("model", "\udfff"),
+    ]
+    + [("messages", []), ("messages", 7), ("messages", [{"role": "tool", "content": "x"}])]
+    + [
+        ("messages", [{"role": "assistant", "content": "x"}]),
+        ("messages", [{"role": "user", "content": "\ud800 half"}]),
+    ]
+    + [
+        ("messages", [{"role": "user", "content": [IMAGE]}]),
+        ("messages", [{"role": "user", "content": "x", "name": "y"}]),
+    ],
+)
+def test_a_value_that_is_not_supported_is_refused_by_name(field, value):
+    with pytest.raises(Refused, match=field) as refused:
+        read(**{field: value})
+    assert refused.value.param.split("[")[0].split(".")[0] == field
+
+
 @pytest.mark.parametrize("field", NEUTRAL)
 def test_the_value_that_asks_for_nothing_changes_nothing(field):
     for value in (None, *NEUTRAL[field]):
-        assert read(**{field: value}) == read()
+        assert read(**{field: value}) == read(user="someone") == read()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"7",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"messages":' + b"[" * 100_000,
+        b"{}",
+        b" " * (MAX_BODY + 1),
+    ]
+    + [b'{"n": ' + b"1" * 5000 + b"}"],
+    ids=range(10),
+)
+def test_a_body_that_is_no_request_is_refused(body):
+    with pytest.raises(Refused) as refused:
+        parse_request(body)
+    assert refused.value.status == 400
 
 
 def test_what_is_supported_arrives():
@@ -43,3 +90,8 @@ def test_what_is_supported_arrives():
     assert read(max_tokens=5, max_completion_tokens=5).budget == 5
     with pytest.raises(Refused, match="send one of them"):
         read(max_tokens=5, max_completion_tokens=6)
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    earlier = {"role": "assistant", "content": "1", "reasoning": "so", "tool_calls": []}
+    turns = [{"role": "developer", "content": "be brief"}, *QUESTION, earlier, {"role": "user", "content": parts}]
+    said = [(message.role, message.content) for message in read(messages=turns).messages]
+    assert said == [("system", "be brief"), ("user", "how many"), ("assistant", "1"), ("user", "one\ntwo")]
