@@ -6,15 +6,14 @@ Responses are like those of the paper's trained model (dccot.lab.bench.trees), a
 seven to a prompt. The figures are CPU time of one core for everything between responses and the model: packing is a
 plan over lengths, building copies every token once, and positions and parents are derived from `visible_until`. Larger
 batches hold the same responses repeatedly. Rows are the turns of agents: seven to a prompt, each leaving the first of
-them at a random place. The growth of layout time is shown with and without the kernel's time: gigabytes need new pages
-every time, megabytes reuse theirs.
+them at a random place.
 """
 
 from __future__ import annotations
 
 import random
-import resource
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -28,7 +27,6 @@ from dccot.train.forest import Forest, pack
 TOKEN_BUDGET = 32_768
 SAMPLES = 7  # responses to one prompt
 WARM_UP = 20  # responses
-GROWTH = (1, 4, 16)
 
 
 def paper_like_response(rng: random.Random, prompt: list[int], tokens: int, vocabulary: int) -> Response:
@@ -82,29 +80,23 @@ def branching_rows(count: int, tokens: int, seed: int = 0, vocabulary: int = 151
     return made
 
 
-def lay_out(rows: list[np.ndarray]) -> tuple[float, float]:
-    """Seconds to build one forest of `rows`, including its mask: CPU time, and how much of it outside the kernel."""
-    before = resource.getrusage(resource.RUSAGE_SELF)
+def lay_out(rows: list[np.ndarray]) -> tuple[float, int]:
+    """Seconds to build one forest of `rows`, including its mask, and the number of tokens."""
+    start = time.process_time()
     forest, _ = Forest.from_rows(rows)
     _ = forest.mask.position, forest.mask.parent, forest.targets
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    own = after.ru_utime - before.ru_utime
-    return own + after.ru_stime - before.ru_stime, own
+    return time.process_time() - start, sum(map(len, rows))
 
 
-def run_rows(base: int) -> list[dict]:
-    rows: list[dict] = []
-    taken: dict[str, list[float]] = {"": [], ", without the kernel's": []}
-    for times in GROWTH:
-        batch = branching_rows(base * times, 6000)
-        seconds, own = map(min, zip(*(lay_out(batch) for _ in range(2))))
-        for each, spent in zip(taken.values(), (seconds, own)):
-            each.append(spent)
-        target = 2.0 if base * times == 1000 else None
-        rows.append(row(f"Forest.from_rows, {base * times:,} rows of 6,000 tokens", seconds, "s", target))
-    for which, (first, *_, last) in taken.items():
-        rows.append(row(f"the same, time per token at 16× against 1×{which}", last / first / 16, "×", 1.5))
-    return rows
+def grow(name: str, batch: Callable[[int], list], work: Callable[[list], tuple[float, int]], base: int) -> list[dict]:
+    """Seconds for `base`, 4 and 16 times as many, and how much more a token takes of the last than of the first."""
+    rows, per_token = [], []
+    for count in (base, 4 * base, 16 * base):
+        given = batch(count)
+        seconds, tokens = min(work(given) for _ in range(2))
+        per_token.append(seconds / tokens)
+        rows.append(row(name.format(count), seconds, "s", 2.0 if count == 1000 else None))
+    return [*rows, row("the same, time per token at 16× against 1×", per_token[-1] / per_token[0], "×", 1.5)]
 
 
 def run(quick: bool = False) -> list[dict]:
@@ -113,11 +105,6 @@ def run(quick: bool = False) -> list[dict]:
     base = 100 if quick else 1000
     responses = paper_like_responses(base, 6000)
     build_all(responses[:WARM_UP])
-    rows, per_token = [], {}
-    for times in GROWTH:
-        seconds, tokens = min(build_all(responses * times) for _ in range(2))
-        per_token[times] = seconds / tokens
-        target = 2.0 if base * times == 1000 else None
-        rows.append(row(f"build and pack {base * times:,} responses of ~6,000 tokens", seconds, "s", target))
-    rows.append(row("time per token at 16× against 1×", per_token[16] / per_token[1], "×", 1.5))
-    return rows + run_rows(base)
+    repeated = lambda count: responses * (count // base)
+    rows = grow("build and pack {:,} responses of ~6,000 tokens", repeated, build_all, base)
+    return rows + grow("Forest.from_rows, {:,} rows of 6,000 tokens", lambda n: branching_rows(n, 6000), lay_out, base)

@@ -42,7 +42,6 @@ def run(quick: bool = False) -> list[dict]:
     torch.set_num_threads(THREADS)
     tokens = 2048 if quick else WORK_TOKENS
     rows = work_rows("paper", tokens) + schedule_rows(tokens)
-    rows += balance_rows(trees.MEASURED[:1] if quick else trees.MEASURED)
     head = (256, 4096, 64) if quick and not GPU else (8192, 151_936, HIDDEN)
     if GPU:
         return rows + attention_rows("paper", tokens, *HEADS, HEAD_DIM) + logprob_rows(*head)
@@ -63,23 +62,6 @@ def work_rows(tree: str, tokens: int) -> list[dict]:
     what = f"of visited ones, {len(visible_until):,} tokens, worst tile"
     useful = row(f"attention: wanted pairs {what}", min(efficiency), "share", 0.85, "higher")
     return [useful, row(f"attention: edge tiles {what}", max(edges), "share", 0.15)]
-
-
-def balance_rows(measured: Sequence[tuple[str, int]]) -> list[dict]:
-    """Simulated share of busy multiprocessors, the worst of three GPUs and three models: forward, dQ and dK/dV."""
-    cases = [(gpu, *heads) for gpu in (108, 132, 148) for heads in ((12, 2), (28, 4), (32, 8))]
-    rows = []
-    for kind, tokens in measured:
-        visible_until = trees.tree(kind, tokens)
-        for name, blocks in (("forward", (128, 128)), ("dQ", (128, 64)), ("dK/dV", (64, 128))):
-            built = schedule.build(visible_until, *blocks)
-            if name == "dK/dV":
-                plans = [schedule.plan(built.by_key, gpu, keys, heads // keys) for gpu, heads, keys in cases]
-            else:
-                plans = [schedule.plan(built.by_query, gpu, heads, 1) for gpu, heads, _ in cases]
-            what = f"attention: balance of {name}, {kind}, {len(visible_until):,} tokens"
-            rows.append(row(what, min(plan.busy for plan in plans), "share", 0.95, "higher"))
-    return rows
 
 
 def schedule_rows(tokens: int) -> list[dict]:
@@ -235,21 +217,21 @@ def profile(function: Callable[[], object], file: Path) -> None:
         proton.finalize()
 
 
+SIZES = {
+    "attention": {"tokens": TOKENS, "heads": HEADS[0], "key-heads": HEADS[1], "head-dim": HEAD_DIM},
+    "logprob": {"rows": 8192, "vocabulary": 151_936, "hidden": HIDDEN},
+}
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="dccot bench", description="Time a kernel against its alternatives.")
     kinds = top.add_subparsers(dest="kernel", required=True)
-    example = "example: dccot bench attention --tree paper --tokens 16384 --profile"
-    attention = kinds.add_parser("attention", epilog=example)
-    attention.add_argument("--tree", default="paper", help=f"{', '.join(trees.KINDS)}, or a rollout JSONL")
-    attention.add_argument("--tokens", type=int, default=TOKENS, help="packed tokens (default: %(default)s)")
-    attention.add_argument("--heads", type=int, default=HEADS[0], help="query heads (default: %(default)s)")
-    attention.add_argument("--key-heads", type=int, default=HEADS[1])
-    attention.add_argument("--head-dim", type=int, default=HEAD_DIM)
-    logprob = kinds.add_parser("logprob", epilog="example: dccot bench logprob --rows 2048")
-    logprob.add_argument("--rows", type=int, default=8192)
-    logprob.add_argument("--vocabulary", type=int, default=151_936)
-    logprob.add_argument("--hidden", type=int, default=HIDDEN)
-    for kind in (attention, logprob):
+    for name, sizes in SIZES.items():
+        kind = kinds.add_parser(name, epilog=f"example: dccot bench {name} --profile")
+        if name == "attention":
+            kind.add_argument("--tree", default="paper", help=f"{', '.join(trees.KINDS)}, or a rollout JSONL")
+        for option, default in sizes.items():
+            kind.add_argument(f"--{option}", type=int, default=default, help="(default: %(default)s)")
         kind.add_argument("--profile", action="store_true", help="also a trace for Perfetto (on a GPU also Proton's)")
         kind.add_argument("--output", type=Path, default=FOLDER, help="folder for JSON and traces (%(default)s)")
     return top

@@ -48,7 +48,6 @@ def attention_rows(tree: str, tokens: int, query_heads: int, key_heads: int, dim
         TREE: lambda: ours,
         CAUSAL: lambda: functools.partial(tree_attention, mask=causal),
         "SDPA with a dense mask": lambda: dense_that_fits(visible_until),
-        "FlexAttention with its own block mask": lambda: flex_attention(visible_until),
         "FlexAttention with our tiles, FLASH where installed": lambda: functools.partial(ours, backend="flash"),
     }
     for name, module in FLASH.items():
@@ -101,21 +100,6 @@ def dense_that_fits(visible_until: Tensor) -> Attention:
         room = f"{needed / 1e9:.1f} GB at {len(visible_until):,} tokens, {free / 1e9:.1f} GB are free"
         raise DoesNotFit(f"the mask alone takes {room}")
     return dense_sdpa(visible_until)
-
-
-def flex_attention(visible_until: Tensor) -> Attention:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    tokens = len(visible_until)
-    visible = lambda b, h, q, k: (k <= q) & (q < visible_until[k])
-    block_mask = create_block_mask(visible, None, None, tokens, tokens, device=visible_until.device, _compile=True)
-    compiled = torch.compile(flex_attention)
-
-    def attention(*qkv: Tensor) -> Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in qkv)
-        return compiled(q, k, v, block_mask=block_mask, enable_gqa=True)[0].transpose(0, 1)
-
-    return attention
 
 
 def flash_attention(visible_until: Tensor, module: str) -> Attention:

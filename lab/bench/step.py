@@ -10,11 +10,6 @@ Both recompute activations in the backward and step AdamW, in fp32 on all cores.
 vocabulary of 32K; responses are like the paper's (three workers, prompts shared), 4K tokens of them per step, or one
 where it is longer. Peak memory is the high-water mark of the whole process during its first step. The reference skips
 FSDP and entropy, so the comparison favours it.
-
-MFU counts only what the algorithm needs (flops.py), relative to the best matrix product in the same process, and
-without recomputation, which is not needed at this size. Where the rest goes: matrix products of this width run below
-the peak and the LM head's are repeated in the backward (logits are never kept), attention runs at about half of it, and
-norms, rotation, SwiGLU and softmax are memory-bound. The rows named "share of our step" show how much each takes.
 """
 
 from __future__ import annotations
@@ -30,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from dccot.core.runtime import Runtime
@@ -43,7 +37,7 @@ from dccot.model.sharding import ShardingConfig, build_model
 from dccot.model.transformer import Transformer
 from dccot.model.weights import save_checkpoint
 from dccot.rollout.response import Response
-from dccot.train.flops import matmul_peak, model_flops, pair_cost
+from dccot.train.flops import pair_cost
 from dccot.train.forest import Forest, pack
 from dccot.train.sft import negative_logprob
 from dccot.train.update import OptimizerConfig, make_optimizer, update
@@ -69,9 +63,9 @@ def step_responses(tokens: int) -> list[Response]:
 class Ours:
     """The trainer's own step: FSDP on one rank, forests, `update`."""
 
-    def __init__(self, folder: Path, recompute: bool):
+    def __init__(self, folder: Path):
         self.runtime, self.config = Runtime.start(), OptimizerConfig(learning_rate=1e-6)
-        self.model = build_model(folder, ShardingConfig(compute_dtype="float32", activation_checkpointing=recompute))
+        self.model = build_model(folder, ShardingConfig(compute_dtype="float32", activation_checkpointing=True))
         self.optimizer = make_optimizer(self.model, self.config)
 
     def forests(self, responses: list[Response]) -> list[Forest]:
@@ -135,39 +129,20 @@ def paper_layout(response: Response) -> tuple[Tensor, Tensor, Tensor]:
     return torch.tensor(tokens), visible_until, torch.tensor(targets)
 
 
-def measure(way: str, tokens: int, folder: Path, repeats: int) -> dict[str, Any]:
-    """One way at one size: loss and peak bytes of the first step, best seconds; of "mfu", what it takes."""
+def measure(way: str, tokens: int, folder: Path, repeats: int) -> dict[str, float]:
+    """One way at one size: loss and peak bytes of the first step, best seconds."""
     logging.disable(logging.WARNING)
-    trainer: Reference | Ours = Reference(folder) if way == "reference" else Ours(folder, recompute=way == "ours")
+    trainer: Reference | Ours = Reference(folder) if way == "reference" else Ours(folder)
     trainer.step(step_responses(256)[:1])  # one-time work happens here
-    responses, seconds, losses, peaks = step_responses(tokens), [], [], []
+    responses, found = step_responses(tokens), []
     for _ in range(repeats):
         with peak_memory() as peak:
             start = time.perf_counter()
-            losses.append(trainer.step(responses))
-            seconds.append(time.perf_counter() - start)
-        peaks.append(peak.most)
-    found: dict[str, Any] = {"loss": losses[0], "seconds": min(seconds), "peak_bytes": peaks[0]}
-    found["tokens"] = sum(response.total_tokens for response in responses)
-    if isinstance(trainer, Ours) and way == "mfu":
-        found["flops"] = 3 * model_flops(trainer.model.config, trainer.forests(responses))
-        found["peak_flops"] = matmul_peak(torch.device("cpu"), torch.float32)
-        found["shares"] = shares(trainer, responses)
-    return found
-
-
-def shares(trainer: Ours, responses: list[Response]) -> dict[str, float]:
-    """Where the time of a step goes."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        trainer.step(responses)
-    kinds = dict.fromkeys(("matrix products", "attention", "everything else"), 0.0)
-    for event in profiler.key_averages():
-        products = event.key in ("aten::mm", "aten::addmm", "aten::bmm")
-        kind = "matrix products" if products else "everything else"
-        if "flash_attention" in event.key or "tree_attention" in event.key:
-            kind = "attention"
-        kinds[kind] += event.self_cpu_time_total
-    return {kind: time_ / sum(kinds.values()) for kind, time_ in kinds.items()}
+            loss = trainer.step(responses)
+            seconds = time.perf_counter() - start
+        found.append((loss, seconds, peak.most))
+    size, (loss, _, most) = sum(response.total_tokens for response in responses), found[0]
+    return {"loss": loss, "seconds": min(each[1] for each in found), "peak_bytes": most, "tokens": size}
 
 
 def make_model(shape: dict[str, Any], folder: Path) -> None:
@@ -191,8 +166,7 @@ def run(quick: bool = False) -> list[dict]:
         folder = Path(scratch) / "model"
         make_model(MODEL, folder)
         found = {(way, size): in_own_process(way, size, folder, 1 if quick or size > 2048 else 2) for way, size in ways}
-        mfu = in_own_process("mfu", 2048, folder, 1 if quick else 3)
-    return compared(found, sizes) + utilisation(mfu)
+    return compared(found, sizes)
 
 
 def compared(found: dict[tuple[str, int], dict], sizes: tuple[int, ...]) -> list[dict]:
@@ -214,15 +188,6 @@ def compared(found: dict[tuple[str, int], dict], sizes: tuple[int, ...]) -> list
         growth = (last["seconds"] / last["tokens"]) / (first["seconds"] / first["tokens"])
         rows.append(row(f"time per token, {sizes[-1] // 1024}K against {sizes[0] // 1024}K, {way}", growth, "×"))
     return rows
-
-
-def utilisation(found: dict) -> list[dict]:
-    mfu = found["flops"] / found["seconds"] / found["peak_flops"]
-    return [
-        row("matmul peak of this machine, fp32", found["peak_flops"] / 1e9, "GFLOP/s", None, "higher"),
-        row("model FLOP utilisation of our step, 2K tokens per response", mfu, "share", 0.5, "higher"),
-        *(row(f"share of our step: {kind}", share, "share") for kind, share in found["shares"].items()),
-    ]
 
 
 if __name__ == "__main__":
