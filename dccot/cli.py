@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return dispatch(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
-        print("\nstopped; the same command continues where it can", file=sys.stderr)
+        print("\nstopped; rerun the same command to resume", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `dccot … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,10 +2,10 @@
 
     dccot export runs/demo/stage4 FOLDER                        dccot export runs/hlp@180 FOLDER --push NAME/MODEL
 
-The card is computed from the run: the stages that led to it (each run's config.yaml names the previous one), their
-training data, and every evaluation next to the run that measured it or an ancestor. The folder appears only when
-complete. `--push` also uploads it to a hub (HF_TOKEN and, for another hub, HF_ENDPOINT in the environment); the
-repository is private unless `--public` is given.
+The card is computed from the run: the stages that led to it (each run's settings name the previous one), their training
+data, and every evaluation next to the run that measured it or an ancestor. The folder appears only when complete.
+`--push` also uploads it to a hub (HF_TOKEN and, for another hub, HF_ENDPOINT in the environment); the repository is
+private unless `--public` is given.
 """
 
 from __future__ import annotations
@@ -15,29 +15,62 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+
 import dccot
 from dccot.core.command import run_cleanly
-from dccot.core.files import BadData
+from dccot.core.config import require
 from dccot.core.run import Run
-from dccot.data.prompts import PromptConfig
+from dccot.data.task import settings_of
 from dccot.eval.results import LABELS, SUMMARY, Evaluation, shown
 from dccot.model.folder import find_model, resolve_model
 from dccot.model.tokenizer import open_tokenizer
 from dccot.model.weights import require_inside
 
 MEASURES = ("accuracy", "maj3_accuracy", "longest_path", "total_tokens", "well_formed")
-HEADER = """---
-library_name: transformers
-pipeline_tag: text-generation
-license: LICENSE
-tags: [dccot]
----"""
-USE = """Transformers and vLLM load the folder as an ordinary decoder. Workers are spawned by dccot:
+SETTINGS = {  # of a stage → its column
+    "steps": "steps",
+    "data.train": "trained on",
+    "optimizer.learning_rate": "learning rate",
+    "objective.kind": "objective",
+    "filter": "filter",
+    "rollout.budget": "token budget",
+    "reward.length_penalty": "length penalty",
+    "seed": "seed",
+}
+PARALLEL = "as a director it splits a problem, spawns workers that think in parallel, reads them and answers"
+UNLICENSED = "None was stated when the model was exported. The licences of the model that training started from, and of the data, apply."
+TEMPLATE = """---
+{{ card_data }}
+---
+
+# {{ name }}
+
+A {{ shape.model_type }} decoder, {{ shape.num_hidden_layers }} layers, {{ shape.hidden_size }} wide, trained with dccot {{ version }}
+(Divide-and-Conquer CoT): {{ way }}. Weights: {{ weights }}.
+
+## Training
+
+Each stage starts from the one above it.
+
+{{ stages }}
+
+## Results
+
+{{ results or "None." }}
+
+## Limits
+
+{% for limit in limits if limit %}- {{ limit }}
+{% endfor %}
+## Use
+
+Transformers and vLLM load the folder as an ordinary decoder. Workers are spawned by dccot:
 
     dccot solve FOLDER "a question"
 
@@ -47,9 +80,13 @@ USE = """Transformers and vLLM load the folder as an ordinary decoder. Workers a
 The exact prompt:
 
 ```text
-PROMPT
-```"""
-UNLICENSED = "None was stated when the model was exported. The licences of the model that training started from, and of the data, apply."
+{{ prompt }}
+```
+
+## Licence
+
+{{ licence }}
+"""
 
 
 @dataclass(frozen=True)
@@ -57,184 +94,126 @@ class Ancestor:
     """A run that led to the model, or the model that the first of them started from."""
 
     name: str
-    run: Path | None
-    config: dict[str, Any]
+    run: Run | None
+    settings: dict[str, Any]
 
     @property
     def kind(self) -> str:
-        return "start" if self.run is None else "RL" if "objective" in self.config else "SFT"
+        return "start" if self.run is None else "RL" if "objective" in self.settings else "SFT"
 
     def setting(self, key: str) -> Any:
-        value: Any = self.config
+        value: Any = self.settings
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         return value
 
 
-def lineage(run: Path) -> list[Ancestor]:
+def lineage(run: Run) -> list[Ancestor]:
     """The run and what it came from, oldest first."""
     found: list[Ancestor] = []
-    at: Path | None = run
-    while at is not None and (settings := Run(at).settings()) and at not in [ancestor.run for ancestor in found]:
-        found.append(Ancestor(at.name, at, settings))
+    at: Run | None = run
+    while at is not None and at.folder not in [each.run.folder for each in found if each.run]:
+        found.append(Ancestor(at.name, at, at.settings()))
         start = str(found[-1].setting("model.path") or "")
-        at = next((place for place in _places(start, at) if Run(place).config_file.is_file()), None)
+        earlier = Run.parse(start)[0]  # where the settings say, or next to this run if both were moved
+        places = (earlier, Run(at.folder.parent / earlier.name)) if start else ()
+        at = next((place for place in places if place.config_file.is_file()), None)
         if at is None and start:
             found.append(Ancestor("/".join(Path(start).parts[-2:]), None, {}))
     return found[::-1]
 
 
-def _places(start: str, run: Path) -> Iterator[Path]:
-    """Where the run that another started from may be: as its configuration says, or next to it if both were moved."""
-    earlier = Run.parse(start)[0]
-    yield earlier.folder
-    yield run.parent / earlier.name
-
-
-def evaluations_of(run: Path, ancestors: Sequence[Ancestor], model: Path) -> list[tuple[str, Evaluation]]:
+def evaluations_of(run: Run, ancestors: Sequence[Ancestor], model: Path) -> list[tuple[str, Evaluation]]:
     """(model's name, evaluation) of every evaluation next to the run that measured this model or the newest weights of
-    an ancestor.
+    an ancestor. RUN/checkpoints/STEP/hf identifies weights wherever their runs have been moved.
     """
-    wanted = {
-        _tail(find_model(each.run)): each.name
-        for each in ancestors
-        if each.run is not None and Run(each.run).latest.is_file()
-    }
-    wanted = {tail: name for tail, name in wanted.items() if name != run.name} | {_tail(model): run.name}
-    found = [Evaluation.load(file.parent) for file in sorted(run.parent.glob(f"*/{SUMMARY}"))]
+    runs = [each.run for each in ancestors if each.run is not None and each.name != run.name]
+    wanted = {find_model(each.folder).parts[-4:]: each.name for each in runs if each.latest.is_file()}
+    wanted[model.parts[-4:]] = run.name
+    found = [Evaluation.load(file.parent) for file in sorted(run.folder.parent.glob(f"*/{SUMMARY}"))]
+    named = [(wanted[tail], each) for each in found if (tail := Path(each.model).parts[-4:]) in wanted]
     order = [each.name for each in ancestors]
-    named = [(wanted[_tail(Path(each.model))], each) for each in found if _tail(Path(each.model)) in wanted]
     return sorted(named, key=lambda pair: (order.index(pair[0]), pair[1].name))
 
 
-def _tail(model: Path) -> tuple[str, ...]:
-    """RUN/checkpoints/STEP/hf: what identifies weights wherever their runs have been moved."""
-    return model.parts[-4:]
-
-
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *rows))
 
 
 def stages_table(ancestors: Sequence[Ancestor]) -> str:
-    keys = (
-        "steps",
-        "data.train",
-        "optimizer.learning_rate",
-        "objective.kind",
-        "filter",
-        "rollout.budget",
-        "reward.length_penalty",
-        "seed",
-    )
-    heads = (
-        "stage",
-        "kind",
-        "steps",
-        "trained on",
-        "learning rate",
-        "objective",
-        "filter",
-        "token budget",
-        "length penalty",
-        "seed",
-    )
-    rows = []
-    for each in ancestors:
-        values = (each.setting(key) for key in keys)
-        cells = (
-            "" if value is None else Path(value).name if key == "data.train" else str(value)
-            for key, value in zip(keys, values)
-        )
-        rows.append([each.name, each.kind, *cells])
-    return table(heads, rows)
+    def cell(value: Any, key: str) -> str:
+        return "" if value is None else Path(value).name if key == "data.train" else str(value)
+
+    rows = [[each.name, each.kind, *(cell(each.setting(key), key) for key in SETTINGS)] for each in ancestors]
+    return table(["stage", "kind", *SETTINGS.values()], rows)
 
 
 def results_table(evaluations: Sequence[tuple[str, Evaluation]]) -> str:
-    heads = ["model", "benchmark", "problems × answers", "asked", *(LABELS[measure] for measure in MEASURES)]
     rows = []
     for name, evaluation in evaluations:
+        asked = f"{evaluation.method}, {evaluation.budget:,} tokens"
         for result in evaluation.results.values():
-            cells = []
-            for measure in MEASURES:
-                estimate = result.estimate(measure)
-                value, error = shown(measure, estimate) if estimate else ("", "")
-                cells.append(f"{value} ± {error}" if error else value)
-            asked = f"{evaluation.method}, {evaluation.budget:,} tokens"
-            rows.append([name, result.title, f"{result.problems:,} × {result.samples}", asked, *cells])
-    return table(heads, rows)
+            estimates = {measure: result.estimate(measure) for measure in MEASURES}
+            cells = [shown(measure, estimate) if estimate else ("", "") for measure, estimate in estimates.items()]
+            found = [f"{value} ± {error}" if error else value for value, error in cells]
+            rows.append([name, result.title, f"{result.problems:,} × {result.samples}", asked, *found])
+    heads = ["model", "benchmark", "problems × answers", "asked", *(LABELS[measure] for measure in MEASURES)]
+    return table(heads, rows) if rows else ""
 
 
-def limits(ancestors: Sequence[Ancestor], evaluations: Sequence[tuple[str, Evaluation]]) -> list[str]:
-    newest = ancestors[-1]
-    results = [
-        result for name, evaluation in evaluations if name == newest.name for result in evaluation.results.values()
-    ]
-    unjudged = sum(result.unjudged for result in results)
-    budget, workers = newest.setting("rollout.budget"), newest.setting("rollout.workers") or newest.setting("workers")
-    benchmarks = ", ".join(sorted({result.title for result in results}))
-    notes = [
-        f"Measured on {benchmarks} and on nothing else."
+def limits(newest: Ancestor, evaluations: Sequence[tuple[str, Evaluation]]) -> list[str]:
+    """Empty ones do not apply."""
+    own = [evaluation for name, evaluation in evaluations if name == newest.name]
+    results = [result for evaluation in own for result in evaluation.results.values()]
+    unjudged, titles = sum(result.unjudged for result in results), sorted({result.title for result in results})
+    budget, workers = newest.setting("rollout.budget"), newest.setting("rollout.workers")
+    return [
+        f"Measured on {', '.join(titles)} and on nothing else."
         if results
-        else "No evaluation of these weights was found beside their run.",
+        else "No evaluation of these weights was found next to their run.",
         "± is the standard error over problems of one training run; another seed may differ by more.",
-        f"{unjudged:,} answers could not be judged and are in no accuracy." if unjudged else "",
+        f"{unjudged:,} answers could not be judged; they count as wrong." if unjudged else "",
         f"Trained with {workers} workers and at most {budget:,} tokens on the longest path." if budget else "",
-        "It answers questions of the kind it was trained on, in the prompt format below. It is not a general assistant, and its safety "
-        "was not tested.",
+        "It answers questions of the kind it was trained on, in the prompt format below. It is not a general assistant, "
+        "and its safety was not tested.",
     ]
-    return [note for note in notes if note]
 
 
-def introduction(model: Path, parallel: bool) -> str:
-    facts = json.loads((model / "config.json").read_text())
-    way = (
-        "as a director it splits a problem, spawns workers that think in parallel, reads them and answers"
-        if parallel
-        else "sequential"
-    )
-    shape = f"A {facts['model_type']} decoder, {facts['num_hidden_layers']} layers, {facts['hidden_size']} wide"
-    return f"{shape}, trained with dccot {dccot.__version__} (Divide-and-Conquer CoT): {way}. Weights: {model.parent.name}."
-
-
-def card(run: Path, model: Path, license_name: str | None) -> str:
+def card(run: Run, model: Path, licence: str | None) -> ModelCard:
     """README.md of the exported folder."""
-    ancestors = lineage(run)
-    if not ancestors:
-        raise BadData(
-            f"{run} has no config.yaml: a model card is made from a run of `dccot sft` or `dccot rl`, not from a model alone"
-        )
+    origin = "a model card is made from a run of `dccot sft` or `dccot rl`, not from a model alone"
+    require(run.config_file.is_file(), f"{run} has no config.yaml: {origin}")
+    ancestors, (prompt, _) = lineage(run), settings_of(run.folder)
     evaluations = evaluations_of(run, ancestors, model)
-    prompt = PromptConfig(**(ancestors[-1].setting("prompt") or {"open_think": False}))
-    sections = {
-        "Training": f"Each stage starts from the one above it.\n\n{stages_table(ancestors)}",
-        "Results": results_table(evaluations) if evaluations else "None.",
-        "Limits": "\n".join(f"- {note}" for note in limits(ancestors, evaluations)),
-        "Use": USE.replace("PROMPT", prompt.text("{question}", open_tokenizer(model))),
-        "Licence": license_name or UNLICENSED,
+    data = ModelCardData(
+        library_name="transformers", pipeline_tag="text-generation", license=licence or "other", tags=["dccot"]
+    )
+    facts = {
+        "name": run.name,
+        "shape": json.loads((model / "config.json").read_text()),
+        "version": dccot.__version__,
+        "way": PARALLEL if prompt.parallel else "sequential",
+        "weights": model.parent.name,
+        "stages": stages_table(ancestors),
+        "results": results_table(evaluations),
+        "limits": limits(ancestors[-1], evaluations),
+        "prompt": prompt.text("{question}", open_tokenizer(model)),
+        "licence": licence or UNLICENSED,
     }
-    header = HEADER.replace("LICENSE", license_name or "other")
-    body = [
-        f"# {run.name}",
-        introduction(model, prompt.kind == "parallel"),
-        *(f"## {title}\n\n{text}" for title, text in sections.items()),
-    ]
-    return "\n\n".join([header, *body]) + "\n"
+    return ModelCard.from_template(data, template_str=TEMPLATE, **facts)
 
 
-def export(run: Path, folder: Path, license_name: str | None = None) -> Path:
-    """Write `folder`, whole or not at all; `run` may name a step as in `runs/hlp@180`."""
-    model = resolve_model(run)
-    home = Run.parse(run)[0].folder
+def export(path: Path, folder: Path, licence: str | None = None) -> Path:
+    """Write `folder`, whole or not at all; `path` may name a step as in `runs/hlp@180`."""
+    model = resolve_model(path)
     if folder.exists():
         raise FileExistsError(f"{folder} already exists; export writes a new folder: remove it or choose another name")
     require_inside(model, model.rglob("*"))
-    text = card(home, model, license_name)
+    made = card(Run.parse(path)[0], model, licence)
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     try:
         shutil.copytree(model, beside)
-        (beside / "README.md").write_text(text)
+        made.save(beside / "README.md")
         beside.rename(folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -243,8 +222,6 @@ def export(run: Path, folder: Path, license_name: str | None = None) -> Path:
 
 def push(folder: Path, repository: str, public: bool) -> str:
     """Upload the folder; returns its URL. The token comes from the environment (HF_TOKEN) or from `hf auth login`."""
-    from huggingface_hub import HfApi
-
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
     address = api.create_repo(repository, private=not public, exist_ok=True)
     api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Model exported by dccot")
@@ -252,10 +229,8 @@ def push(folder: Path, repository: str, public: bool) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    example = "example: dccot export runs/demo/stage4 FOLDER"
-    parser = argparse.ArgumentParser(
-        prog="dccot export", description="Export a trained model with a model card.", epilog=example
-    )
+    about, example = "Export a trained model with a model card.", "example: dccot export runs/demo/stage4 FOLDER"
+    parser = argparse.ArgumentParser(prog="dccot export", description=about, epilog=example)
     parser.add_argument(
         "run", type=Path, help="a run, or one of its checkpoints: runs/hlp, runs/hlp@180, runs/hlp@best"
     )

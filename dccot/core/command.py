@@ -41,7 +41,7 @@ def run_cleanly(work: Callable[[], object]) -> int:
         return 2
     except (KeyboardInterrupt, Stopped) as stopped:
         if os.environ.get("RANK", "0") == "0":
-            print("\nstopped; the same command continues where it can", file=sys.stderr)
+            print("\nstopped; rerun the same command to resume", file=sys.stderr)
         return CONTINUE if isinstance(stopped, Stopped) else 130
     return 0
 

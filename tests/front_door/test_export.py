@@ -119,7 +119,7 @@ def test_results_are_those_of_these_weights_and_of_their_ancestors_with_standard
         ("stage4", "75.00 ± 25.00"),
     ]
     assert "- Measured on AIME of the test and on nothing else." in card
-    assert "- 2 answers could not be judged" in card
+    assert "- 2 answers could not be judged; they count as wrong." in card
     assert "at most 384 tokens" in card
 
 

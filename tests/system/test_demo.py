@@ -70,7 +70,7 @@ def test_it_is_stopped_and_goes_on_to_its_table(start, tmp_path):
         time.sleep(0.1)
     os.killpg(first.pid, signal.SIGINT)
     said = first.communicate(timeout=900)[0]
-    assert first.returncode == CONTINUE and said.rstrip().endswith("the same command continues where it can")
+    assert first.returncode == CONTINUE and said.rstrip().endswith("rerun the same command to resume")
     assert "Traceback" not in said and "[2/8] base:" not in said
 
     again = start()
