@@ -31,7 +31,7 @@ def tracked() -> list[str]:
 def run(*words: str | Path, cwd: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [str(word) for word in words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+        [str(word) for word in words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout

@@ -11,7 +11,7 @@ from dccot.core.config import ConfigError
 from dccot.core.runtime import Runtime, require_shared
 
 if __name__ == "__main__":
-    with Runtime.start(timeout_seconds=60) as runtime:
+    with Runtime.start(timeout_seconds=900) as runtime:
         home = Path(sys.argv[1]) / str(runtime.rank)
         (home / "run").mkdir(parents=True)
         os.chdir(home)

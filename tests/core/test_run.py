@@ -20,7 +20,7 @@ HOLD = """
 import sys, time
 from dccot.core.run import Run
 print(Run(sys.argv[1]).claim(), flush=True)
-time.sleep(60)
+time.sleep(900)
 """
 
 

@@ -143,7 +143,7 @@ def test_a_gsm8k_row_without_its_mark_is_skipped_and_named(tmp_path):
 def test_fetch_without_a_network_fails_with_one_sentence():
     code = "from dccot.data.problems import fetch\ntry: fetch('aime24')\nexcept ValueError as e: print(e)"
     offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": "/nonexistent"}
-    done = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, timeout=600)
     assert "cannot reach http://127.0.0.1:9 to download HuggingFaceH4/aime_2024" in done.stdout
     assert done.stdout.count("\n") == 1 and not done.stderr
 

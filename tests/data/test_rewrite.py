@@ -74,7 +74,7 @@ OUTCOMES = {
     "cut": ["cut by max_tokens", "accepted"],
     "impossible": ["failed"],
 }
-TIMEOUT = 2.0
+TIMEOUT = 4.0
 RETRY_AFTER = 2.0
 
 

@@ -38,7 +38,7 @@ def submit(tmp_path):
             "SLURM_JOB_NODELIST": "node[1-2]",
         }
         done = subprocess.run(
-            ["bash", SCRIPT, "dccot.train.rl", "a b.yaml", "x=1"], cwd=tmp_path, env=environment, timeout=60
+            ["bash", SCRIPT, "dccot.train.rl", "a b.yaml", "x=1"], cwd=tmp_path, env=environment, timeout=600
         )
         said = (tmp_path / "said").read_text().splitlines()
         assert said[:2] == [f"rank {rank} of 2 on {rank} at node1: -m dccot.train.rl a b.yaml x=1" for rank in (0, 1)]

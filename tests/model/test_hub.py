@@ -33,7 +33,7 @@ def ask(name: str, url: str, home, **more: str) -> tuple[int, str]:
     )
     environment = os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"} | more
     done = subprocess.run(
-        [sys.executable, "-c", code, name], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code, name], env=environment, capture_output=True, text=True, timeout=900
     )
     return done.returncode, done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
 

@@ -61,7 +61,7 @@ def test_a_killed_run_leaves_whole_lines_and_resume_finishes_the_rest(command, u
     out = tmp_path / "killed.jsonl"
     arguments = [*command, *SETTINGS, "--out", str(out), "engine.max_sequences=3"]  # slow enough to be caught midway
     run = programs.Popen([sys.executable, "-m", "dccot.rollouts", *arguments])
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900
     while run.poll() is None and (not out.exists() or out.read_bytes().count(b"\n") < 3):
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import http.client
+import json
 import re
 import socket
 import time
@@ -210,7 +212,7 @@ def test_the_plugin_by_vllms_own_means_asks_through_the_models_own_chat_template
         ask(client, 4, "one<|im_end|>", model=card.id)
 
 
-def eventually(holds, seconds=2.0) -> bool:
+def eventually(holds, seconds=300.0) -> bool:
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -226,10 +228,13 @@ def test_a_client_that_goes_away_leaves_nothing_running(client, server):
         assert eventually(lambda: server.running() == 0 and server.metric("dccot_responses_running") == 0)
 
 
-def test_a_client_that_goes_away_before_an_answer_leaves_nothing_running(client, server):
+def test_a_client_that_goes_away_before_an_answer_leaves_nothing_running(server):
     before = server.metric("dccot_responses_total")
-    with contextlib.suppress(Exception):
-        ask(client, STALLED, timeout=0.5)
+    body = json.dumps({"model": NAME, "messages": [{"role": "user", "content": QUESTION}], "seed": STALLED})
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    with contextlib.closing(http.client.HTTPConnection(server.address.removeprefix("http://"))) as connection:
+        connection.request("POST", "/v1/chat/completions", body, headers)
+        assert eventually(lambda: server.metric("dccot_responses_running") == 1)
     assert eventually(lambda: server.metric("dccot_responses_running") == 0)
     assert server.metric("dccot_responses_total") == before + 1
 
@@ -275,7 +280,7 @@ def test_requests_that_are_still_being_sent_take_places_too(client, server):
 
     with contextlib.ExitStack() as stack:
         for _ in range(9):  # eight places
-            last = stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
+            last = stack.enter_context(socket.create_connection((host, int(port)), timeout=600))
             last.sendall(head.encode())
         assert last.recv(1000).startswith(b"HTTP/1.1 503")
         assert not answered()

@@ -51,7 +51,7 @@ def tokens(responses) -> dict:
     return {request.problem: response.as_read for request, response in responses}
 
 
-def eventually(holds, seconds=20.0) -> bool:
+def eventually(holds, seconds=300.0) -> bool:
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -17,7 +17,9 @@ def send(server, path, body=None, key=KEY):
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     try:
-        with urllib.request.urlopen(urllib.request.Request(server.address + path, data, headers), timeout=60) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(server.address + path, data, headers), timeout=600
+        ) as answer:
             text, status = answer.read().decode(), answer.status
     except urllib.error.HTTPError as error:
         text, status = error.read().decode(), error.code

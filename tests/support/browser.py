@@ -39,7 +39,7 @@ class Browser:
     def call(self, method: str, path: str, content: dict | None = None):
         body = None if content is None else json.dumps(content).encode()
         request = urllib.request.Request(self.address + path, body, {"Content-Type": "application/json"}, method=method)
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             return json.load(answer)["value"]
 
     def go(self, address: str) -> None:

@@ -49,7 +49,7 @@ class Server:
                 start_new_session=True,
             )
 
-    def ready(self, seconds: float = 480) -> Server:
+    def ready(self, seconds: float = 900) -> Server:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()[-3000:]}"
@@ -62,7 +62,7 @@ class Server:
 
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels."""
-        with urllib.request.urlopen(f"{self.address}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"{self.address}/metrics", timeout=300) as answer:
             text = answer.read().decode()
         return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 
@@ -72,7 +72,7 @@ class Server:
     def stop(self) -> None:
         self.process.terminate()
         try:
-            self.process.wait(30)
+            self.process.wait(300)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

@@ -7,7 +7,7 @@ import time
 
 from dccot.core.runtime import Runtime, on_rank_zero
 
-TIMEOUT_SECONDS = 2.0
+TIMEOUT_SECONDS = 3.0
 
 
 def work() -> int:

@@ -18,7 +18,7 @@ from dccot.train.checkpoint import CheckpointConfig, Checkpointer
 
 
 def main(model_folder: Path, run: Path) -> None:
-    runtime = Runtime.start(timeout_seconds=120)
+    runtime = Runtime.start(timeout_seconds=900)
     model = build_model(model_folder, ShardingConfig(compute_dtype="float32"))
     # no state of its own, so that a rank's part in dcp/ is smaller than hf/
     optimizer = torch.optim.SGD(model.parameters())

@@ -1,4 +1,4 @@
-"""A rank that hangs in one of three ways under a watchdog with stall_seconds=1.
+"""A rank that hangs in one of three ways under a watchdog with stall_seconds=2.
 
 python tests/train/hang_program.py lock
 """
@@ -38,7 +38,7 @@ def main(how: str) -> None:
     with Runtime.start(timeout_seconds=600) as runtime:
         phases = Phases(runtime)
         phases.begin_step(7)
-        with Watchdog(phases, stall_seconds=1.0), phases("rollout"):
+        with Watchdog(phases, stall_seconds=2.0), phases("rollout"):
             threading.Event().wait(0.5)
             HANGS[how](runtime, phases)
 

@@ -163,12 +163,12 @@ def test_a_checkpoint_has_no_name_until_its_last_file_is_written(checkpointer, t
 
     def held(checkpoint: Checkpoint) -> None:
         reached.set()
-        hold.wait(60)
+        hold.wait(600)
         write_manifest(checkpoint)
 
     monkeypatch.setattr(Checkpoint, "write_manifest", held)
     keeper.save(2, *trained, {})
-    assert reached.wait(60)
+    assert reached.wait(600)
     assert steps(keeper) == [".step_000002.partial", "step_000001"]
     assert keeper.latest.read_text() == "step_000001\n"
     hold.set()

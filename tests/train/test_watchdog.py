@@ -28,7 +28,7 @@ def phases(monkeypatch) -> Phases:
 
 
 def wait_for(condition) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
 
@@ -66,18 +66,28 @@ def test_a_phase_that_ends_while_it_is_reported_does_not_end_the_watch(monkeypat
 
 
 def test_phases_that_end_in_time_are_not_reported(phases, caplog):
-    with Watchdog(phases, stall_seconds=1e9):
-        for _ in range(10):
-            with phases("grade"):
-                time.sleep(0.02)
-    assert caplog.text == ""
+    with phases("grade"):
+        pass
+    watchdog = Watchdog(phases, stall_seconds=1e9)
+    with phases("grade"):
+        watchdog._look(phases.since + 0.04)
+        assert caplog.text == ""
+        watchdog._look(phases.since + 0.06)
+    assert "grade has been running" in caplog.text
 
 
-def test_signs_of_life_keep_a_rank_alive_in_a_phase_that_takes_longer_than_stall_seconds(phases):
-    with Watchdog(phases, stall_seconds=0.2), phases("update"):
-        for _ in range(30):
-            time.sleep(0.02)
-            phases.beat()
+def test_signs_of_life_keep_a_rank_alive_in_a_phase_that_takes_longer_than_stall_seconds(phases, monkeypatch):
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    monkeypatch.setattr("logging.shutdown", lambda: None)
+    watchdog = Watchdog(phases, stall_seconds=0.2)
+    with phases("update"):
+        phases.since -= 100
+        phases.beat()
+        watchdog._look(phases.last_beat + 0.1)
+        assert ended == []
+        watchdog._look(phases.last_beat + 0.3)
+    assert ended == [STALLED]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +100,7 @@ def test_a_rank_that_hangs_is_ended_after_stall_seconds_and_says_where(hang, pla
     assert place in done.stderr
     if code == STALLED:
         assert done.stderr.count("rank 0, step 7: rollout has been running") >= 2
-        assert "ended after stall_seconds=1 without progress" in done.stderr
+        assert "ended after stall_seconds=2 without progress" in done.stderr
 
 
 def test_a_rank_that_hangs_in_a_collective_is_ended(torchrun):
