@@ -1,9 +1,10 @@
-"""What is shipped: every room once, nothing else, no file too long to read, built from the tracked files by way of the
+"""What is shipped: every room once, nothing else, and its dependencies; built from the tracked files by way of the
 sdist.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -12,15 +13,18 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+ROOMS = ("dccot", "kernels", "model", "rollout", "data", "train", "eval", "serve", "lab")
 RANGES = [text for group in (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()) for text in group]
 
 
@@ -119,3 +123,16 @@ def test_the_lower_bound_is_the_locked_version_and_there_is_an_upper_one(text):
     bounds = {bound.operator: bound.version for bound in requirement.specifier}
     assert set(bounds) == {">=", "<"} and version in requirement.specifier
     assert version == bounds[">="] or requirement.name.startswith("types-")  # stubs are locked to a day
+
+
+def test_what_is_imported_is_declared():
+    files = [ROOT / name for name in tracked() if name.endswith(".py") and name.split("/")[0] in ROOMS]
+    trees = [ast.parse(file.read_text()) for file in files]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    outside = {module.partition(".")[0] for module in modules} - set(sys.stdlib_module_names) - {"dccot"}
+    names = packages_distributions()
+    declared = {canonicalize_name(Requirement(text).name) for text in RANGES}
+    lacking = {name for name in outside if not {canonicalize_name(each) for each in names.get(name, [])} & declared}
+    assert lacking <= {"aiohttp", "starlette", "vllm", "wandb", "gguf"}  # of vLLM and fastapi, and where installed
