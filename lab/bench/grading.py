@@ -18,17 +18,11 @@ def enumerated(classes: list[int], correct: list[bool], longest_paths: list[int]
     """maj@3 as a user would write it: vote in every subset."""
     accuracy, length, subsets = 0.0, 0, 0
     for trio in combinations(range(len(classes)), 3):
-        a, b, c = (classes[i] for i in trio)
-        i, j, k = trio
-        if a == b != c:
-            accuracy += (correct[i] + correct[j]) / 2
-        elif a == c != b:
-            accuracy += (correct[i] + correct[k]) / 2
-        elif b == c != a:
-            accuracy += (correct[j] + correct[k]) / 2
-        else:
-            accuracy += (correct[i] + correct[j] + correct[k]) / 3
-        length += max(longest_paths[i], longest_paths[j], longest_paths[k])
+        voted = [classes[i] for i in trio]
+        most = max(map(voted.count, voted))
+        winners = [i for i in trio if voted.count(classes[i]) == most]
+        accuracy += sum(correct[i] for i in winners) / len(winners)
+        length += max(longest_paths[i] for i in trio)
         subsets += 1
     return MajorityVote(accuracy / subsets, length / subsets)
 
@@ -55,23 +49,15 @@ def run(quick: bool = False) -> list[dict]:
     rates = {workers: _answers_per_second(workers, answers(40 if quick else 200)) for workers in (1, 2)}
     votes = f"maj@3 of {count} responses"
     return [
-        {"name": f"{votes}, closed form", "value": closed * 1e3, "unit": "ms", "target": None, "better": "lower"},
-        {
-            "name": f"{votes}, speed-up over enumeration",
-            "value": brute / closed,
-            "unit": "×",
-            "target": 1000,
-            "better": "higher",
-        },
-        {"name": "grading, 1 process", "value": rates[1], "unit": "answers/s", "target": None, "better": "higher"},
-        {
-            "name": "grading, 2 processes over 1",
-            "value": rates[2] / rates[1],
-            "unit": "×",
-            "target": 1.6,
-            "better": "higher",
-        },
+        _row(f"{votes}, closed form", closed * 1e3, "ms", None, "lower"),
+        _row(f"{votes}, speed-up over enumeration", brute / closed, "×", 1000),
+        _row("grading, 1 process", rates[1], "answers/s", None),
+        _row("grading, 2 processes over 1", rates[2] / rates[1], "×", 1.6),
     ]
+
+
+def _row(name: str, value: float, unit: str, target: float | None, better: str = "higher") -> dict:
+    return {"name": name, "value": value, "unit": unit, "target": target, "better": better}
 
 
 def _answers_per_second(workers: int, pairs: list[tuple[str, str]]) -> float:

@@ -6,48 +6,36 @@ A problem lists labelled digits and asks for the last digit of a result:
     sum          Add a to l and keep the last digit: a: 4, b: 7, c: 5, … .
     products     Add a to l and keep the last digit: a: 6*b: 9, c: 7*d: 8, … .
     expressions  Add a to l and keep the last digit: a: 3*b: 4+c: 6, d: 5*e: 2+f: 7, … .
-    chain        Multiply 7 and add in turn a to l and keep the last digit: a: 3, b: 5, … .     ((7*a+b)*c+d)…: nothing splits
+    chain        Multiply 7 and add in turn a to l and keep the last digit: a: 3, b: 5, … .     ((7*a+b)*c+d)…
 
 A sequential solution splits the list into three parts, carries a running total through each, reports each part's total
-under its number, and adds up the reports. Its first word names the style.
+under its number, and adds up the reports. Its first word names the style. `rewrite_parallel` gives each part to a
+worker; the parts are independent and come in any order.
 
-    <think>
-    Plainly.
-    a to f, g to l, m to r.
-    1) a to f
-    a: 3*b: 4=2                 the first product; there is no total yet
-    c: 6*d: 9=4, so 4+2=6       a product, then the total
-    e: 6*f: 7=2, so 2+6=8
-    1: 8
-    2) g to l
-    …
-    2: 8+8=6
-    3: 7+6=3
+    <think>                                              <think>
+    Plainly.                                             Plainly.
+    a to f, g to l, m to r.                              a to f, g to l, m to r.
+    1) a to f                                            <spawn_workers>
+    a: 3*b: 4=2               the first product          <worker_1>1) a to f … 1: 8</worker_1>
+    c: 6*d: 9=4, so 4+2=6     a product, then the total  <worker_2>2) g to l … 2: 8</worker_2>
+    e: 6*f: 7=2, so 2+6=8                                <worker_3>3) m to r … 3: 7</worker_3>
+    1: 8                                                 </spawn_workers>
+    2) g to l …                                          2: 8+8=6
+    2: 8+8=6                                             3: 7+6=3
+    3: 7+6=3                                             </think><answer>\\boxed{3}</answer>
     </think><answer>\\boxed{3}</answer>
 
 Carefully, it says everything twice, `c: 6*d: 9=4, so 4+2=6, yes 6*d: 9=4, so 4+2=6`: words that a length penalty can
 remove. Quickly, it works out a product together with what is added to it, `c: 6*d: 9+2=6`, which is shorter and harder
 to get right. So length and accuracy trade off as in real reasoning.
 
-The parts are independent and come in any order, but that saves nothing: they are written one after the other.
-`rewrite_parallel` gives each to a worker:
-
-    <think>
-    Plainly.
-    a to f, g to l, m to r.
-    <spawn_workers><worker_1>1) a to f … 1: 8</worker_1><worker_2>2) g … 2: 8</worker_2><worker_3>3) m … 3: 7</worker_3></spawn_workers>
-    2: 8+8=6
-    3: 7+6=3
-    </think><answer>\\boxed{3}</answer>
-
 Nothing in a chain is independent except double-checking. Most sequential solutions of chains walk to the end, note it,
 check three steps, one per part, and return to the end; those become the director's walk and one worker per check. The
 others have no use for workers and are not rewritten.
 
-Unmarked, a solution has no parts at all: one running total through the whole list, `a: 3*b: 4=2`, `c: 6*d: 9=4, so
-4+2=6`, …, and a chain is never checked. Rewritten it looks the same as above, but the rule has to find the parts, start
-a new total in each, and add the plan, the reports and their sum (in a chain, the checks): things that the base has
-never written.
+Unmarked, a solution has no parts at all: one running total through the whole list, and a chain is never checked.
+Rewritten it looks the same as above, but the rule has to find the parts, start a new total in each, and add the plan,
+the reports and their sum (in a chain, the checks): things that the base has never written.
 """
 
 from __future__ import annotations
@@ -57,7 +45,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from string import ascii_letters as LABELS
 from typing import TYPE_CHECKING
 
@@ -91,9 +79,7 @@ CAREFULLY, PLAINLY, QUICKLY = "Carefully.\n", "Plainly.\n", "Quickly.\n"
 
 @dataclass(frozen=True)
 class Family:
-    """The question, how the digits of a step are combined, and how many steps a problem has: in training, in the larger
-    split.
-    """
+    """The question, how a step's digits are combined, and a problem's steps: in training, in the larger split."""
 
     opening: str
     operators: str
@@ -140,10 +126,8 @@ class ArithmeticProblem(Problem):
 
 
 def make_splits(seed: int, sizes: Mapping[str, int]) -> dict[str, list[ArithmeticProblem]]:
-    """`sizes` problems for each named split: base, train, validation, test, and `larger`, whose problems are larger
-    than all others.
-    """
-    return {split: _take(problem_stream(seed, split), count) for split, count in sizes.items()}
+    """`sizes` problems of each split: base, train, validation, test, and `larger`, which exceed all others."""
+    return {split: list(islice(problem_stream(seed, split), count)) for split, count in sizes.items()}
 
 
 def problem_stream(seed: int, split: str) -> Iterator[ArithmeticProblem]:
@@ -160,10 +144,6 @@ def problem_stream(seed: int, split: str) -> Iterator[ArithmeticProblem]:
             yield problem
 
 
-def _take(stream: Iterator[ArithmeticProblem], count: int) -> list[ArithmeticProblem]:
-    return [problem for problem, _ in zip(stream, range(count))]
-
-
 def _bucket(question: str) -> int:
     return hashlib.sha256(question.encode()).digest()[0] % BUCKETS
 
@@ -176,9 +156,8 @@ def _draw(rng: random.Random, family: str, split: str, id: str) -> ArithmeticPro
     labels, digits = LABELS[first : first + size], tuple(rng.randint(2, 9) for _ in range(size))
     start = rng.randint(2, 9) if family == "chain" else 0
     signs = (of.operators + ",") * size
-    items = "".join(f"{label}: {digit}{sign}" for label, digit, sign in zip(labels, digits, signs)).replace(",", ", ")[
-        :-2
-    ]
+    items = "".join(f"{label}: {digit}{sign}" for label, digit, sign in zip(labels, digits, signs))
+    items = items.replace(",", ", ")[:-2]
     question = f"{of.opening.format(start)}{labels[0]}{TO}{labels[-1]}{RULE}{items}."
     problem = ArithmeticProblem(id, question, "", family, labels, digits, start)
     gold = _walk(problem)[1] if family == "chain" else sum(_worth(digits) for _, digits in problem.steps()) % 10
@@ -216,9 +195,7 @@ def _line(step: Step, total: int | None) -> tuple[str, int]:
 
 
 def _run(steps: Iterable[Step], total: int | None = None) -> tuple[str, int]:
-    """Lines of consecutive steps and the running total after them; a run that starts from nothing has no total to begin
-    with.
-    """
+    """Lines of consecutive steps and the running total after them; one that starts from nothing has no total yet."""
     text = ""
     for step in steps:
         line, total = _line(step, total)
@@ -244,7 +221,7 @@ def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, marked: bo
         else:
             lines, total = _run(steps)
             text = _said(lines, manner)
-    return f"{THINK_OPEN}\n{manner}{text}{_answer(total)}"
+    return f"{THINK_OPEN}\n{manner}{text}{answered(total)}"
 
 
 def _divided(steps: Sequence[Step], manner: str, rng: random.Random) -> tuple[str, list[str], str, int]:
@@ -271,9 +248,7 @@ def _said(lines: str, manner: str) -> str:
 def _parts(parts: Sequence[tuple[str, str, int | str]]) -> tuple[str, list[str]]:
     """What the parts are, and for each what it is, its lines, and its result under its number."""
     plan = ", ".join(labels for labels, _, _ in parts) + ".\n"
-    return plan, [
-        f"{number}) {labels}\n{lines}{number}: {result}\n" for number, (labels, lines, result) in enumerate(parts, 1)
-    ]
+    return plan, [f"{n}) {labels}\n{lines}{n}: {result}\n" for n, (labels, lines, result) in enumerate(parts, 1)]
 
 
 def _in_any_order(parts: Sequence[str], rng: random.Random) -> str:
@@ -281,9 +256,7 @@ def _in_any_order(parts: Sequence[str], rng: random.Random) -> str:
 
 
 def _cuts(count: int, rng: random.Random) -> tuple[int, int]:
-    """Where parts 2 and 3 begin: near thirds, no part without a step. The best division is left for a policy to
-    learn.
-    """
+    """Where parts 2 and 3 begin: near thirds, no part without a step. The best division is for a policy to learn."""
     slack = count // 6
     second = max(1, round(count / 3) + rng.randint(-slack, slack))
     third = min(count - 1, max(second + 1, round(count * 2 / 3) + rng.randint(-slack, slack)))
@@ -310,7 +283,8 @@ def _walk(problem: ArithmeticProblem) -> tuple[list[str], int]:
     return lines, x
 
 
-def _answer(value: int | str) -> str:
+def answered(value: int | str) -> str:
+    """The end of a solution."""
     return f"{THINK_CLOSE}{ANSWER_OPEN}\\boxed{{{value}}}{ANSWER_CLOSE}"
 
 
@@ -318,19 +292,16 @@ def _answer(value: int | str) -> str:
 
 
 def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0) -> str:
-    """The same words in the parallel format. A text that the rule cannot parse is returned unchanged: acceptance
-    rejects it.
-
-    The result is the same for every attempt; a rewriting model would vary.
+    """The same words in the parallel format, the same for every attempt. A text that the rule cannot parse is returned
+    unchanged: acceptance rejects it.
     """
-    parts = sorted(
-        re.finditer(r"(\d)\) \w to \w\n(?:[a-zA-Z]: .+\n)+\1: \d\n", sequential_text), key=lambda part: part[1]
-    )
+    text = sequential_text
+    parts = sorted(re.finditer(r"(\d)\) \w to \w\n(?:[a-zA-Z]: .+\n)+\1: \d\n", text), key=lambda part: part[1])
     workers = [part[0] for part in parts]
     begin, end = min((part.start() for part in parts), default=0), max((part.end() for part in parts), default=0)
     if [part[1] for part in parts] != [str(i) for i in range(1, WORKERS + 1)] or end - begin != len("".join(workers)):
-        return sequential_text
-    return f"{sequential_text[:begin]}{_block(workers)}{sequential_text[end:]}"
+        return text
+    return f"{text[:begin]}{spawned(workers)}{text[end:]}"
 
 
 def rewrite_unmarked(problem: Problem, sequential_text: str, *, attempt: int = 0) -> str:
@@ -350,12 +321,12 @@ def rewrite_unmarked(problem: Problem, sequential_text: str, *, attempt: int = 0
         if len(once) < WORKERS:
             return text
         plan, checks = _checks(once, rng)
-        return f"{opening}{manner}{lines}{end}{plan}{_block(checks)}{end}{answer}"
+        return f"{opening}{manner}{lines}{end}{plan}{spawned(checks)}{end}{answer}"
     steps = [_read_step(line, manner == QUICKLY) for line in once]
     if len(steps) < WORKERS or None in steps:
         return text
     plan, parts, combined, _ = _divided([step for step in steps if step], manner, rng)
-    return f"{opening}{manner}{plan}{_block(parts)}{combined}{answer}"
+    return f"{opening}{manner}{plan}{spawned(parts)}{combined}{answer}"
 
 
 def _read_step(line: str, in_one_go: bool) -> Step | None:
@@ -372,7 +343,8 @@ def _read_step(line: str, in_one_go: bool) -> Step | None:
     return Step(labels, worth, f"{expression}{between}={worth}", in_one_go)
 
 
-def _block(workers: Sequence[str]) -> str:
+def spawned(workers: Sequence[str]) -> str:
+    """The block of workers with these texts."""
     inside = "".join(f"{worker_open(i)}{text}{worker_close(i)}" for i, text in enumerate(workers, 1))
     return f"{SPAWN_OPEN}{inside}{SPAWN_CLOSE}"
 
@@ -399,8 +371,7 @@ TAG_PIECES = ("</", ">\n", "think", "answer", "spawn_workers", "worker_")
 
 
 def make_tokenizer(single_token_tags: bool = True) -> Qwen2Tokenizer:
-    """Bytes, with one token for each label, phrase and prompt sentence; any text comes back from decode(encode(text))
-    (in NFC).
+    """Bytes, with one token for each label, phrase and prompt sentence; decode(encode(text)) is the text (in NFC).
 
     With `single_token_tags` off a tag is a few ordinary tokens, and its `>` may be merged with a newline, as in the
     tokenizers of real models. It is a Qwen2Tokenizer because that is what transformers loads for a qwen2 model,

@@ -48,9 +48,7 @@ class Chances:
 
 
 def tokenizer(tags: str, workers: int = 3) -> PreTrainedTokenizerFast:
-    """Characters, and the tags as single special tokens or spelled with several; mixed: those of the workers
-    spelled.
-    """
+    """Characters, and the tags as single special tokens or spelled with several; mixed: only the workers' spelled."""
     backend = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(CHARACTERS)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -60,8 +58,7 @@ def tokenizer(tags: str, workers: int = 3) -> PreTrainedTokenizerFast:
         backend.add_special_tokens([AddedToken(tag, special=True) for tag in whole])
     if tags != "single":
         backend.add_tokens([AddedToken(piece, normalized=False) for piece in TAG_PIECES])
-    # transformers adds <|endoftext|> to the tokenizer of every qwen2 model whose unknown and padding tokens are not
-    # named
+    # transformers adds <|endoftext|> to the tokenizer of a qwen2 model whose unknown and padding tokens are not named
     names = {"bos_token": BOS, "eos_token": EOS, "unk_token": EOS, "pad_token": EOS}
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **names)
 
@@ -95,11 +92,8 @@ def bigrams(tokens: dict[str, int], tags: str, chances: Chances, workers: int) -
 
 
 def hold_bigrams(weights: Mapping[str, Tensor], logits: Tensor, common: Tensor | None = None) -> None:
-    """Write a table of logits(next | last), [V, V], into a model's weights: embeddings become one-hot, the LM head gets
-    the table added.
-
-    A row that most tokens have in `common` is carried by a dimension that is always on, so that the rest of the table
-    is sparse.
+    """Write logits(next | last), [V, V], into a model's weights: embeddings become one-hot, the LM head gets the table
+    added. A row that most tokens have in `common` is carried by a dimension that is always on: the rest is sparse.
     """
     embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
     vocab, width = embedding.shape
@@ -123,9 +117,7 @@ def save(
     layers: int = 2,
     seed: int = 0,
 ) -> Path:
-    """Write the checkpoint (config, weights, tokenizer). At `temperature` the model samples with exactly these
-    probabilities.
-    """
+    """Write the checkpoint: config, weights, tokenizer. At `temperature` it samples with exactly these chances."""
     if tags not in ("single", "spelled", "mixed"):
         raise ValueError(f"tags is {tags!r}; use 'single', 'spelled' or 'mixed'")
     torch_state = torch.get_rng_state()
@@ -133,11 +125,10 @@ def save(
     spelling = tokenizer(tags, workers)
     vocab = spelling.get_vocab()
     width = -(-(len(vocab) + 1) // 64) * 64  # one dimension per token, and one that is always on
-    config = Qwen2Config(
-        vocab_size=len(vocab), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
-        num_attention_heads=width // 32, num_key_value_heads=width // 64, max_position_embeddings=context,
-        tie_word_embeddings=False, bos_token_id=vocab[BOS], eos_token_id=vocab[EOS], initializer_range=0.08,
-    )  # fmt: skip
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "max_position_embeddings": context}
+    sizes |= {"num_attention_heads": width // 32, "num_key_value_heads": width // 64, "num_hidden_layers": layers}
+    ends = {"bos_token_id": vocab[BOS], "eos_token_id": vocab[EOS], "tie_word_embeddings": False}
+    config = Qwen2Config(vocab_size=len(vocab), **sizes, **ends, initializer_range=0.08)
     model = Qwen2ForCausalLM(config).float()
     torch.set_rng_state(torch_state)
     table = bigrams(vocab, tags, chances or Chances(), workers)

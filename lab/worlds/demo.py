@@ -24,6 +24,7 @@ from dccot.core.files import BadData
 from dccot.core.run import Checkpoint, Run
 from dccot.core.signals import CONTINUE
 from dccot.core.statistics import Estimate
+from dccot.data.problems import load_problems
 from dccot.eval.results import Evaluation, rows_of
 from dccot.pipeline import run_recipe
 from dccot.preflight import checked_recipe
@@ -61,9 +62,7 @@ def rl_history(evaluation: Evaluation, run: Path) -> list[tuple]:
 
 
 def plain_words(rows: dict[str, Evaluation], run: Path) -> list[str]:
-    """Sentences computed from the table of a finished run; models after RL are compared only if their RL was the
-    same.
-    """
+    """Sentences computed from the table of a finished run; models after RL are compared only if it was the same."""
 
     def of(name: str, measure: str) -> Estimate:
         estimate = rows[name].results["test"].estimate(measure)
@@ -79,15 +78,14 @@ def plain_words(rows: dict[str, Evaluation], run: Path) -> list[str]:
         return f"{abs(change):.0f}% {'longer' if change > 0 else 'shorter'}"
 
     def alike(name: str, other: str) -> bool:
-        return (
-            {name, other} <= rows.keys()
-            and (history := rl_history(rows[name], run)) == rl_history(rows[other], run)
-            and bool(history)
-        )
+        if not {name, other} <= rows.keys():
+            return False
+        history = rl_history(rows[name], run)
+        return bool(history) and history == rl_history(rows[other], run)
 
     said = [
-        f"The sequential base solves {100 * of('DSR-12K', 'accuracy').value:.1f}% of the test problems; SFT on its own solutions, "
-        f"rewritten for workers, changes that by {points('SFT', 'DSR-12K')} points, and RL by a further "
+        f"The sequential base solves {100 * of('DSR-12K', 'accuracy').value:.1f}% of the test problems; SFT on its own "
+        f"solutions, rewritten for workers, changes that by {points('SFT', 'DSR-12K')} points, and RL by a further "
         f"{points('DC-CoT', 'SFT')} (well-formed: {points('DC-CoT', 'SFT', 'well_formed')}).",
         f"The trained model thinks in parallel: its longest path is {against('DC-CoT', 'DSR-12K')} than the base's, "
         f"and {against('DC-CoT', 'SFT')} than after SFT alone.",
@@ -102,35 +100,26 @@ def plain_words(rows: dict[str, Evaluation], run: Path) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="The whole paper in miniature, on a CPU.", epilog="example: dccot demo"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings of the recipe, e.g. seed=1 name=demo1"
-    )
-    parser.add_argument("--recipe", default="configs/mini/demo.yaml", help="default: configs/mini/demo.yaml")
-    parser.add_argument(
-        "--redo", action="append", default=[], metavar="STAGE", help="do a finished stage again; may be repeated"
-    )
-    parser.add_argument(
-        "--processes", type=int, help="ranks; default: 2 where there are two GPUs, or no GPU and two cores"
-    )
+    about = "The whole paper in miniature, on a CPU."
+    parser = argparse.ArgumentParser(description=about, epilog="example: dccot demo")
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="key=value", help="settings of the recipe, e.g. seed=1 name=demo1")
+    add("--recipe", default="configs/mini/demo.yaml", help="default: %(default)s")
+    add("--redo", action="append", default=[], metavar="STAGE", help="do a finished stage again; may be repeated")
+    add("--processes", type=int, help="ranks; default: 2 where there are two GPUs, or no GPU and two cores")
     arguments = parser.parse_intermixed_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     processes = arguments.processes or min(2, torch.cuda.device_count() or os.cpu_count() or 1)
     if "RANK" in os.environ or processes < 2:
         return run_cleanly(lambda: _run(arguments.recipe, arguments.overrides, arguments.redo))
-    recipe = arguments.recipe, arguments.overrides
-    # once, not once per rank
-    refused = run_cleanly(lambda: checked_recipe(*load_recipe(*recipe), processes, arguments.redo))
+    loaded = lambda: load_recipe(arguments.recipe, arguments.overrides)
+    refused = run_cleanly(lambda: checked_recipe(*loaded(), processes, arguments.redo))  # once, not once per rank
     redo = [f"--redo={stage}" for stage in arguments.redo]
     return refused or _launch(processes, ["--recipe", arguments.recipe, *redo, *arguments.overrides])
 
 
 def _launch(processes: int, arguments: Sequence[str]) -> int:
-    """The demo as ranks of one thread each, as torchrun would start them: the same figures as one process, but
-    faster.
-    """
+    """The demo as ranks of one thread each, as torchrun would start them: the same figures as one process, faster."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
@@ -139,7 +128,7 @@ def _launch(processes: int, arguments: Sequence[str]) -> int:
     logging.disable()  # of the launcher only: the ranks report their own
     try:
         torchrun(["--standalone", "--nproc_per_node", str(processes), "-m", "dccot.cli", "demo", *arguments])
-    except SignalException:  # which the ranks have been given, too
+    except SignalException:  # the ranks have received it as well
         return CONTINUE
     except ChildFailedError as failed:
         return failed.get_first_failure()[1].exitcode
@@ -156,14 +145,9 @@ def _run(file: str, overrides: Sequence[str], redo: Sequence[str]) -> None:
     print_table("test split, mean ± standard error over problems", ["model", *COLUMNS], cells)
     print("\n".join(plain_words(rows, recipe.folder)))
     print(f"\nreport:      {recipe.folder}/report/report.html\nTensorBoard: tensorboard --logdir {recipe.folder}")
-    print(f'try it:      dccot solve {recipe.folder}/stage4 "{_example(recipe.folder)}"')
+    example = load_problems(recipe.folder / "world/problems/test.jsonl")[0].question
+    print(f'try it:      dccot solve {recipe.folder}/stage4 "{example}"')
     print(f"{(time.perf_counter() - began) / 60:.1f} minutes")
-
-
-def _example(run: Path) -> str:
-    from dccot.data.problems import load_problems
-
-    return load_problems(run / "world/problems/test.jsonl")[0].question
 
 
 if __name__ == "__main__":

@@ -40,11 +40,10 @@ def make_model(folder: Path) -> None:
     tokenizer = make_tokenizer()
     vocab = tokenizer.get_vocab()
     width = -(-len(vocab) // 32) * 32
-    raw = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": len(vocab), "hidden_size": width,
-        "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-        "max_position_embeddings": 512, "tie_word_embeddings": False, "eos_token_id": tokenizer.eos_token_id,
-    }  # fmt: skip
+    raw = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": len(vocab), "hidden_size": width}
+    raw |= {"intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    raw |= {"head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": False}
+    raw |= {"eos_token_id": tokenizer.eos_token_id}
     table = torch.full((len(vocab), len(vocab)), HARDLY_EVER)
     for last, following in CHANCES.items():
         for token, chance in following.items():
@@ -76,9 +75,8 @@ RL = {
 
 
 def write_problems(path: Path, count: int = 24, digit: str = "3") -> None:
-    write_jsonl_atomic(
-        path, [{"id": f"p{i}", "question": f"Say {digit}, case {i}.", "gold": digit} for i in range(count)]
-    )
+    rows = [{"id": f"p{i}", "question": f"Say {digit}, case {i}.", "gold": digit} for i in range(count)]
+    write_jsonl_atomic(path, rows)
 
 
 def make_task(out: Path) -> Path:

@@ -19,7 +19,7 @@ end and each worker checks a third of the steps. A fifth of the words and all pr
 other split.
 
     <folder>/problems/{train,validation,test}.jsonl      id, question, gold
-    <folder>/base.jsonl                                  the same, and a sequential solution: once to learn from, once to rewrite
+    <folder>/base.jsonl                                  the same with a solution, to learn from and to rewrite
 """
 
 from __future__ import annotations
@@ -31,61 +31,45 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 
-from dccot.core.config import at_least
+from dccot.core.config import Positive, Seed
 from dccot.core.files import write_jsonl_atomic
 from dccot.data.problems import Problem
 from dccot.data.task import Task
-from dccot.rollout.tags import (
-    ANSWER_CLOSE,
-    ANSWER_OPEN,
-    SPAWN_CLOSE,
-    SPAWN_OPEN,
-    THINK_CLOSE,
-    THINK_OPEN,
-    worker_close,
-    worker_open,
-)
+from dccot.lab.worlds.arithmetic import answered, spawned
+from dccot.rollout.tags import THINK_OPEN
 
 WORDS = {
-    "animals": "tiger horse wolf rabbit eagle shark frog camel monkey snake dolphin sheep goat bear zebra giraffe elephant mouse owl "
-    "beaver donkey penguin lizard whale fox",
-    "foods": "bread cheese butter soup pasta pizza salad sausage pancake sandwich omelette yogurt cake cookie porridge muffin noodles rice "
-    "steak pudding jam honey waffle bacon curry",
-    "vehicles": "car bus truck bicycle tram train ferry helicopter tractor scooter airplane ambulance taxi canoe submarine motorcycle van "
-    "yacht sled rocket wagon limousine jeep raft lorry",
-    "instruments": "violin piano guitar trumpet flute drum cello harp clarinet trombone banjo saxophone accordion oboe tuba ukulele "
-    "harmonica bassoon mandolin xylophone tambourine viola lute piccolo bagpipe",
-    "clothes": "shirt jacket trousers skirt sock glove scarf coat hat sweater dress boot belt blouse vest shoe sandal shorts cap jeans "
-    "pajamas cardigan mitten tie apron",
-    "plants": "oak rose tulip fern cactus maple daisy pine ivy bamboo lily orchid willow birch moss sunflower clover lavender palm "
-    "daffodil violet elm cedar poppy thistle",
-    "furniture": "chair table sofa bed desk wardrobe bookshelf stool bench cupboard drawer armchair dresser couch cradle nightstand "
-    "recliner cabinet mattress footstool sideboard hammock crib throne ottoman",
-    "countries": "France Japan Brazil Egypt Canada Norway India Mexico Kenya Italy Spain Peru Greece Poland Chile Sweden Cuba Nepal "
-    "Finland Germany Portugal Vietnam Ireland Argentina Morocco",
+    "animals": "tiger horse wolf rabbit eagle shark frog camel monkey snake dolphin sheep goat bear zebra giraffe "
+    "elephant mouse owl beaver donkey penguin lizard whale fox",
+    "foods": "bread cheese butter soup pasta pizza salad sausage pancake sandwich omelette yogurt cake cookie "
+    "porridge muffin noodles rice steak pudding jam honey waffle bacon curry",
+    "vehicles": "car bus truck bicycle tram train ferry helicopter tractor scooter airplane ambulance taxi canoe "
+    "submarine motorcycle van yacht sled rocket wagon limousine jeep raft lorry",
+    "instruments": "violin piano guitar trumpet flute drum cello harp clarinet trombone banjo saxophone accordion oboe "
+    "tuba ukulele harmonica bassoon mandolin xylophone tambourine viola lute piccolo bagpipe",
+    "clothes": "shirt jacket trousers skirt sock glove scarf coat hat sweater dress boot belt blouse vest shoe "
+    "sandal shorts cap jeans pajamas cardigan mitten tie apron",
+    "plants": "oak rose tulip fern cactus maple daisy pine ivy bamboo lily orchid willow birch moss sunflower "
+    "clover lavender palm daffodil violet elm cedar poppy thistle",
+    "furniture": "chair table sofa bed desk wardrobe bookshelf stool bench cupboard drawer armchair dresser couch "
+    "cradle nightstand recliner cabinet mattress footstool sideboard hammock crib throne ottoman",
+    "countries": "France Japan Brazil Egypt Canada Norway India Mexico Kenya Italy Spain Peru Greece Poland Chile "
+    "Sweden Cuba Nepal Finland Germany Portugal Vietnam Ireland Argentina Morocco",
 }
 HELD_OUT = 5  # every fifth word of a category is for the test split only
 FAMILIES = {"things": 0.6, "numbers": 0.25, "walk": 0.15}
-BOXES, SIZES, MOST, WALKS = (
-    "ABC",
-    range(4, 7),
-    3,
-    range(5, 9),
-)  # things per box, of which so many count at most; steps of a walk
+BOXES, SIZES, MOST = "ABC", range(4, 7), 3  # things per box, of which so many count at most
+WALKS = range(5, 9)  # steps
 SPLITS = ("base", "train", "validation", "test")
 
 
 @dataclass
 class ListsConfig:
-    seed: int = 0
-    base: int = 800  # problems with solutions, for the sequential model to learn from
-    train: int = 1500
-    validation: int = 40
-    test: int = 100
-
-    def check(self) -> None:
-        for split in SPLITS:
-            at_least(1, getattr(self, split), split)
+    seed: Seed = 0
+    base: Positive = 800  # problems with solutions, for the sequential model to learn from
+    train: Positive = 1500
+    validation: Positive = 40
+    test: Positive = 100
 
 
 @dataclass(frozen=True)
@@ -96,9 +80,8 @@ class ListProblem(Problem):
 
 
 def words_of(category: str, split: str) -> list[str]:
-    return [
-        word for number, word in enumerate(WORDS[category].split()) if (number % HELD_OUT == 0) == (split == "test")
-    ]
+    words = enumerate(WORDS[category].split())
+    return [word for number, word in words if (number % HELD_OUT == 0) == (split == "test")]
 
 
 def problem_stream(seed: int, split: str, taken: set[str]) -> Iterator[ListProblem]:
@@ -122,7 +105,7 @@ def _things(rng: random.Random, split: str) -> tuple[str, str, str]:
 def _numbers(rng: random.Random, split: str) -> tuple[str, str, str]:
     kinds = {str(number): ("even", "odd")[number % 2] for number in range(10, 100)}
     kind = rng.choice(["even", "odd"])
-    inside, outside = ([item for item, found in kinds.items() if (found == kind) == wanted] for wanted in (True, False))
+    inside, outside = ([item for item in kinds if (kinds[item] == kind) == wanted] for wanted in (True, False))
     return _boxes(rng, f"How many {kind} numbers are there?", inside, outside, kind, kinds)
 
 
@@ -159,17 +142,15 @@ def _walk(rng: random.Random, split: str) -> tuple[str, str, str]:
 
 
 def _thought(text: str, answer: str) -> str:
-    return f"{THINK_OPEN}\n{text}{THINK_CLOSE}{ANSWER_OPEN}\\boxed{{{answer}}}{ANSWER_CLOSE}"
+    return f"{THINK_OPEN}\n{text}{answered(answer)}"
 
 
 def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0) -> str:
-    """The same words with each box in a worker, or a walk and its checks. Any other text is returned unchanged:
-    acceptance refuses it.
-    """
+    """The same words with each box in a worker, or a walk and its checks; any other text unchanged."""
     boxes = list(re.finditer(r"^Box ([A-Z]): .+\. So \d+\.\n", sequential_text, re.MULTILINE))
     in_a_row = all(box.end() == following.start() for box, following in pairwise(boxes))
     if [box[1] for box in boxes] == list(BOXES) and in_a_row:
-        block = _block([box[0] for box in boxes])
+        block = spawned([box[0] for box in boxes])
         return f"{sequential_text[: boxes[0].start()]}{block}\n{sequential_text[boxes[-1].end() :]}"
     step = r"\d (?:up|down) \d: \d"
     walk = re.search(rf"^({step}(?:; {step})+)\.\n", sequential_text, re.MULTILINE)
@@ -178,18 +159,13 @@ def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0
         return sequential_text
     cuts = [len(steps) * i // len(BOXES) for i in range(len(BOXES) + 1)]
     checks = [f"{'; '.join(steps[begin:end])}.\n" for begin, end in pairwise(cuts)]
-    return f"{sequential_text[: walk.end()]}{_block(checks)}\n{sequential_text[walk.end() :]}"
+    return f"{sequential_text[: walk.end()]}{spawned(checks)}\n{sequential_text[walk.end() :]}"
 
 
 class Lists(Task):
     """The task of `make real`."""
 
     rewrite = staticmethod(rewrite_parallel)
-
-
-def _block(workers: Sequence[str]) -> str:
-    inside = "".join(f"{worker_open(i)}{text}{worker_close(i)}" for i, text in enumerate(workers, start=1))
-    return f"{SPAWN_OPEN}{inside}{SPAWN_CLOSE}"
 
 
 def make_lists(config: ListsConfig, folder: Path) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from dccot.core.config import at_least, require
+from dccot.core.config import Positive, Seed, require
 from dccot.core.files import write_jsonl_atomic
 from dccot.lab.worlds.arithmetic import make_splits, make_tokenizer, sequential_solution
 
@@ -23,50 +23,40 @@ if TYPE_CHECKING:
 
 @dataclass
 class TinyModel:
-    hidden_size: int = 96
-    intermediate_size: int = 256
-    num_hidden_layers: int = 2
-    num_attention_heads: int = 3
-    max_position_embeddings: int = 1024
+    hidden_size: Positive = 96
+    intermediate_size: Positive = 256
+    num_hidden_layers: Positive = 2
+    num_attention_heads: Positive = 3
+    max_position_embeddings: Positive = 1024
 
     def check(self) -> None:
-        for key in (
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "max_position_embeddings",
-        ):
-            at_least(1, getattr(self, key), f"model.{key}")
         width, heads = self.hidden_size, self.num_attention_heads
         require(width % heads == 0, f"model.hidden_size {width} is not divisible by model.num_attention_heads {heads}")
 
 
 @dataclass
 class WorldConfig:
-    seed: int = 0
-    base_examples: int = 20_000
-    train: int = 4_000
-    validation: int = 100
-    test: int = 300
-    larger: int = 100
+    seed: Seed = 0
+    base_examples: Positive = 20_000
+    train: Positive = 4_000
+    validation: Positive = 100
+    test: Positive = 300
+    larger: Positive = 100
     single_token_tags: bool = True
     marked_parts: bool = True  # the base's solutions divide the list into numbered parts; otherwise rewriting has to
     model: TinyModel = field(default_factory=TinyModel)
-
-    def check(self) -> None:
-        for key in ("base_examples", "train", "validation", "test", "larger"):
-            at_least(1, getattr(self, key), key)
 
 
 def make_world(config: WorldConfig, folder: Path) -> None:
     """Write everything; the same configuration gives the same bytes."""
     from dccot.model.weights import create_checkpoint
 
-    sizes = {"base": config.base_examples, "train": config.train, "validation": config.validation, "test": config.test}
-    splits = make_splits(config.seed, sizes | {"larger": config.larger})
+    written = ("train", "validation", "test", "larger")
+    splits = make_splits(
+        config.seed, {"base": config.base_examples} | {name: getattr(config, name) for name in written}
+    )
     (folder / "problems").mkdir(parents=True, exist_ok=True)
-    for name in ("train", "validation", "test", "larger"):
+    for name in written:
         rows = ({"id": p.id, "question": p.question, "gold": p.gold} for p in splits[name])
         write_jsonl_atomic(folder / "problems" / f"{name}.jsonl", rows)
     solve = partial(sequential_solution, marked=config.marked_parts)
@@ -111,9 +101,7 @@ def look_back(model: Transformer) -> None:
     config, planes, notes = model.config, 5, 12
     half = config.head_dim // 2
     frequency = config.rope.theta ** (-torch.arange(planes) / half)
-    slowest = torch.cat(
-        [torch.arange(half - notes // 2, half), torch.arange(config.head_dim - notes // 2, config.head_dim)]
-    )
+    slowest = torch.cat([torch.arange(end - notes // 2, end) for end in (half, config.head_dim)])
     free = torch.arange(config.hidden_size - notes, config.hidden_size)
     with torch.no_grad():
         for name, weight in model.named_parameters():
