@@ -18,11 +18,17 @@ def enumerated(classes: list[int], correct: list[bool], longest_paths: list[int]
     """maj@3 as a user would write it: vote in every subset."""
     accuracy, length, subsets = 0.0, 0, 0
     for trio in combinations(range(len(classes)), 3):
-        voted = [classes[i] for i in trio]
-        most = max(map(voted.count, voted))
-        winners = [i for i in trio if voted.count(classes[i]) == most]
-        accuracy += sum(correct[i] for i in winners) / len(winners)
-        length += max(longest_paths[i] for i in trio)
+        i, j, k = trio
+        a, b, c = classes[i], classes[j], classes[k]
+        if a == b != c:
+            accuracy += (correct[i] + correct[j]) / 2
+        elif a == c != b:
+            accuracy += (correct[i] + correct[k]) / 2
+        elif b == c != a:
+            accuracy += (correct[j] + correct[k]) / 2
+        else:
+            accuracy += (correct[i] + correct[j] + correct[k]) / 3
+        length += max(longest_paths[i], longest_paths[j], longest_paths[k])
         subsets += 1
     return MajorityVote(accuracy / subsets, length / subsets)
 

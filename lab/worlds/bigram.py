@@ -19,6 +19,7 @@ import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -125,9 +126,9 @@ def save(
     spelling = tokenizer(tags, workers)
     vocab = spelling.get_vocab()
     width = -(-(len(vocab) + 1) // 64) * 64  # one dimension per token, and one that is always on
-    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "max_position_embeddings": context}
+    sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 2 * width, "max_position_embeddings": context}
     sizes |= {"num_attention_heads": width // 32, "num_key_value_heads": width // 64, "num_hidden_layers": layers}
-    ends = {"bos_token_id": vocab[BOS], "eos_token_id": vocab[EOS], "tie_word_embeddings": False}
+    ends: dict[str, Any] = {"bos_token_id": vocab[BOS], "eos_token_id": vocab[EOS], "tie_word_embeddings": False}
     config = Qwen2Config(vocab_size=len(vocab), **sizes, **ends, initializer_range=0.08)
     model = Qwen2ForCausalLM(config).float()
     torch.set_rng_state(torch_state)
