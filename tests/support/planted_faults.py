@@ -1,0 +1,251 @@
+"""Plants faults in a copy of this tree, one at a time, and shows that the tests named with each catch it.
+
+    python -m tests.support.planted_faults [WORD …]        only faults whose file, text or tests contain one of the words
+
+A fault is one line changed: a comparison flipped, a term dropped, two arguments swapped. Its text must be found exactly
+once in its file. Ends with exit code 1 if a fault survived or could not be planted.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support import programs
+
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "runs", "build", "dist", ".*_cache", "__pycache__", "*.egg-info")
+
+
+@dataclass(frozen=True)
+class Fault:
+    file: str
+    before: str
+    after: str
+    tests: str  # that must catch it
+
+
+def faults(file: str, tests: str, *pairs: tuple[str, str]) -> list[Fault]:
+    return [Fault(file, before, after, tests) for before, after in pairs]
+
+
+FAULTS = [
+    *faults(
+        "rollout/director.py",
+        "tests/rollout/test_director.py",
+        ("reserve = len(self._closing) + 1", "reserve = len(self._closing)"),
+        ("self._left -= max(map(len, round_.workers))", "self._left -= min(map(len, round_.workers))"),
+        ("for token in worker.tokens]", "for token in worker.sampled]"),
+        ("rounds) == self.config.max_rounds:", "rounds) - 1 == self.config.max_rounds:"),
+        ("if budget <= context else", "if budget >= context else"),
+        ("sum(map(len, opening)) - reserve)", "sum(map(len, opening)))"),
+        ("worker_close(i), reserve)", "worker_close(i))"),
+    ),
+    *faults(
+        "rollout/response.py",
+        "tests/rollout/test_response.py tests/rollout/test_director.py",
+        ("max(map(len, r.workers), default=0)", "sum(map(len, r.workers))"),
+        ("self.total_tokens / max(1, self.longest_path)", "self.longest_path / max(1, self.total_tokens)"),
+    ),
+    *faults(
+        "rollout/tags.py",
+        "tests/rollout/test_tags.py",
+        ("if not thought.strip():", "if not thought:"),
+        ("if between.strip() or tag != ANSWER_OPEN:", "if tag != ANSWER_OPEN:"),
+        ("if not rounds:", "if len(rounds) > 9:"),
+    ),
+    *faults(
+        "rollout/generate.py",
+        "tests/rollout/test_generate.py",
+        ("request.problem, request.sample, *call.path)", "request.problem, *call.path)"),
+        ("request.sample, *call.path)\n", "request.sample, call.path[0])\n"),
+        ("seed=call_seed, temperature=config.temperature", "seed=call_seed, temperature=1.0"),
+    ),
+    *faults(
+        "rollout/engine.py",
+        "tests/rollout/test_generate.py",
+        ('"include_stop_str_in_output": True', '"include_stop_str_in_output": False'),
+        ("Stop.TAG if tagged else Stop.EOS", "Stop.EOS if tagged else Stop.TAG"),
+    ),
+    *faults(
+        "train/rewards.py",
+        "tests/train/test_rewards.py",
+        ("max(0, longest_path - config.cutoff)", "max(0, longest_path)"),
+        ("/ (budget - config.cutoff)", "/ budget"),
+        ("any(graded.correct and", "all(graded.correct and"),
+        (" < sum(graded.judged", " <= sum(graded.judged"),
+        ("statistics.stdev(rewards) + EPSILON", "statistics.pstdev(rewards) + EPSILON"),
+        ("known = [reward for reward in rewards if reward is not None]", "known = [reward or 0.0 for reward in rewards]"),
+        ("rollout.judged else None", "rollout.verdict else None"),
+    ),
+    *faults(
+        "train/objectives.py",
+        "tests/train/test_objectives.py",
+        ("ratio.clamp(1 - clip_low, 1 + clip_high)", "ratio.clamp(1 - clip_high, 1 + clip_low)"),
+        ("torch.minimum(ratio", "torch.maximum(ratio"),
+        ("ratio_of(logprob.detach(), old_logprob)", "ratio_of(logprob, old_logprob)"),
+        ("(reference_logprob - logprob).clamp", "(logprob - reference_logprob).clamp"),
+        ("loss = loss + config.kl_coefficient", "loss = loss - config.kl_coefficient"),
+        ("ratio_of(old_logprob, rollout_logprob)", "ratio_of(rollout_logprob, old_logprob)"),
+    ),
+    *faults(
+        "train/update.py",
+        "tests/train/test_update.py tests/train/test_packing.py",
+        ("(step + 1) / max(1, self.warmup_steps)", "step / max(1, self.warmup_steps)"),
+        ("(self.decay_to - step) /", "(self.decay_to - step - 1) /"),
+        ("(losses.sum() / max(1, tokens)).backward()", "losses.mean().backward()"),
+        ("math.isfinite(size) and math.isfinite(loss)", "math.isfinite(size) or math.isfinite(loss)"),
+    ),
+    *faults(
+        "train/forest.py",
+        "tests/train/test_forest.py tests/train/test_packing.py",
+        ("sampled[-1][len(segment.inserted) :] = True", "sampled[-1][:] = True"),
+        ("((worker, True, True) for worker", "((worker, True, False) for worker"),
+        ("or response.final is not None:\n", "or True:\n"),
+        ("pairs += length * depth + length", "pairs += length"),
+        ("fits = (room >= item.tokens)", "fits = (room > 0)"),
+        ("responses[last.members[0]].prompt == response.prompt", "len(response.prompt) > 0"),
+    ),
+    *faults("train/prefix_tree.py", "tests/train/test_prefix_tree.py", ("open_rows[-1][0] > common", "open_rows[-1][0] >= common")),
+    *faults(
+        "train/batch.py", "tests/train/test_rewards.py tests/train/test_metrics.py",
+        ("kept[: self.wanted - len(self.groups)]", "kept[: self.wanted]"),
+    ),
+    *faults(
+        "train/checkpoint.py",
+        "tests/train/test_checkpoint.py tests/train/test_power_cut.py",
+        ("            os.replace(partial.folder, final.folder)\n            flush_to_disk(self.folder)\n", "            os.replace(partial.folder, final.folder)\n"),
+        ("in reversed(whole):", "in whole:"),
+    ),
+    *faults(
+        "train/rl.py",
+        "tests/system/test_training_rl.py",
+        ("mini_batches[1:]", "mini_batches[2:]"),
+        ("advantages[forest.response[forest.targets].long()]", "advantages[forest.response[: len(forest.targets)].long()]"),
+    ),
+    *faults(
+        "kernels/mask.py",
+        "tests/kernels/test_mask.py",
+        ("closed[: len(ends)]", "closed[1 : len(ends) + 1]"),
+        ("open_runs[-1][0] <= start", "open_runs[-1][0] < start"),
+        ("(index < ends)", "(index <= ends)"),
+    ),
+    *faults(
+        "kernels/schedule.py",
+        "tests/kernels/test_schedule.py",
+        ("(past_query <= smallest)", "(first_query <= smallest)"),
+        ("(past_key <= first_query + 1)", "(past_key <= first_query + 2)"),
+    ),
+    *faults(
+        "kernels/lm_head.py",
+        "tests/kernels/test_lm_head.py",
+        ("statistics[:, rows], 1 / temperature)", "statistics[:, rows], temperature)"),
+        ("factor + slope * entropy[rows]", "factor - slope * entropy[rows]"),
+    ),
+    *faults(
+        "kernels/attention_cpu.py",
+        "tests/kernels/test_tree_attention.py",
+        ("torch.sigmoid(part_lse - so_far)", "torch.sigmoid(so_far - part_lse)"),
+        ("ends[root:first] > first", "ends[root:first] >= first"),
+    ),
+    *faults(
+        "kernels/attention_triton.py",
+        "tests/kernels/test_interpreter.py",
+        ("after.to(tl.uint32) < subtrees", "after.to(tl.uint32) <= subtrees"),
+    ),
+    *faults(
+        "eval/majority.py",
+        "tests/eval/test_majority.py",
+        ("3 * (n - 1) * (count - n)", "2 * (n - 1) * (count - n)"),
+        ("comb(rank, 2) * path", "comb(rank + 1, 2) * path"),
+        ("2 * comb(n - 1, 2)", "2 * comb(n, 2)"),
+    ),
+    *faults(
+        "eval/results.py",
+        "tests/eval/test_report.py tests/eval/test_evaluate.py",
+        ("/ (count - 1) / count)", "/ count / count)"),
+        ("float(not s.answered)", "float(s.answered)"),
+    ),
+    *faults(
+        "serve/stream.py",
+        "tests/serve/test_stream.py",
+        ("if worker != self._turn:", "if worker < self._turn:"),
+        ("self._turn = int(piece.ended)", "self._turn = 0"),
+        ("max(map(len, markers)) - 1)", "max(map(len, markers)) - 2)"),
+        ("return len(ids) - needed + sum", "return len(ids) - needed - 1 + sum"),
+        ("if self.stopped is not None:", "if self.stopped is None:"),
+    ),
+    *faults(
+        "serve/request.py",
+        "tests/serve/test_request.py tests/serve/test_requests.py",
+        ("value == neutral and type(value) is type(neutral)", "value == neutral"),
+        ('["user", "assistant"] * (len(turns) // 2) + ["user"]', '["user", "assistant"] * (len(turns) // 2)'),
+    ),
+    *faults(
+        "data/prompts.py", "tests/data/test_prompts.py",
+        ("len(ids) > self.max_prompt_tokens", "len(ids) >= self.max_prompt_tokens"),
+    ),
+    *faults(
+        "data/rollouts.py",
+        "tests/data/test_rollouts.py tests/train/test_rewards.py",
+        ('row["sample"] >= samples', 'row["sample"] > samples'),
+        ("rollout.text if thinking_counts else after_think(rollout.text)", "after_think(rollout.text)"),
+    ),
+    *faults(
+        "data/problems.py",
+        "tests/data/test_stream.py tests/data/test_problems.py",
+        ('f"{self.seed}/{self.epoch}"', 'f"{self.seed}"'),
+        ("self.problems[self._order[self.position - 1]]", "self.problems[self.position - 1]"),
+    ),
+    *faults(
+        "data/judge_process.py", "tests/data/test_judge.py",
+        ("same(parsed(a), parsed(b)) or same(parsed(b), parsed(a))", "same(parsed(a), parsed(b))"),
+        ("if any(same(gold, answer) for gold in found):", "if same(found[0], answer):"),
+    ),
+]  # fmt: skip
+
+
+def plant(fault: Fault, tree: Path) -> str:
+    """caught by a test, survived, or why the fault could not be planted."""
+    path = tree / fault.file
+    whole = path.read_text() if path.exists() else ""
+    if (found := whole.count(fault.before)) != 1:
+        return f"not planted: its text is {found} times in the file"
+    missing = [name for name in fault.tests.split() if not (tree / name).exists()]
+    if missing:
+        return f"not planted: no {', '.join(missing)}"
+    path.write_text(whole.replace(fault.before, fault.after))
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", *fault.tests.split()]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "CI": "1"}
+    try:
+        done = programs.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=900)
+    finally:
+        path.write_text(whole)
+    failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode not in (0, 1) or (done.returncode == 1 and not failures):
+        return f"not judged: {(done.stdout + done.stderr)[-300:]}"
+    return f"caught by {failures[0].split(' - ')[0].split('::')[-1]}" if failures else "SURVIVED"
+
+
+def main(words: list[str]) -> int:
+    chosen = [fault for fault in FAULTS if not words or any(word in str(fault) for word in words)]
+    bad = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        shutil.copytree(programs.ROOT, tree, symlinks=True, ignore=LEFT_OUT)
+        for number, fault in enumerate(chosen, 1):
+            start = time.monotonic()
+            said = plant(fault, tree)
+            bad += not said.startswith("caught")
+            change = f"{fault.before.strip()} → {fault.after.strip()}"
+            print(f"| {number} | {fault.file} | `{change}` | {said} | {time.monotonic() - start:.0f} s |", flush=True)
+    print(f"{len(chosen) - bad} of {len(chosen)} faults were caught")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
