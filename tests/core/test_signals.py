@@ -16,7 +16,7 @@ def send(number: signal.Signals) -> None:
 
 def test_sigterm_ends_a_command_with_the_code_that_says_continue(capsys):
     assert run_cleanly(lambda: send(signal.SIGTERM)) == CONTINUE == 75
-    assert "the same command continues" in capsys.readouterr().err
+    assert "rerun the same command to resume" in capsys.readouterr().err
 
 
 def test_sigint_ends_a_command_as_a_terminal_expects():

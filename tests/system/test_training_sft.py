@@ -160,7 +160,7 @@ def test_a_run_that_is_told_to_save_and_then_to_stop_ends_in_the_same_bits(two_r
     saved = (job.run / "latest").read_text()
     job.process.send_signal(signal.SIGTERM)
     job.process.wait(900)
-    assert "stopped; the same command continues" in job.log.read_text()
+    assert "stopped; rerun the same command to resume" in job.log.read_text()
     stopped = (job.run / "latest").read_text()
     assert "step_000005" <= saved < stopped < f"step_{LONG:06d}"
     assert len(metrics(job.run)) == int(stopped.removeprefix("step_")), "it stopped where it saved"

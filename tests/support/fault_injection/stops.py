@@ -205,7 +205,7 @@ def signals(out: Path, under: Sequence[str], launches: int = 7, seed: int = 0, s
                 problems.append(f"launch {launch}: nothing was saved after SIGUSR1")
         else:
             job.wait()
-            if job.newest() != job.logged() or "stopped; the same command continues" not in job.said():
+            if job.newest() != job.logged() or "stopped; rerun the same command to resume" not in job.said():
                 problems.append(f"launch {launch}: {job.logged()} steps were done, {job.newest()} saved; see {job.log}")
     if any(Job(out, "signalled", *BY_SIGNALS, steps=steps, under=under).wait()):
         problems.append("the last launch failed")
