@@ -1,9 +1,9 @@
 """Evaluation: n responses to every problem of a benchmark, graded, as one table with standard errors.
 
-    dccot eval runs/hlp --bench aime24,math500                             n, temperature and top_p are the paper's unless given
+    dccot eval runs/hlp --bench aime24,math500                n, temperature and top_p are the paper's unless given
     dccot eval runs/base --problems mine.jsonl --n 16 --method sequential --budget 32768 engine.max_sequences=64
-    torchrun --nproc_per_node 8 -m dccot.eval.evaluate runs/hlp --bench aime24 --samples 50           (torchrun has its own --n)
-    dccot eval latency …                                                   wall-clock instead of accuracy: latency.py
+    torchrun --nproc_per_node 8 -m dccot.eval.evaluate runs/hlp --bench aime24 --samples 50    torchrun has its own --n
+    dccot eval latency …                                      wall-clock instead of accuracy: latency.py
 
 generate what is missing → grade what is ungraded → summarise. Every response is appended to its rank's file as it
 finishes, so after an interruption the same command continues with the missing ones, on any number of ranks that share
@@ -20,7 +20,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,16 +37,8 @@ from dccot.data.judge import GradingConfig, Judge
 from dccot.data.prompts import PromptConfig, Prompted
 from dccot.data.rollouts import Pair, missing_in, roll_out, sample_to_file, saved_rows
 from dccot.data.task import TaskName, task_of
-from dccot.eval.results import (
-    BENCHMARKS,
-    Benchmark,
-    Evaluation,
-    Sample,
-    by_problem,
-    named_benchmark,
-    own_benchmark,
-    summarise,
-)
+from dccot.eval import results
+from dccot.eval.results import BENCHMARKS, Benchmark, Evaluation, Sample
 from dccot.model.config import read_config
 from dccot.model.folder import explain_best, model_checksums, resolve_model
 from dccot.model.tokenizer import open_tokenizer
@@ -99,43 +91,39 @@ def evaluate(
         path = resolve_model(model)
         out = Path(out or RESULTS / default_name(path, config))
         weights = model_checksums(path, runtime)
-        open_folder(out, _settings(path, weights, config), runtime)
+        _open_folder(out, _settings(path, weights, config), runtime)
         require_shared(out, runtime)  # otherwise the table would silently be that of rank 0's responses
         tokenizer = engine.tokenizer if engine else open_tokenizer(path)
         care: dict[str, Any] = {"strict": strict, "report": log.warning if runtime.is_main else lambda message: None}
         task = task_of(config)
         prompted = {b.name: task.prompts(task.problems(b.file, **care), tokenizer, **care) for b in benchmarks}
-        _check_context(path, config, prompted)
-        files = {benchmark.name: {benchmark.file.name: checksum(benchmark.file)} for benchmark in benchmarks}
-        wanted = {benchmark.name: benchmark.samples for benchmark in benchmarks}
+        _check_context(path, config, max(len(ids) for problems in prompted.values() for _, ids in problems))
+        files = {b.name: {b.file.name: checksum(b.file)} for b in benchmarks}
+        wanted = {b.name: b.samples for b in benchmarks}
         record(out, to_plain(config) | {"samples": wanted}, {"model": weights, **files}, runtime)
         missing = {b.name: missing_in(_files(out, b), prompted[b.name], b.samples) for b in benchmarks}
         if any(missing.values()):
             engine = stack.enter_context(open_engine(path, config.engine, engine, logs=out))
-            for benchmark in benchmarks:
-                _generate(engine, benchmark, prompted[benchmark.name], missing[benchmark.name], config, out, runtime)
+            for b in benchmarks:
+                _generate(engine, b, prompted[b.name], missing[b.name], config, out, runtime)
         runtime.gather([])  # everything is on disk
         judge = stack.enter_context(task.open_judge())
         for file in sorted((out / "rollouts").glob("*.jsonl"))[runtime.rank :: runtime.ranks]:
             grade_file(file, judge)
         runtime.gather([])  # and graded
         evaluation = Evaluation(out.name, str(path), config.method, config.rollout.budget)
-        for benchmark in benchmarks:
-            samples = list(read_samples(out, benchmark, prompted[benchmark.name]))
-            evaluation.results[benchmark.name] = summarise(benchmark, samples, _classes(samples, judge, runtime))
+        for b in benchmarks:
+            samples = [Sample.from_row(row) for row in saved_rows(_files(out, b), prompted[b.name], b.samples)]
+            evaluation.results[b.name] = results.summarise(b, samples, _classes(samples, judge, runtime))
         if runtime.is_main:
             evaluation.save(out)
     return evaluation
 
 
-def _check_context(path: Path, config: EvalConfig, prompted: dict[str, list[Prompted]]) -> None:
-    context = config.engine.context or read_config(path).max_position
-    longest = max(len(ids) for problems in prompted.values() for _, ids in problems)
-    require(
-        longest + config.rollout.budget <= context,
-        f"the longest prompt has {longest:,} tokens and --budget is {config.rollout.budget:,}; "
-        f"the model's context is {context:,}: lower the budget",
-    )
+def _check_context(path: Path, config: EvalConfig, longest: int) -> None:
+    context, budget = config.engine.context or read_config(path).max_position, config.rollout.budget
+    needed = f"the longest prompt has {longest:,} tokens and --budget is {budget:,}"
+    require(longest + budget <= context, f"{needed}; the model's context is {context:,}: lower the budget")
 
 
 # ---- the folder ----
@@ -156,23 +144,19 @@ def _settings(path: Path, weights: Mapping[str, str], config: EvalConfig) -> dic
     }
 
 
-def open_folder(out: Path, settings: dict, runtime: Runtime) -> None:
-    """Create the folder or continue in it; one made with other settings is rejected, because its table would mix the
-    two.
-    """
-    fault = runtime.gather([_open_folder(out, settings) if runtime.is_main else None])[0][0]
+def _open_folder(out: Path, settings: dict, runtime: Runtime) -> None:
+    """Create the folder or continue in it; one made with other settings is rejected: its table would mix the two."""
+    fault = runtime.gather([_fault_of(out, settings) if runtime.is_main else None])[0][0]
     if fault:
         raise ConfigError(fault)
 
 
-def _open_folder(out: Path, settings: dict) -> str | None:
+def _fault_of(out: Path, settings: dict) -> str | None:
     file = out / "settings.json"
     older = {
-        "grading.kind": "math_verify",
-        "model.sha256": settings["model.sha256"],
-        "task": settings["task"],
-        "prompt.instruction": None,
-    }  # folders of versions that did not write them
+        name: settings[name] for name in ("model.sha256", "task")
+    }  # in folders of versions that did not write them
+    older |= {"grading.kind": "math_verify", "prompt.instruction": None}
     before = older | json.loads(file.read_text()) if file.exists() else settings
     before = {RENAMED.get(name, name): value for name, value in before.items()}
     changed = [name for name in settings if before.get(name) != settings[name]]
@@ -186,7 +170,7 @@ def _open_folder(out: Path, settings: dict) -> str | None:
         for unfinished in (out / "rollouts").glob("*.jsonl"):
             JsonlWriter(
                 unfinished
-            ).close()  # truncates an unfinished line left by a crash, and rejects a file that is being written
+            ).close()  # cuts off half a line left by a crash, rejects a file that is being written
     except BadData as error:
         return str(error)
     return None
@@ -194,11 +178,6 @@ def _open_folder(out: Path, settings: dict) -> str | None:
 
 def _files(out: Path, benchmark: Benchmark) -> list[Path]:
     return sorted((out / "rollouts").glob(f"{benchmark.name}.rank*.jsonl"))
-
-
-def read_samples(out: Path, benchmark: Benchmark, prompted: Sequence[Prompted]) -> Iterator[Sample]:
-    """The saved responses that the table needs, each once."""
-    return map(Sample.from_row, saved_rows(_files(out, benchmark), prompted, benchmark.samples))
 
 
 # ---- generate, grade, classes ----
@@ -235,14 +214,12 @@ def _generate(
         writer = stack.enter_context(JsonlWriter(file)) if writes else None
         seed = (config.seed, "eval", benchmark.name)
         rollouts = roll_out(engine, prompted, share, config.prompt, config.rollout, seed=seed)
-        for rollout in sample_to_file(writer, rollouts, row=saved):
+        for rollout in sample_to_file(writer, rollouts, row=_line):
             progress.advance(rollout.response.longest_path)
 
 
-def saved(rollout: Rollout) -> dict:
-    """The line of a response. Log-probs are only for inspection here; with four decimals they are a third of the
-    file.
-    """
+def _line(rollout: Rollout) -> dict:
+    """As it is saved. Log-probs are only for inspection here; with four decimals they are a third of the file."""
     for segment in rollout.response.segments():
         segment.logprobs = [round(logprob, 4) for logprob in segment.logprobs]
     return rollout.to_json()
@@ -250,28 +227,19 @@ def saved(rollout: Rollout) -> dict:
 
 def grade_file(file: Path, judge: Judge) -> None:
     """Give every line of a rollout JSONL its verdict. Two passes: the texts fit in memory, the tokens may not."""
-    ungraded = [
-        (row["text"], row["gold"])
-        for _, row in (read_jsonl(file) if file.stat().st_size else ())
-        if row["verdict"] is None
-    ]
-    if not ungraded:
-        return
-    verdicts = iter(judge.grade(ungraded))
-    rows = (row for _, row in read_jsonl(file))
-    write_jsonl_atomic(
-        file, (row if row["verdict"] is not None else {**row, "verdict": next(verdicts).value} for row in rows)
-    )
+    rows = (row for _, row in read_jsonl(file)) if file.stat().st_size else iter(())
+    ungraded = [(row["text"], row["gold"]) for row in rows if row["verdict"] is None]
+    if ungraded:
+        verdicts = iter(judge.grade(ungraded))
+        rows = (row for _, row in read_jsonl(file))
+        write_jsonl_atomic(file, (row | {"verdict": row["verdict"] or next(verdicts).value} for row in rows))
 
 
 def _classes(samples: Sequence[Sample], judge: Judge, runtime: Runtime) -> dict[str, list[int]]:
     """Per problem, which of its answers are equal; each rank takes its share of the problems."""
-    groups = list(by_problem(samples).items())
-    mine = [
-        (problem, judge.equivalence_classes([s.text for s in group]))
-        for problem, group in groups[runtime.rank :: runtime.ranks]
-    ]
-    return dict(entry for part in runtime.gather(mine) for entry in part)
+    mine = list(results.by_problem(samples).items())[runtime.rank :: runtime.ranks]
+    found = [(problem, judge.equivalence_classes([s.text for s in group])) for problem, group in mine]
+    return dict(entry for part in runtime.gather(found) for entry in part)
 
 
 def default_name(model: Path, config: EvalConfig) -> str:
@@ -289,48 +257,43 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return latency.main(argv[1:])
     parser = argparse.ArgumentParser(
-        description="Accuracy, longest path and parallelism of a model on benchmarks. `dccot eval latency` measures wall-clock.",
-        epilog="example: dccot eval runs/hlp --bench aime24,math500 --n 16; the same command again continues where it was stopped",
+        description="Accuracy, longest path and parallelism of a model on benchmarks. "
+        "`dccot eval latency` measures wall-clock.",
+        epilog="example: dccot eval runs/hlp --bench aime24,math500 --n 16; rerun the same command to resume",
     )
-    parser.add_argument("model", help="a Hugging Face folder, or a run (its newest checkpoint)")
-    parser.add_argument(
-        "settings", nargs="*", metavar="key=value", help="e.g. rollout.temperature=1 engine.dtype=float32 seed=1"
-    )
-    parser.add_argument("--bench", default="", help=f"some of {','.join(BENCHMARKS)}")
-    parser.add_argument(
-        "--problems", action="append", default=[], metavar="FILE", help="JSONL with id, question, gold; may be repeated"
-    )
-    parser.add_argument(
-        "--n", "--samples", type=positive, help="responses per problem; default: the paper's (200 or 16), 16 for a file"
-    )
-    parser.add_argument("--method", choices=METHODS, default="parallel", help="how the model is prompted")
-    parser.add_argument("--budget", type=positive, default=12_000, help="tokens on the longest path (default: 12000)")
-    parser.add_argument("--out", type=Path, help="default: runs/eval/MODEL-METHOD-BUDGET")
-    parser.add_argument("--data", default="runs/data", help="folder of the benchmarks' files (default: runs/data)")
-    parser.add_argument("--strict", action="store_true", help="stop at a malformed problem instead of leaving it out")
-    arguments = parser.parse_intermixed_args(argv)
+    add = parser.add_argument
+    add("model", help="a Hugging Face folder, or a run (its newest checkpoint)")
+    add("settings", nargs="*", metavar="key=value", help="e.g. rollout.temperature=1 engine.dtype=float32 seed=1")
+    add("--bench", default="", help=f"some of {','.join(BENCHMARKS)}")
+    mine = "JSONL with id, question, gold; may be repeated"
+    add("--problems", action="append", default=[], metavar="FILE", help=mine)
+    number = "responses per problem; default: the paper's (200 or 16), 16 for a file"
+    add("--n", "--samples", type=positive, help=number)
+    add("--method", choices=METHODS, default="parallel", help="how the model is prompted")
+    add("--budget", type=positive, default=12_000, help="tokens on the longest path (default: 12000)")
+    add("--out", type=Path, help="default: runs/eval/MODEL-METHOD-BUDGET")
+    add("--data", default="runs/data", help="folder of the benchmarks' files (default: runs/data)")
+    add("--strict", action="store_true", help="stop at a malformed problem instead of leaving it out")
+    return run_cleanly(lambda: _run(parser.parse_intermixed_args(argv)))
 
-    def work() -> None:
-        benchmarks = [
-            named_benchmark(name, arguments.data, arguments.n) for name in filter(None, arguments.bench.split(","))
-        ]
-        benchmarks += [own_benchmark(file, arguments.n) for file in arguments.problems]
-        names = [benchmark.name for benchmark in benchmarks]
-        require(bool(names), "nothing to evaluate on; name benchmarks with --bench or a file with --problems")
-        require(
-            len(set(names)) == len(names),
-            f"two benchmarks are called {max(names, key=names.count)!r}; rename one of the files",
-        )
-        config = eval_config(arguments.method, arguments.budget, arguments.settings)
-        if os.environ.get("RANK", "0") == "0" and (best := explain_best(arguments.model)):
-            print(best)
-        evaluation = evaluate(arguments.model, benchmarks, config, arguments.out, strict=arguments.strict)
-        if os.environ.get("RANK", "0") == "0":
-            evaluation.print()
-            out = arguments.out or RESULTS / evaluation.name
-            print(f"{out}/summary.json; `dccot report {out}` makes a page of it")
 
-    return run_cleanly(work)
+def _run(arguments: argparse.Namespace) -> None:
+    bench = filter(None, arguments.bench.split(","))
+    benchmarks = [results.named_benchmark(name, arguments.data, arguments.n) for name in bench]
+    benchmarks += [results.own_benchmark(file, arguments.n) for file in arguments.problems]
+    names = [benchmark.name for benchmark in benchmarks]
+    require(bool(names), "nothing to evaluate on; name benchmarks with --bench or a file with --problems")
+    repeated = max(names, key=names.count)
+    require(names.count(repeated) == 1, f"two benchmarks are called {repeated!r}; rename one of the files")
+    config = eval_config(arguments.method, arguments.budget, arguments.settings)
+    talks = os.environ.get("RANK", "0") == "0"
+    if talks and (best := explain_best(arguments.model)):
+        print(best)
+    evaluation = evaluate(arguments.model, benchmarks, config, arguments.out, strict=arguments.strict)
+    if talks:
+        evaluation.print()
+        out = arguments.out or RESULTS / evaluation.name
+        print(f"{out}/summary.json; `dccot report {out}` makes a page of it")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -24,13 +24,9 @@ from tests.support import programs
 pytestmark = pytest.mark.slow
 
 SAMPLES, BUDGET = 8, 120
-SETTINGS = [
-    "engine.dtype=float32",
-    "engine.context=1024",
-    "engine.max_sequences=16",
-    "engine.kv_cache_gb=0.1",
-    "grading.workers=1",
-]
+SIZES = {"context": 1024, "max_sequences": 16, "kv_cache_gb": 0.1, "dtype": "float32"}
+SETTINGS = [*(f"engine.{name}={value}" for name, value in SIZES.items()), "grading.workers=1"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
 @pytest.fixture(scope="session")
@@ -39,11 +35,20 @@ def config() -> EvalConfig:
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(speaker, sums, config, speaker_engine, tmp_path_factory):
+def run(speaker, sums, config, speaker_engine):
+    """Evaluate the speaker on the sums."""
+
+    def evaluated(out, samples=SAMPLES) -> Path:
+        evaluate(speaker, [own_benchmark(sums, samples)], config, out, engine=speaker_engine)
+        return out
+
+    return evaluated
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(run, tmp_path_factory):
     """The folder of an evaluation that ran through."""
-    out = tmp_path_factory.mktemp("uninterrupted") / "sums"
-    evaluate(speaker, [own_benchmark(sums, SAMPLES)], config, out, engine=speaker_engine)
-    return out
+    return run(tmp_path_factory.mktemp("uninterrupted") / "sums")
 
 
 def summary(out) -> str:
@@ -51,17 +56,12 @@ def summary(out) -> str:
 
 
 def rollouts(out) -> list[Rollout]:
-    return [
-        Rollout.from_json(row)
-        for file in sorted((out / "rollouts").glob("*.jsonl"))
-        for _, row in read_jsonl(file, strict=True)
-    ]
+    files = sorted((out / "rollouts").glob("*.jsonl"))
+    return [Rollout.from_json(row) for file in files for _, row in read_jsonl(file, strict=True)]
 
 
 def test_the_folder_is_named_after_the_checkpoint_that_rank_zero_found(speaker, sums, tmp_path, monkeypatch, capsys):
-    """What a rank sees whose `latest` has moved since: rank 0's answer, and a newer name on its disk. The budget ends
-    it here.
-    """
+    """A rank whose `latest` has moved since sees rank 0's answer, and a newer name on its disk. The budget ends it."""
     for step in (5, 9):
         shutil.copytree(speaker, tmp_path / f"run/checkpoints/step_{step:06d}/hf")
     (tmp_path / "run/latest").write_text("step_000009\n")
@@ -97,28 +97,21 @@ def test_the_table_is_that_of_the_saved_responses(uninterrupted):
     assert result.estimate("longest_path").value < result.estimate("maj3_longest_path").value < BUDGET
 
 
-def test_a_run_cut_in_the_middle_of_a_line_resumes_to_the_same_table(
-    uninterrupted, speaker, sums, config, speaker_engine, tmp_path
-):
+def test_a_run_cut_in_the_middle_of_a_line_resumes_to_the_same_table(uninterrupted, run, tmp_path):
     lines = (uninterrupted / "rollouts" / "sums.rank0.jsonl").read_text().splitlines(keepends=True)
     ungraded = [json.dumps({**json.loads(line), "verdict": None}) + "\n" for line in lines[:20]]
     out = tmp_path / "sums"
     (out / "rollouts").mkdir(parents=True)
     (out / "rollouts" / "sums.rank0.jsonl").write_text("".join(ungraded) + lines[20][:300])
-    evaluate(speaker, [own_benchmark(sums, SAMPLES)], config, out, engine=speaker_engine)
-    assert summary(out) == summary(uninterrupted)
+    assert summary(run(out)) == summary(uninterrupted)
     assert [r.text for r in rollouts(out)][:20] == [r.text for r in rollouts(uninterrupted)][:20]
 
 
-def test_more_samples_extend_the_same_folder(uninterrupted, speaker, sums, config, speaker_engine, tmp_path):
-    evaluate(speaker, [own_benchmark(sums, 3)], config, tmp_path / "sums", engine=speaker_engine)
-    evaluate(speaker, [own_benchmark(sums, SAMPLES)], config, tmp_path / "sums", engine=speaker_engine)
-    assert summary(tmp_path / "sums") == summary(uninterrupted)
+def test_more_samples_extend_the_same_folder(uninterrupted, run, tmp_path):
+    assert summary(run(run(tmp_path / "sums", 3))) == summary(uninterrupted)
 
 
-def test_two_ranks_killed_and_resumed_on_one_give_the_same_table(
-    uninterrupted, speaker, sums, config, speaker_engine, tmp_path
-):
+def test_two_ranks_killed_and_resumed_on_one_give_the_same_table(uninterrupted, run, speaker, sums, tmp_path):
     out = tmp_path / "sums"
     process = torchrun(speaker, sums, out)
     try:
@@ -130,31 +123,16 @@ def test_two_ranks_killed_and_resumed_on_one_give_the_same_table(
         kill_all(process)
     files = sorted(file.name for file in (out / "rollouts").glob("*.jsonl"))
     assert not (out / "summary.json").exists() and files == ["sums.rank0.jsonl", "sums.rank1.jsonl"]
-    evaluate(speaker, [own_benchmark(sums, SAMPLES)], config, out, engine=speaker_engine)
-    assert summary(out) == summary(uninterrupted)
+    assert summary(run(out)) == summary(uninterrupted)
 
 
 def test_ranks_that_do_not_share_the_folder_are_refused(speaker, sums, tmp_path):
-    """Each has a home of its own, as on two machines without a shared disk: rank 0's table would be that of half of the
-    responses.
-    """
+    """Each has a home of its own, as on two machines without a shared disk: the table would be that of half of them."""
     program = tmp_path / "program.py"
-    program.write_text(
-        "import os, sys\nfrom dccot.eval.evaluate import main\nos.mkdir(os.environ['RANK'])\nos.chdir(os.environ['RANK'])\n"
-        "sys.exit(main([*sys.argv[1:], '--out', 'out']))"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        program,
-        speaker,
-        "--problems",
-        sums,
-    ]
-    command += ["--budget", "100", "engine.context=1024"]
+    home = "os.mkdir(os.environ['RANK'])\nos.chdir(os.environ['RANK'])"
+    run = "sys.exit(main([*sys.argv[1:], '--out', 'out']))"
+    program.write_text(f"import os, sys\nfrom dccot.eval.evaluate import main\n{home}\n{run}")
+    command = [*TORCHRUN, program, speaker, "--problems", sums, "--budget", "100", "engine.context=1024"]
     done = programs.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert done.returncode == 1 and done.stderr.count("dccot: out of rank 0 on ") == 2, done.stderr
     assert "is another folder than that of rank 1 on " in done.stderr
@@ -187,32 +165,23 @@ def kill_all(process: subprocess.Popen) -> None:
 
 
 def torchrun(speaker, sums, out) -> subprocess.Popen:
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        "-m",
-        "dccot.eval.evaluate",
-    ]
     options = {"--problems": sums, "--samples": SAMPLES, "--budget": BUDGET, "--out": out}
-    command = [*launch, str(speaker), *SETTINGS, *(str(part) for option in options.items() for part in option)]
+    command = [*TORCHRUN, "-m", "dccot.eval.evaluate", str(speaker), *SETTINGS]
+    command += [str(part) for option in options.items() for part in option]
     return programs.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def test_a_folder_made_with_another_method_is_refused(uninterrupted, speaker, sums):
-    with pytest.raises(
-        ConfigError, match=r"begun with prompt\.kind=parallel, now it is sequential; give another folder"
-    ):
-        evaluate(speaker, [own_benchmark(sums, SAMPLES)], eval_config("sequential", BUDGET, SETTINGS), uninterrupted)
-
-
-def test_a_folder_made_with_other_settings_is_refused(uninterrupted, speaker, sums, config):
-    warmer = replace(config, rollout=replace(config.rollout, temperature=1.0))
-    with pytest.raises(ConfigError, match=r"begun with rollout\.temperature=0\.6, now it is 1\.0; give another folder"):
-        evaluate(speaker, [own_benchmark(sums, SAMPLES)], warmer, uninterrupted)
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("prompt.kind=sequential", r"prompt\.kind=parallel, now it is sequential; give another folder"),
+        ("rollout.temperature=1", r"rollout\.temperature=0\.6, now it is 1\.0; give another folder"),
+    ],
+)
+def test_a_folder_made_with_other_settings_is_refused(uninterrupted, speaker, sums, setting, said):
+    changed = eval_config("parallel", BUDGET, [*SETTINGS, setting])
+    with pytest.raises(ConfigError, match=f"begun with {said}"):
+        evaluate(speaker, [own_benchmark(sums, SAMPLES)], changed, uninterrupted)
 
 
 def test_a_folder_made_with_other_weights_at_the_same_path_is_refused(uninterrupted, speaker, sums, config, tmp_path):
@@ -223,9 +192,7 @@ def test_a_folder_made_with_other_weights_at_the_same_path_is_refused(uninterrup
     (out / "settings.json").write_text(json.dumps(settings))
     evaluate(model, [own_benchmark(sums, SAMPLES)], config, out)  # moved, not changed: complete
     (model / "generation_config.json").write_text('{"top_k": 3}')
-    with pytest.raises(
-        ConfigError, match=r"was begun with model\.sha256=\w{64}, now it is \w{64}; give another folder with --out"
-    ):
+    with pytest.raises(ConfigError, match=r"begun with model\.sha256=\w{64}, now it is \w{64}; give another folder"):
         evaluate(model, [own_benchmark(sums, SAMPLES)], config, out)
 
 
@@ -238,18 +205,8 @@ def test_a_problem_that_changed_under_its_id_is_refused(uninterrupted, speaker, 
 def test_a_complete_folder_needs_no_engine(uninterrupted, speaker, sums, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "dccot.rollout.vllm_engine", None)  # importing it now fails
     before = summary(uninterrupted)
-    arguments = [
-        str(speaker),
-        *SETTINGS,
-        "--problems",
-        str(sums),
-        "--n",
-        "8",
-        "--budget",
-        "120",
-        "--out",
-        str(uninterrupted),
-    ]
+    options = {"--problems": sums, "--n": SAMPLES, "--budget": BUDGET, "--out": uninterrupted}
+    arguments = [str(speaker), *SETTINGS, *(str(part) for option in options.items() for part in option)]
     assert dccot(["eval", *arguments]) == 0
     assert summary(uninterrupted) == before
     accuracy = 100 * Evaluation.load(uninterrupted).results["sums"].estimate("accuracy").value
@@ -278,23 +235,14 @@ def test_what_cannot_run_costs_one_line(arguments, said, speaker, sums, tmp_path
 # ---- the summary by hand ----
 
 
-def sample(problem: str, number: int, verdict: str, longest_path: int, total: int, **other) -> Sample:
-    usual = {"text": "", "well_formed": True, "answered": True, "rounds": 1}
-    return Sample(
-        problem=problem,
-        sample=number,
-        verdict=verdict,
-        longest_path=longest_path,
-        total_tokens=total,
-        **{**usual, **other},
-    )
-
-
 def test_an_answer_that_could_not_be_judged_counts_as_wrong_and_is_shown_apart():
+    rows = {"a": [("correct", 100, 150), ("wrong", 200, 250), ("crashed", 300, 350)]}
+    rows["b"] = [("correct", 400, 400), ("correct", 400, 400), ("correct", 700, 700)]
     samples = [
-        sample("a", 0, "correct", 100, 150), sample("a", 1, "wrong", 200, 250), sample("a", 2, "crashed", 300, 350),
-        sample("b", 0, "correct", 400, 400), sample("b", 1, "correct", 400, 400), sample("b", 2, "correct", 700, 700, answered=False),
-    ]  # fmt: skip
+        Sample(problem, i, "", verdict, True, longest != 700, 1, longest, total)  # the last one did not end by itself
+        for problem, found in rows.items()
+        for i, (verdict, longest, total) in enumerate(found)
+    ]
     result = summarise(Benchmark("x", "X", 3), samples, {"a": [0, 1, 2], "b": [0, 0, 0]})
     assert result.estimate("accuracy").value == pytest.approx((1 / 3 + 1) / 2)
     assert result.estimate("accuracy").stderr == pytest.approx(1 / 3)  # 1/3 and 1: standard deviation √2/3, over √2
@@ -307,19 +255,13 @@ def test_an_answer_that_could_not_be_judged_counts_as_wrong_and_is_shown_apart()
     assert result.unjudged == 1
 
 
-def test_a_summary_survives_the_disk(tmp_path):
-    result = summarise(
-        Benchmark("x", "X", 1),
-        [sample("a", 0, "correct", 3, 4), sample("ä|b", 0, "wrong", 5, 6)],
-        {"a": [0], "ä|b": [0]},
-    )
+def test_a_summary_survives_the_disk_and_a_damaged_one_is_named(tmp_path):
+    samples = [Sample(problem, 0, "", "wrong", True, True, 1, 3, 4) for problem in ("a", "ä|b")]
+    result = summarise(Benchmark("x", "X", 1), samples, {"a": [0], "ä|b": [0]})
     evaluation = Evaluation("n", "m", "parallel", 10, {"x": result})
     evaluation.save(tmp_path)
     assert Evaluation.load(tmp_path) == evaluation
     assert result.estimate("maj3_accuracy") is None
-
-
-def test_a_damaged_summary_is_named(tmp_path):
     (tmp_path / "summary.json").write_text('{"name": "x"')
     with pytest.raises(BadData, match=r"summary\.json is not what `dccot eval` writes"):
         Evaluation.load(tmp_path)

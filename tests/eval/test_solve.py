@@ -1,7 +1,6 @@
-"""`dccot solve`: what is shown, timed and traced is what the engine wrote. One engine for all tests, on a model that
-spawns untrained.
-"""
+"""`dccot solve`: what is shown, timed and traced is what the engine wrote."""
 
+import functools
 import io
 import json
 import shutil
@@ -15,9 +14,8 @@ from dccot.data.task import settings_of
 from dccot.eval.live import TerminalView, view_for
 from dccot.eval.solve import answer_in, main, solve, summary
 from dccot.eval.timeline import Step, Timeline
-from dccot.lab.worlds.bigram import Chances, save
+from dccot.lab.worlds.bigram import save
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.engine import EngineConfig
 from dccot.rollout.generate import Request, generate
 
 PROBLEM = "What is 1 plus 2?"
@@ -26,26 +24,27 @@ BUDGET = 200
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
+    """A model for what needs no engine, and its folder without the weights next to it."""
     folder = tmp_path_factory.mktemp("models")
-    shutil.copytree(
-        save(folder / "whole", "spelled"), folder / "weightless", ignore=shutil.ignore_patterns("*.safetensors")
-    )
-    return save(folder / "tiny", "spelled", Chances(spawn=1 / 16, close=1 / 12, eos=1 / 30))
+    save(folder / "tiny", "spelled")
+    shutil.copytree(folder / "tiny", folder / "weightless", ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder / "tiny"
 
 
 @pytest.fixture(scope="module")
-def engine(model):
-    from dccot.rollout.vllm_engine import VllmEngine
-
-    engine = VllmEngine(model, EngineConfig(context=2048, max_sequences=8))
-    yield engine
-    engine.shutdown()
+def solved(speaker, speaker_engine):
+    """The speaker's solution of the problem, by seed."""
+    return functools.cache(lambda seed: solve(speaker, PROBLEM, budget=BUDGET, seed=seed, engine=speaker_engine))
 
 
 @pytest.fixture(scope="module")
-def solution(model, engine):
-    found = (solve(model, PROBLEM, budget=BUDGET, seed=seed, engine=engine) for seed in range(20))
-    return next(s for s in found if len(s.response.rounds) > 1 and s.response.final is not None)
+def solution(solved):
+    return next(s for s in map(solved, range(100)) if len(s.response.rounds) > 1 and s.response.final is not None)
+
+
+@pytest.fixture(scope="module")
+def trace(solution):
+    return solution.timeline.trace()
 
 
 def complete_events(trace: dict, process: str) -> list[dict]:
@@ -53,33 +52,26 @@ def complete_events(trace: dict, process: str) -> list[dict]:
     return [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == pid]
 
 
-def test_watching_changes_nothing(model, engine):
-    prompt = PromptConfig().ids(engine.tokenizer, PROBLEM)
-    [(_, plain)] = generate(engine, [Request("problem", 0, prompt)], RolloutConfig(budget=BUDGET), seed=(7,))
-    watched = solve(model, PROBLEM, budget=BUDGET, seed=7, engine=engine, show=lambda timeline: None)
-    assert watched.response.as_read == plain.as_read
+def test_watching_changes_nothing(solved, speaker_engine):
+    prompt = PromptConfig().ids(speaker_engine.tokenizer, PROBLEM)
+    [(_, plain)] = generate(speaker_engine, [Request("problem", 0, prompt)], RolloutConfig(budget=BUDGET), seed=(7,))
+    assert solved(7).response.as_read == plain.as_read
 
 
-def test_the_trace_has_a_slice_for_every_segment_in_its_writers_lane(solution, tmp_path):
-    solution.timeline.write(tmp_path / "trace.json", {"model": "tiny"})
-    trace = json.loads((tmp_path / "trace.json").read_text())
+def test_the_trace_has_a_slice_for_every_segment_in_its_writers_lane(solution, trace):
     lanes = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
     expected = []
     for number, round_ in enumerate(solution.response.rounds, start=1):
         expected.append(("director", f"director, part {number}", len(round_.director.sampled)))
-        expected += [
-            (f"worker {i}", f"worker {i}, round {number}", len(w.sampled))
-            for i, w in enumerate(round_.workers, start=1)
-        ]
-    expected.append(
-        ("director", f"director, part {len(solution.response.rounds) + 1}", len(solution.response.final.sampled))
-    )
+        for i, worker in enumerate(round_.workers, start=1):
+            expected.append((f"worker {i}", f"worker {i}, round {number}", len(worker.sampled)))
+    expected.append(("director", f"director, part {number + 1}", len(solution.response.final.sampled)))
     slices = complete_events(trace, "response")
     assert sorted((lanes[e["tid"]], e["name"], e["args"]["sampled"]) for e in slices) == sorted(expected)
 
 
-def test_workers_begin_when_their_director_ends_and_end_before_it_goes_on(solution):
-    slices = {e["name"]: e for e in complete_events(solution.timeline.trace(), "response")}
+def test_workers_begin_when_their_director_ends_and_end_before_it_continues(solution, trace):
+    slices = {e["name"]: e for e in complete_events(trace, "response")}
     for number in range(1, len(solution.response.rounds) + 1):
         before, after = slices[f"director, part {number}"], slices[f"director, part {number + 1}"]
         for worker in range(1, 4):
@@ -87,34 +79,29 @@ def test_workers_begin_when_their_director_ends_and_end_before_it_goes_on(soluti
             assert before["ts"] + before["dur"] <= piece["ts"] <= piece["ts"] + piece["dur"] <= after["ts"]
 
 
-def test_every_sampled_token_belongs_to_one_engine_step(solution):
-    steps = complete_events(solution.timeline.trace(), "engine")
-    assert sum(e["args"]["tokens"] for e in steps) == solution.response.sampled_tokens
-    assert len(steps) == sum(
-        len(r.director.sampled) + max(len(w.sampled) for w in r.workers) for r in solution.response.rounds
-    ) + len(solution.response.final.sampled)
+def test_every_sampled_token_belongs_to_one_engine_step(solution, trace):
+    steps, response = complete_events(trace, "engine"), solution.response
+    assert sum(e["args"]["tokens"] for e in steps) == response.sampled_tokens
+    rounds = [len(r.director.sampled) + max(len(w.sampled) for w in r.workers) for r in response.rounds]
+    assert len(steps) == sum(rounds) + len(response.final.sampled)
 
 
-def test_a_steps_batch_is_the_number_of_lanes_open_during_it(solution):
-    trace = solution.timeline.trace()
+def test_a_steps_batch_is_the_number_of_lanes_open_during_it(trace):
     lanes = complete_events(trace, "response")
     for step in complete_events(trace, "engine"):
         middle = step["ts"] + step["dur"] / 2
         assert step["args"]["batch"] == sum(lane["ts"] <= middle <= lane["ts"] + lane["dur"] for lane in lanes)
 
 
-def test_arrows_lead_from_the_director_to_its_workers_and_back(solution):
-    trace = solution.timeline.trace()
+def test_arrows_lead_from_the_director_to_its_workers_and_back(solution, trace):
     slices = complete_events(trace, "response")
 
     def touched(arrow: dict) -> str:
-        [name] = [
-            s["name"] for s in slices if s["tid"] == arrow["tid"] and s["ts"] <= arrow["ts"] <= s["ts"] + s["dur"]
-        ]
+        lane = [s for s in slices if s["tid"] == arrow["tid"]]
+        [name] = [s["name"] for s in lane if s["ts"] <= arrow["ts"] <= s["ts"] + s["dur"]]
         return name
 
-    starts = {e["id"]: touched(e) for e in trace["traceEvents"] if e["ph"] == "s"}
-    ends = {e["id"]: touched(e) for e in trace["traceEvents"] if e["ph"] == "f"}
+    starts, ends = ({e["id"]: touched(e) for e in trace["traceEvents"] if e["ph"] == end} for end in "sf")
     expected = []
     for number in range(1, len(solution.response.rounds) + 1):
         for worker in (f"worker {i}, round {number}" for i in (1, 2, 3)):
@@ -131,78 +118,53 @@ def test_sequential_time_counts_only_steps_that_decoded_alone():
         Step(9.75, 20.0, batch=3, prefills=0, tokens=3),  # not alone
     ]
     assert timeline.seconds_per_token_alone == (0.25 + 0.5) / 2
-
-
-def test_no_token_decoded_alone_means_no_estimate():
     assert Timeline().seconds_per_token_alone is None
 
 
-def test_json_is_one_object_with_the_responses_own_numbers(model, engine, capsys, solution, tmp_path):
-    arguments = [
-        str(model),
-        PROBLEM,
-        "--budget",
-        str(BUDGET),
-        "--seed",
-        "3",
-        "--json",
-        "--trace",
-        str(tmp_path / "t.json"),
-    ]
-    assert main(arguments, engine) == 0
-    printed = json.loads(capsys.readouterr().out)
-    same = solve(model, PROBLEM, budget=BUDGET, seed=3, engine=engine)
+def test_json_is_one_object_with_the_responses_own_numbers(speaker, speaker_engine, solved, capsys, tmp_path):
+    command = [str(speaker), PROBLEM, "--budget", str(BUDGET), "--seed", "3"]
+    assert main([*command, "--json", "--trace", str(tmp_path / "t.json")], speaker_engine) == 0
+    printed, same = json.loads(capsys.readouterr().out), solved(3)
     assert printed["text"] == same.text
-    assert (printed["longest_path"], printed["total_tokens"]) == (
-        same.response.longest_path,
-        same.response.total_tokens,
-    )
+    lengths = same.response.longest_path, same.response.total_tokens
+    assert (printed["longest_path"], printed["total_tokens"]) == lengths
     assert printed["sequential_seconds"] == pytest.approx(printed["seconds_per_token_alone"] * printed["total_tokens"])
     assert json.loads((tmp_path / "t.json").read_text())["otherData"]["seed"] == 3
 
 
-def test_output_that_is_no_terminal_gets_every_segment_in_reading_order(model, engine, capsys):
-    assert main([str(model), PROBLEM, "--budget", str(BUDGET), "--seed", "3"], engine) == 0
-    printed = capsys.readouterr().out
-    response = solve(model, PROBLEM, budget=BUDGET, seed=3, engine=engine).response
-    headings = [line.split(" · ")[0] for line in printed.splitlines() if line.startswith("── ")]
-    expected = [
-        name
-        for r in response.rounds
-        for name in ("── director", *(f"── worker {i}" for i in range(1, 1 + len(r.workers))))
-    ]
-    assert headings == expected + (["── director"] if response.final is not None else [])
+def test_output_that_is_no_terminal_gets_every_segment_in_reading_order(speaker, speaker_engine, solved, capsys):
+    assert main([str(speaker), PROBLEM, "--budget", str(BUDGET), "--seed", "3"], speaker_engine) == 0
+    printed, response = capsys.readouterr().out, solved(3).response
+    headings = [line.split(" · ")[0].removeprefix("── ") for line in printed.splitlines() if line.startswith("── ")]
+    expected = []
+    for round_ in response.rounds:
+        expected += ["director", *(f"worker {i}" for i in range(1, 1 + len(round_.workers)))]
+    assert headings == expected + ["director"] * (response.final is not None)
     assert "\x1b" not in printed
     assert f"longest path {response.longest_path}, total {response.total_tokens}" in printed
 
 
-def test_sequential_asks_without_workers(model, engine):
-    alone = solve(model, PROBLEM, budget=40, sequential=True, engine=engine)
+def test_sequential_asks_without_workers(speaker, speaker_engine):
+    alone = solve(speaker, PROBLEM, budget=40, sequential=True, engine=speaker_engine)
     assert alone.response.rounds == []
-    assert alone.response.prompt == PromptConfig(kind="sequential").ids(engine.tokenizer, PROBLEM)
+    assert alone.response.prompt == PromptConfig(kind="sequential").ids(speaker_engine.tokenizer, PROBLEM)
 
 
 def on_terminal(timeline: Timeline, width: int, decode) -> str:
     """What a terminal of that width shows of a finished timeline, escape sequences left out."""
-    console = Console(
-        file=io.StringIO(), force_terminal=True, color_system=None, width=width, height=40, legacy_windows=False
-    )
+    looks = {"force_terminal": True, "color_system": None, "width": width, "height": 40, "legacy_windows": False}
+    console = Console(file=io.StringIO(), **looks)
     with TerminalView(decode, console) as view:
         view.show(timeline)
     return console.file.getvalue()
 
 
-def test_workers_stand_side_by_side(solution, engine):
-    shown = on_terminal(solution.timeline, 120, engine.tokenizer.decode)
-    assert sum(all(f"worker {i} · " in line for i in (1, 2, 3)) for line in shown.splitlines()) == len(
-        solution.response.rounds
-    )
-
-
-def test_workers_stand_below_each_other_where_columns_would_be_too_narrow(solution, engine):
-    shown = on_terminal(solution.timeline, 50, engine.tokenizer.decode)
-    assert not any("worker 1 · " in line and "worker 2 · " in line for line in shown.splitlines())
-    assert shown.count("worker 3 · ") == len(solution.response.rounds)
+def test_workers_stand_side_by_side_where_columns_are_wide_enough(solution, speaker_engine):
+    rounds, decode = len(solution.response.rounds), speaker_engine.tokenizer.decode
+    wide, narrow = (on_terminal(solution.timeline, width, decode).splitlines() for width in (120, 50))
+    assert sum(all(f"worker {i} · " in line for i in (1, 2, 3)) for line in wide) == rounds
+    assert not any("worker 1 · " in line and "worker 2 · " in line for line in narrow)
+    assert sum("worker 3 · " in line for line in narrow) == rounds
 
 
 def test_everything_written_is_on_the_terminal_in_the_end(solution):
@@ -235,15 +197,11 @@ def test_the_answer_is_the_last_whole_box_or_else_the_answer_block(text, answer)
 
 
 def test_a_run_is_asked_as_it_was_trained(tmp_path):
-    (tmp_path / "config.yaml").write_text(
-        "prompt: {kind: parallel, open_think: false}\nrollout: {budget: 321, workers: 2}\nseed: 4\n"
-    )
+    config = tmp_path / "config.yaml"
+    config.write_text("prompt: {kind: parallel, open_think: false}\nrollout: {budget: 321, workers: 2}\nseed: 4\n")
     prompt, rollout = settings_of(tmp_path)
     assert (prompt.open_think, rollout.budget, rollout.workers, prompt.parallel) == (False, 321, 2, True)
-
-
-def test_a_sequential_run_is_asked_without_workers(tmp_path):
-    (tmp_path / "config.yaml").write_text("prompt: {kind: sequential}\n")
+    config.write_text("prompt: {kind: sequential}\n")
     assert not settings_of(tmp_path)[0].parallel
 
 
@@ -285,7 +243,5 @@ def test_a_problem_may_come_from_standard_input(model, monkeypatch, capsys):
 def test_the_summary_says_how_sequential_time_was_computed(solution):
     text = " ".join(text for _, text in summary(solution))
     alone = sum(step.tokens for step in solution.timeline.steps if step.batch == 1 and not step.prefills)
-    assert (
-        f"{solution.response.total_tokens} tokens × " in text
-        and f"the {alone} tokens of this run that were decoded alone" in text
-    )
+    assert f"{solution.response.total_tokens} tokens × " in text
+    assert f"the {alone} tokens of this run that were decoded alone" in text
