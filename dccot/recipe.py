@@ -99,9 +99,7 @@ class Recipe:
             report["baselines"] = {row: other for row, other in pairs if not {row, other} & gone}
 
     def filled_in(self, value: Any) -> Any:
-        """A value with its placeholders filled in; {model} may itself hold {run}. Unset ones stay: preflight reports
-        them.
-        """
+        """With placeholders filled in; {model} may itself hold {run}. Unset ones stay: preflight reports them."""
         if isinstance(value, dict):
             return {key: self.filled_in(inner) for key, inner in value.items()}
         if isinstance(value, list):
@@ -188,7 +186,7 @@ class StagePlan:
         """Its configuration, checked; an error names the stage."""
         recipe = self.recipe
         chosen = (recipe.common.get(self.stage.run, {}), self.stage.set, recipe.settings.get(self.name, {}))
-        settings = [recipe.filled_in(dict(keys)) for keys in (self.given(), *chosen)]
+        settings = [each for keys in (self.given(), *chosen) for each in recipe.filled_in(keys).items()]
         try:
             return load_config(self.kind.config, self.file, self.overrides, settings)
         except ConfigError as error:

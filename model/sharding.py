@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from dccot.core.config import ConfigError, at_least, one_of, require
+from dccot.core.config import ConfigError, Positive, one_of, require
 from dccot.core.runtime import inherit_timeout
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.transformer import Block, Transformer
@@ -42,7 +42,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass
 class ShardingConfig:
-    replicate: int = 1  # copies of the model; 1 shards it over all ranks
+    replicate: Positive = 1  # copies of the model; 1 shards it over all ranks
     whole: bool = False  # every rank has a copy, in one piece instead of by block: for tiny models
     compute_dtype: str = "bfloat16"
     master_dtype: str = "float32"  # a frozen model needs no more than compute_dtype
@@ -60,7 +60,6 @@ class ShardingConfig:
         _dtype("sharding.master_dtype", self.master_dtype)
         if self.attention is not None:
             one_of(self.attention, ATTENTION, "sharding.attention", " or null")
-        at_least(1, self.replicate, "sharding.replicate")
         require(
             not self.whole or self.replicate == 1,
             f"sharding.replicate is {self.replicate}, and sharding.whole makes a copy per rank; choose one",

@@ -22,7 +22,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from dccot.core.command import positive, run_cleanly
-from dccot.core.config import ConfigError, Positive, at_least, load_config
+from dccot.core.config import ConfigError, Positive, load_config, require
 from dccot.core.run import Run
 from dccot.core.runtime import KEEP_FREED_MEMORY
 from dccot.data.prompts import PromptConfig
@@ -48,7 +48,8 @@ class ServeConfig:
     max_requests: Positive = 256  # choices that run at once; further requests get a 503
 
     def check(self) -> None:
-        at_least(self.max_n, self.max_requests, "max_requests")
+        few = f"max_requests is {self.max_requests}; it must be at least max_n, {self.max_n}"
+        require(self.max_requests >= self.max_n, few)
 
 
 def from_environment() -> ServeConfig:

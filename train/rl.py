@@ -23,10 +23,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dccot.core.command import launch
+from dccot.core.command import Stopped, asked, launch
 from dccot.core.config import lookup
 from dccot.core.runtime import Runtime
-from dccot.core.signals import Stopped, asked
 from dccot.data.judge import Judge
 from dccot.data.problems import ProblemStream
 from dccot.data.prompts import Prompted

@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dccot.core.command import Stopped, asked, listening
 from dccot.core.config import flat
 from dccot.core.files import checksum
 from dccot.core.progress import Progress
 from dccot.core.run import Run
 from dccot.core.runtime import Runtime, inherit_timeout, on_rank_zero, require_shared
-from dccot.core.signals import Stopped, asked, listening
 from dccot.model.folder import model_checksums
 from dccot.model.sharding import DTYPES, build_model
 from dccot.train.checkpoint import Checkpointer

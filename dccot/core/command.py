@@ -1,15 +1,26 @@
-"""What every command shares: exit codes instead of stack traces, quiet dependencies, argument types, terminal
-tables.
+"""What every command shares: exit codes instead of stack traces, stop signals, the command line of training, tables.
+
+    with listening(): …                  a command: SIGTERM (pre-emption, a time limit) ends it with Stopped, SIGINT with
+                                         KeyboardInterrupt
+        with listening(wait=True): …     training: both are recorded in `asked`; the loop stops where it can save, and a
+                                         second SIGINT ends it; SIGUSR1 saves and continues
+
+A command that was stopped exits with CONTINUE: nothing is wrong, run it again.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich import box
@@ -18,17 +29,59 @@ from rich.table import Table
 
 from dccot.core.config import ConfigError, load_config, to_yaml
 from dccot.core.files import BadData
-from dccot.core.signals import CONTINUE, Stopped, listening
 
-EXPECTED = (
-    ConfigError,
-    BadData,
-    FileNotFoundError,
-    FileExistsError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-)
+UNREADABLE = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+EXPECTED = (ConfigError, BadData, *UNREADABLE)
+CONTINUE = 75  # EX_TEMPFAIL of sysexits.h
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Stopped(BaseException):
+    """The command was told to stop and has stopped; the same command resumes."""
+
+
+@dataclass
+class Asked:
+    """Signals received by this process. All ranks must agree before they act on them."""
+
+    wait: bool = False
+    stop: bool = False
+    save: bool = False
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self.save = self.wait  # otherwise there is nothing to save, and the default would kill the process
+        elif number == signal.SIGINT and (self.stop or not self.wait):
+            raise KeyboardInterrupt
+        elif not self.wait:
+            raise Stopped
+        else:
+            self.stop = True
+            if os.environ.get("RANK", "0") == "0":  # not print: the signal may have interrupted one
+                os.write(2, b"\nstopping as soon as everything can be saved; a second Ctrl-C stops at once\n")
+
+
+asked = Asked()  # signals belong to the process
+
+
+@contextlib.contextmanager
+def listening(wait: bool = False) -> Iterator[Asked]:
+    """Handle SIGNALS; only a process's main thread can, so elsewhere this does nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    outside = asked.wait
+    handlers = {number: signal.signal(number, asked.hear) for number in SIGNALS}
+    asked.wait, asked.stop, asked.save = wait, False, False
+    try:
+        yield asked
+    finally:
+        unheeded = asked.stop
+        asked.wait, asked.stop, asked.save = outside, False, False
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if unheeded and not outside:  # it arrived after the last check
+        raise Stopped
 
 
 def run_cleanly(work: Callable[[], object]) -> int:
@@ -47,9 +100,7 @@ def run_cleanly(work: Callable[[], object]) -> int:
 
 
 def launch(kind: type, train: Callable[[Any], None], argv: Sequence[str] | None, description: str, example: str) -> int:
-    """Read the configuration named on the command line and train with it. An invalid one gives a one-line error, not a
-    stack trace.
-    """
+    """Read the configuration named on the command line and train with it."""
     arguments = launch_parser(description, example).parse_args(argv)
     log_to_terminal()
 
@@ -64,9 +115,8 @@ def launch(kind: type, train: Callable[[Any], None], argv: Sequence[str] | None,
 
 
 def log_to_terminal() -> None:
-    logging.basicConfig(
-        level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING, format="%(message)s"
-    )
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
+    logging.basicConfig(level=level, format="%(message)s")
 
 
 def launch_parser(description: str, example: str) -> argparse.ArgumentParser:

@@ -32,6 +32,8 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+import dccot.configs
+
 log = logging.getLogger(__name__)
 C = TypeVar("C")
 E = TypeVar("E")
@@ -74,7 +76,7 @@ def check_address(url: str, key: str = "") -> str:
     parts = urlsplit(url)
     if "@" in parts.netloc:
         raise ConfigError(
-            f"{key} holds a user or a password; keys come from the environment: leave what is before the @ out"
+            f"{key} holds a user or a password; keys come from the environment: leave out all before the @"
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{key} is {url.rpartition('@')[2]!r}; write a whole address, http://host:8000")
@@ -88,44 +90,26 @@ def warn_of_plain_http(url: str, key: str) -> None:
     """Warns if keys and texts leave this machine unencrypted."""
     parts = urlsplit(url)
     if parts.scheme == "http" and not re.fullmatch(r"localhost|127(\.\d+){3}|::1", parts.hostname or ""):
-        log.warning(
-            "%s: http://%s is not encrypted: texts and keys can be read in transit; use https if you can",
-            key,
-            parts.netloc,
-        )
+        words = "%s: http://%s is not encrypted: texts and keys can be read in transit; use https if you can"
+        log.warning(words, key, parts.netloc)
 
 
 def find_config(path: str | Path) -> Path:
     """The YAML file itself, or the one installed with the package when called from outside a checkout."""
-    path = Path(path)
-    installed = [
-        root / Path(*path.parts[1:] if path.parts[:1] == ("configs",) else path.parts) for root in _config_roots()
-    ]
-    for candidate in [path, *installed]:
+    inside = Path(path).parts[1:] if Path(path).parts[:1] == ("configs",) else Path(path).parts
+    for candidate in (Path(path), *(Path(root, *inside) for root in dccot.configs.__path__)):
         if candidate.is_file():
             return candidate
     raise ConfigError(f"no configuration file {str(path)!r}; configs/ holds the ones that come with dccot")
 
 
-def _config_roots() -> list[Path]:
-    import dccot.configs
-
-    return [Path(folder) for folder in dccot.configs.__path__]
-
-
 def load_config(
-    kind: type[C],
-    path: str | Path | None,
-    overrides: Sequence[str] = (),
-    settings: Iterable[Mapping[str, Any]] = (),
+    kind: type[C], path: str | Path | None, overrides: Sequence[str] = (), settings: Iterable[tuple[str, Any]] = ()
 ) -> C:
-    """The dataclass `kind`, checked: the YAML file `path` and its bases, then `settings` (dotted keys and their
-    values), then `key=value` overrides.
-    """
+    """The dataclass `kind`, checked: a YAML file with its bases, `settings` of dotted keys, `key=value` overrides."""
     tree = read_yaml(find_config(path)) if path is not None else {}
-    for group in settings:
-        for name, value in group.items():
-            _set(tree, name, value)
+    for name, value in settings:
+        _set(tree, name, value)
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
@@ -194,7 +178,7 @@ def read_yaml(path: Path, _above: tuple[str, ...] = ()) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for base in [bases] if isinstance(bases, str) else bases:
         if not isinstance(base, str) or not (path.parent / base).is_file():
-            raise ConfigError(f"{path}: base {base!r} was not found beside it")
+            raise ConfigError(f"{path}: base {base!r} was not found next to it")
         if len(_above) > 20:
             raise ConfigError(f"{path}: base files name each other in a circle: {' → '.join([*_above[-3:], base])}")
         merged = _merge(merged, read_yaml(path.parent / base, (*_above, base)))
@@ -223,10 +207,7 @@ def to_yaml(config: Any) -> str:
 
 
 def check(config: Any, key: str = "") -> None:
-    """Check every value against its type, then call `check()` of every dataclass in the tree, leaves first.
-
-    `key` is where the configuration would be in a larger one, for the errors.
-    """
+    """Check values against their types, then the rules of every `check()`, leaves first. `key`: its place, for errors."""
     _build(type(config), to_plain(config), key)
     _check_rules(config)
 
@@ -248,19 +229,13 @@ def require(holds: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def at_least(least: float, value: float, key: str) -> None:
-    require(value >= least, f"{key} is {value}; it must be at least {least}")
-
-
 def one_of(value: str, allowed: Iterable[str], key: str, or_else: str = "") -> None:
     if value not in (allowed := list(allowed)):
         raise ConfigError(_not_among(value, allowed, key, or_else))
 
 
 def lookup(registry: Mapping[str, E], name: str, key: str) -> E:
-    """What `name` means: an entry of the registry, or your own `my_package.my_module:my_function`. `key` is the
-    setting's name.
-    """
+    """What `name`, the value of the setting `key`, means: an entry of the registry, or my_package.my_module:my_function."""
     module, colon, attribute = name.partition(":")
     if not colon:
         one_of(name, registry, key, " or your own, my_package.my_module:my_function")
@@ -270,9 +245,8 @@ def lookup(registry: Mapping[str, E], name: str, key: str) -> E:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{key} is {name!r}, which cannot be imported ({error}); the form is my_package.my_module:my_function"
-        ) from None
+        form = "the form is my_package.my_module:my_function"
+        raise ConfigError(f"{key} is {name!r}, which cannot be imported ({error}); {form}") from None
     require(callable(found), f"{key} is {name!r}, a {type(found).__name__}; it must be a function or a class")
     return found
 
@@ -345,11 +319,11 @@ def _explained(kind: type, place: Sequence[int | str], prefix: str, error: Mappi
         key = f"{key}[{part}]" if isinstance(part, int) else f"{key}.{part}".lstrip(".")
     fault, value, limits = error["type"], error["input"], error.get("ctx", {})
     shown = text if len(text := repr(value)) < 100 else f"{text[:100]}…"
-    inside = [f"{key}.{name}" for name in value] if isinstance(value, dict) else []  # of a group that became a value
-    old = next((each for each in (key, *inside) if each in RENAMED), None)
-    if old is not None and fault != "dataclass_type":
+    unknown = fault == "unexpected_keyword_argument"
+    names = [key] if unknown else [f"{key}.{name}" for name in value] if isinstance(value, dict) else []
+    if old := next((name for name in names if name in RENAMED), None):  # a key, or inside a group that became a value
         return f"{old} is now called {RENAMED[old]}"
-    if fault == "unexpected_keyword_argument":
+    if unknown:
         keys = _keys(kind, place[:-1])
         return f"unknown key {key}{_nearest(str(place[-1]), keys) or '; known: ' + ', '.join(keys)}"
     if fault == "literal_error":

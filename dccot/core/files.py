@@ -1,8 +1,8 @@
 """Reads and writes JSON lines: reading survives any file, writing survives any crash.
 
-    for line, row in read_jsonl(path): ...            # bad lines are reported as path:line and skipped; strict=True raises instead
-    with JsonlWriter(path) as out: out.write(row)     # one row = one write; a partial last line of an earlier run is removed first
-    write_jsonl_atomic(path, rows)                    # the whole file or nothing
+    for line, row in read_jsonl(path): …              bad lines are reported as path:line and skipped; strict=True raises
+    with JsonlWriter(path) as out: out.write(row)     one row = one write; an earlier run's partial last line is removed
+    write_jsonl_atomic(path, rows)                    the whole file or nothing
 
 Bad means: not UTF-8, not JSON, not an object, or longer than `MAX_LINE_BYTES`. An over-long line is never held in
 memory.
@@ -35,7 +35,7 @@ class BadData(ValueError):
 
 
 class JsonlReader:
-    """Iterates over (line number, row). `skipped` counts the bad lines met so far."""
+    """(line number, row) of every good line; blank ones are ignored. `skipped` counts the bad ones met so far."""
 
     def __init__(self, path: str | Path, *, strict: bool = False, report: Callable[[str], None] = print):
         self.path, self.strict, self.report, self.skipped = Path(path), strict, report, 0
@@ -61,11 +61,7 @@ class JsonlReader:
             self.report(message)
 
 
-def read_jsonl(path: str | Path, *, strict: bool = False, report: Callable[[str], None] = print) -> JsonlReader:
-    """(line number, row) of every good line; blank lines are ignored, bad ones are reported and skipped, or raise if
-    `strict`.
-    """
-    return JsonlReader(path, strict=strict, report=report)
+read_jsonl = JsonlReader
 
 
 def _bounded_lines(file) -> Iterator[bytes]:
@@ -95,15 +91,13 @@ def _decode(raw: bytes) -> tuple[dict | None, str | None]:
         return None, "nested too deeply"
     except ValueError as error:  # JSONDecodeError, and integers beyond Python's digit limit
         return None, f"not JSON ({error})"
-    return (
-        (row, None) if isinstance(row, dict) else (None, f"a row must be an object {{...}}, found {type(row).__name__}")
-    )
+    if not isinstance(row, dict):
+        return None, f"a row must be an object {{...}}, found {type(row).__name__}"
+    return row, None
 
 
 def take_lock(file: int | IO, lock: Callable[[int | IO, int], None] = fcntl.flock) -> bool:
-    """Whether we now hold the lock; False if another process does. On a file system without locks it always
-    succeeds.
-    """
+    """Whether we hold the lock now; a file system without locks always gives it."""
     try:
         lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -128,15 +122,12 @@ def wait_for_lock(
         holder = (owner.read_text().strip() if owner else "") or "another process"
         age = time.time() - os.fstat(file).st_mtime
         if held_here(file) or time.monotonic() > deadline:
-            raise BadData(
-                f"{path} is being written by {holder}, last {age:.0f} s ago; wait for it, end it, or choose another name"
-            )
+            remedy = "wait for it, end it, or choose another name"
+            raise BadData(f"{path} is being written by {holder}, last {age:.0f} s ago; {remedy}")
         if not told:
-            told, words = (
-                True,
-                "%s is locked by %s on another machine, last written %.0f s ago; waiting %.0f s in case it is dead",
-            )
+            words = "%s is locked by %s on another machine, last written %.0f s ago; waiting %.0f s in case it is dead"
             log.warning(words, path, holder, age, patience)
+            told = True
         time.sleep(min(1.0, patience / 10))
 
 
@@ -249,9 +240,7 @@ def checksum(path: str | Path) -> str:
 
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """A temporary file that replaces `path` when the block ends: `path` is always the old file or the complete new
-    one.
-    """
+    """A temporary file that replaces `path` when the block ends: there is always the old file or the complete new one."""
     path = Path(path)
     make_folder(path.parent)
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")

@@ -4,7 +4,7 @@
         progress.show(201, "loss 1.23")
 
 On a terminal, a bar with the time left and the text next to it; elsewhere a line with both, at most one per `pause`
-seconds, so that a log stays readable. With `lines` the texts are printed above the bar, too. Only an `active` progress
+seconds, so that a log stays readable. With `lines` the texts are also printed above the bar. Only an `active` progress
 (rank 0's) shows anything.
 """
 

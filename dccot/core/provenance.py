@@ -38,14 +38,11 @@ OF_ONE_RANK = ("time", "machines")
 
 @cache
 def code_version() -> dict[str, Any]:
-    """Release, commit and whether files differ from it (None outside a checkout), and a checksum of the source that is
-    running.
-    """
+    """Release, commit and whether files differ from it (None outside a checkout), checksum of the running source."""
     package = Path(__file__).resolve().parents[1]
     walk = ((Path(folder, name), name) for folder, _, names in os.walk(package, followlinks=True) for name in names)
-    files = sorted(
-        (str(path.relative_to(package)), path) for path, name in walk if name.endswith((".py", ".yaml", ".txt", ".cpp"))
-    )
+    kinds = (".py", ".yaml", ".txt", ".cpp")
+    files = sorted((str(path.relative_to(package)), path) for path, name in walk if name.endswith(kinds))
     source = hashlib.sha256("\n".join(f"{name} {checksum(file)}" for name, file in files).encode()).hexdigest()
     # not the checkout of a project that installed us
     ours = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
@@ -85,17 +82,15 @@ def provenance(configuration: Any, inputs: Mapping[str, Checksums], ranks: int =
 
 @cache
 def _packages() -> dict[str, str]:
-    return {
-        name: found.version for found in sorted(distributions(), key=lambda each: each.name) if (name := found.name)
-    }
+    return {each.name: each.version for each in sorted(distributions(), key=lambda each: each.name) if each.name}
 
 
 @cache
 def _machine() -> dict[str, Any]:
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    return {"host": platform.node(), "system": platform.platform(), "cores": os.cpu_count(), "memory_gb": round(memory, 1), "gpus": gpus,
-            "cuda": torch.version.cuda}  # fmt: skip
+    facts = {"host": platform.node(), "system": platform.platform(), "cores": os.cpu_count()}
+    return facts | {"memory_gb": round(memory, 1), "gpus": gpus, "cuda": torch.version.cuda}
 
 
 def without_secrets(text: str) -> str:
@@ -107,9 +102,7 @@ def without_secrets(text: str) -> str:
 
 
 def record(result: Path, configuration: Any, inputs: Mapping[str, Checksums], runtime: Runtime) -> None:
-    """Reject ranks that disagree; then rank 0 adds this start to the file in the result's folder or next to it. All
-    ranks call this.
-    """
+    """Reject ranks that disagree; then rank 0 adds this start to the file in the result's folder, or next to a file."""
     file = result / "provenance.json" if result.is_dir() else result.with_suffix(".provenance.json")
     facts = provenance(configuration, inputs, runtime.ranks)
     require_agreement(facts, runtime)
@@ -130,17 +123,14 @@ def _lasting(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_agreement(facts: dict[str, Any], runtime: Runtime) -> None:
-    """Every rank's facts must equal rank 0's, except time and machine; otherwise all ranks raise, naming a rank, a key
-    and both values.
-    """
+    """Every rank's facts must equal rank 0's, except time and machine; otherwise all ranks raise, naming a difference."""
     expected = runtime.broadcast(facts)
     mine = next(differences(_lasting(expected), _lasting(facts)), None)
     for rank, [found] in enumerate(runtime.gather([mine])):
         if found is not None:
             key, first, other = found
-            raise ConfigError(
-                f"ranks disagree: {key} is {other!r} on rank {rank} and {first!r} on rank 0; every rank must run the same"
-            )
+            both = f"{key} is {other!r} on rank {rank} and {first!r} on rank 0"
+            raise ConfigError(f"ranks disagree: {both}; every rank must run the same")
 
 
 def differences(before: Any, after: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:

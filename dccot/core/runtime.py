@@ -35,10 +35,8 @@ PATIENCE = 7 * 24 * 3600.0
 START_UP = 1800.0  # seconds for all ranks to start and find each other, whatever a collective may take later
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MMAP_FROM, TRIM_FROM = 2**30, 2**31 - 1  # bytes
-KEEP_FREED_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": str(MMAP_FROM),
-    "MALLOC_TRIM_THRESHOLD_": str(TRIM_FROM),
-}  # for processes yet to start
+# for processes yet to start
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(MMAP_FROM), "MALLOC_TRIM_THRESHOLD_": str(TRIM_FROM)}
 
 
 @dataclass(frozen=True)
@@ -68,9 +66,7 @@ class Runtime:
 
     @classmethod
     def of_workers(cls) -> Runtime:
-        """For ranks that work independently and meet at the end, however late. A single process gets no group, so none
-        is left behind.
-        """
+        """For ranks that work independently and meet at the end, however late. A single process gets no group."""
         return cls.start(PATIENCE) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else cls.alone()
 
     @classmethod
@@ -118,11 +114,8 @@ class Runtime:
 
 
 def keep_freed_memory() -> None:
-    """Keep large tensors on the heap, which keeps freed memory: otherwise the kernel zeroes every page of every
-    activation again.
-
-    A tenth of a CPU training step was spent on page faults, and nearly half the time of sampling. Without glibc,
-    nothing changes.
+    """Keep large tensors on glibc's heap, which keeps freed memory: otherwise the kernel zeroes every page of every
+    activation again. A tenth of a CPU training step was spent on page faults, and nearly half the time of sampling.
     """
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, MMAP_FROM)
@@ -151,11 +144,9 @@ def free_memory() -> None:
 
 
 def on_rank_zero(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """The result or exception of `work` on rank 0, on every rank: what is read from a shared disk must not differ
-    between ranks.
+    """The result or exception of `work` on rank 0, on every rank: what is read from a shared disk must not differ.
 
-    It may take longer than a collective: the others poll the store until it is done. All ranks of `group` must call
-    this.
+    It may take longer than a collective: the others poll the store until it is done. All ranks of `group` call this.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
@@ -183,9 +174,7 @@ _turns: dict[str, Iterator[int]] = defaultdict(count)  # per group: number of ca
 
 
 def require_shared(folder: Path, runtime: Runtime, patience: float = 10.0) -> None:
-    """Reject a folder that is not shared by all ranks. A network file system may take a few seconds to show a new
-    file.
-    """
+    """Reject a folder that not all ranks share. A network file system may take a few seconds to show a new file."""
     if runtime.ranks == 1:
         return
     name = runtime.broadcast(f".seen-by-all-{uuid.uuid4().hex}")
@@ -195,15 +184,14 @@ def require_shared(folder: Path, runtime: Runtime, patience: float = 10.0) -> No
     runtime.barrier()
     while not (seen := (folder / name).exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    everybody = [
-        blind for [blind] in runtime.gather([None if seen else f"rank {runtime.rank} on {socket.gethostname()}"])
-    ]
+    me = f"rank {runtime.rank} on {socket.gethostname()}"
+    everybody = runtime.gather([me, seen])
     if runtime.is_main:
         (folder / name).unlink(missing_ok=True)
-    if blind := [who for who in everybody if who]:
+    if blind := [who for who, sees in everybody if not sees]:
         raise ConfigError(
-            f"{folder} of rank 0 on {runtime.broadcast(socket.gethostname())} is another folder than that of {', '.join(blind)}; "
-            "choose one on a disk that all machines share"
+            f"{folder} of {everybody[0][0]} is not the folder of {', '.join(blind)}; choose one on a disk that all "
+            "machines share"
         )
 
 
@@ -242,6 +230,5 @@ def _fresh_store(rank: int, ranks: int, timeout: timedelta) -> dist.Store:
         time.sleep(0.05)
         if agent.check([f"{prefix}/{greeting}"]):
             return dist.PrefixStore(prefix, agent)
-    raise TimeoutError(
-        f"rank {rank}: rank 0 did not answer within {timeout.total_seconds():.0f} s; see what it printed"
-    )
+    waited = f"{timeout.total_seconds():.0f} s"
+    raise TimeoutError(f"rank {rank}: rank 0 did not answer within {waited}; see what it printed")

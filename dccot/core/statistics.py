@@ -4,7 +4,7 @@ Responses to one problem are correlated, so the problem is the independent unit 
 has:
 
     mean      x̄ = mean of the problems' means            standard error   s(problem means) / √P
-    change    d = mean of (ours − theirs), by problem      standard error   s(differences) / √P              same problems on both sides
+    change    d = mean of (ours − theirs), by problem      standard error   s(differences) / √P
     ratio     r = Σ ours / Σ theirs                       standard error   s(ours − r·theirs) / (√P · mean theirs)
 
 A standard error of fewer than two problems is nan.
@@ -54,9 +54,7 @@ def over_problems(means: ByProblem) -> Estimate:
 
 
 def clustered_error(values: Sequence[Sequence[float]]) -> float:
-    """Standard error of the mean over problems, when every problem has several samples: problems are the independent
-    unit.
-    """
+    """Standard error of the mean over problems, each of which has several samples."""
     return standard_error([statistics.fmean(samples) for samples in values if samples])
 
 
@@ -69,17 +67,14 @@ def difference(ours: ByProblem, theirs: ByProblem) -> Estimate:
 
 
 def relative_change(ours: ByProblem, theirs: ByProblem) -> Estimate:
-    """ours / theirs − 1 of the means, paired when both sides have the same problems; else as if they were
-    independent.
-    """
+    """ours / theirs − 1 of the means, paired in the same way."""
     a, b = over_problems(ours), over_problems(theirs)
     if not b.value:
         return Estimate(math.nan)
     ratio = a.value / b.value
     if ours.keys() == theirs.keys():
-        return Estimate(
-            ratio - 1, standard_error([ours[problem] - ratio * theirs[problem] for problem in ours]) / b.value
-        )
+        rest = [ours[problem] - ratio * theirs[problem] for problem in ours]
+        return Estimate(ratio - 1, standard_error(rest) / b.value)
     return Estimate(ratio - 1, math.hypot(a.stderr, ratio * b.stderr) / b.value)
 
 
@@ -100,9 +95,7 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the (length, accuracy) points that no other beats: none is both at most as long and at least as
-    accurate.
-    """
+    """Indices of the (length, accuracy) points that no other beats by being shorter and more accurate."""
     front: list[int] = []
     best = -math.inf
     for index in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):

@@ -19,10 +19,9 @@ from pathlib import Path
 
 import torch
 
-from dccot.core.command import print_table, run_cleanly
+from dccot.core.command import CONTINUE, print_table, run_cleanly
 from dccot.core.files import BadData
 from dccot.core.run import Checkpoint, Run
-from dccot.core.signals import CONTINUE
 from dccot.core.statistics import Estimate
 from dccot.data.problems import load_problems
 from dccot.eval.results import Evaluation, rows_of

@@ -153,7 +153,7 @@ def test_what_cannot_be_is_refused_with_a_line_that_names_it(override, said):
     [
         ("a: [1\nb: 2", "not valid YAML"),
         ("- 1\n- 2", "holds a list; a configuration is a mapping"),
-        ("base: missing.yaml", "base 'missing.yaml' was not found beside it"),
+        ("base: missing.yaml", "base 'missing.yaml' was not found next to it"),
         ("base: {a: 1}", "base is {'a': 1}; it must be a file name or a list of them"),
         ("base: c.yaml", "base files name each other in a circle"),
         ("name: x\nname: parallel", "key 'name' is given twice"),

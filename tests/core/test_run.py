@@ -111,5 +111,5 @@ def test_ranks_that_do_not_share_the_folder_are_refused_by_name(tmp_path):
     command = programs.torchrun(2, "tests.core.apart_program", str(tmp_path))
     said = programs.run(command, capture_output=True, text=True, timeout=900)
     here = socket.gethostname()
-    refusal = f"run of rank 0 on {here} is another folder than that of rank 1 on {here}; choose one"
+    refusal = f"run of rank 0 on {here} is not the folder of rank 1 on {here}; choose one"
     assert (said.stdout + said.stderr).count(refusal) == 2, "both ranks say so, and end"

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from dccot.core.command import run_cleanly
-from dccot.core.signals import CONTINUE, Stopped, asked, listening
+from dccot.core.command import CONTINUE, Stopped, asked, listening, run_cleanly
 
 
 def send(number: signal.Signals) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
+from dccot.core.command import Stopped, asked
 from dccot.core.config import load_config
 from dccot.core.runtime import Runtime, free_memory
-from dccot.core.signals import Stopped, asked
 from dccot.lab.worlds.exact_task import make_task, write_problems
 from dccot.model.transformer import Transformer
 from dccot.rollout.vllm_engine import VllmEngine

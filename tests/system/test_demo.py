@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from dccot.core.signals import CONTINUE
+from dccot.core.command import CONTINUE
 from tests.support import programs
 
 pytestmark = pytest.mark.slow
