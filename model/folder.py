@@ -1,8 +1,8 @@
 """Resolves a model path to a folder, and verifies it.
 
-A model is a Hugging Face folder, a hub id (`owner/name` or `owner/name@revision`, hub.py), or a checkpoint of one of our
-runs: `runs/hlp` is its newest, `runs/hlp@180` that of step 180, and `runs/hlp@best` the one with the best validation
-accuracy. Each checkpoint has a manifest of sizes and checksums, which is written last.
+A model is a Hugging Face folder, a hub id (`owner/name` or `owner/name@revision`, hub.py), or a checkpoint of one of
+our runs: `runs/hlp` is its newest, `runs/hlp@180` that of step 180, and `runs/hlp@best` the one with the best
+validation accuracy. Each checkpoint has a manifest of sizes and checksums, which is written last.
 
     find_model(path)           the folder that `path` refers to; reads only names
     resolve_model(path)        the same, checked against its manifest: used by every command before it reads weights
@@ -21,15 +21,12 @@ from dccot.core.runtime import Runtime, on_rank_zero
 from dccot.model.hub import hub_folder, is_hub_id, verify_hub_folder
 
 log = logging.getLogger(__name__)
-_VERIFIED: dict[
-    Path, tuple
-] = {}  # folders already checked by this process, with their state: stages of a recipe reread the same model
+# folders that this process has checked, with their state: stages of a recipe read the same model again
+_VERIFIED: dict[Path, tuple] = {}
 
 
 def resolve_model(path: str | Path) -> Path:
-    """The folder that `path` refers to, verified against its manifest. In a process group rank 0 checks, and all ranks
-    get its result.
-    """
+    """The folder that `path` refers to, verified; in a process group rank 0 checks, and all ranks get its result."""
 
     def resolve() -> Path:
         folder = hub_folder(path) if is_hub_id(path) else find_model(path)
@@ -40,36 +37,28 @@ def resolve_model(path: str | Path) -> Path:
 
 
 def _verify_weights(folder: Path) -> None:
-    """Reject a checkpoint's hf/ folder that has changed since it was written; a folder from elsewhere has no manifest
-    to check.
-    """
+    """Reject a checkpoint's hf/ folder that has changed since it was written; other folders have no manifest."""
     checkpoint = Checkpoint.of_weights(folder) or Checkpoint.of_weights(folder.resolve())  # a link to one, or `.`
     if checkpoint is None:
         verify_hub_folder(folder)
         return
     if not checkpoint.manifest.is_file():
-        words = "%s has no manifest.json: nothing shows whether its weights are what was written"
-        log.warning(words, checkpoint.folder)
+        log.warning("%s has no manifest.json: its weights cannot be verified", checkpoint.folder)
         return
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     now = tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns, path.stat().st_ino) for path in files)
     if _VERIFIED.get(folder.resolve()) == now:
         return
     if damage := checkpoint.damage("hf/"):
-        others = [str(each) for each in checkpoint.run.steps() if each != checkpoint.step]
-        remedy = (
-            f"use another checkpoint of this run ({', '.join(others)})"
-            if others
-            else "restore it from a copy or train it again"
-        )
+        others = ", ".join(str(each) for each in checkpoint.run.steps() if each != checkpoint.step)
+        again = "restore it from a copy or train it again"
+        remedy = f"use another checkpoint of this run ({others})" if others else again
         raise BadData(f"{checkpoint.folder} is damaged ({damage}); {remedy}")
     _VERIFIED[folder.resolve()] = now
 
 
 def find_model(path: str | Path) -> Path:
-    """The Hugging Face folder that `path` refers to: itself, or a checkpoint of a run: `runs/hlp`, `runs/hlp@180` or
-    `runs/hlp@best`.
-    """
+    """The Hugging Face folder that `path` refers to: itself, of a hub id, or a checkpoint of a run."""
     if is_hub_id(path):
         return hub_folder(path, weights=False)
     path = Path(path)
@@ -87,8 +76,9 @@ def find_model(path: str | Path) -> Path:
 
 
 def model_checksums(folder: Path, runtime: Runtime | None = None) -> dict[str, str]:
-    """File → sha256 of a model's folder: its manifest's, which resolve_model has compared, or else read; a machine's
-    ranks share that.
+    """File → sha256 of a model's folder: its manifest's, which resolve_model has compared, or else computed.
+
+    With a `runtime` the ranks of a machine share that work.
     """
     checkpoint = Checkpoint.of_weights(folder)
     if checkpoint is not None and checkpoint.manifest.is_file():
@@ -108,4 +98,5 @@ def explain_best(path: str | Path) -> str | None:
     if chosen != "best":
         return None
     best = run.best()
-    return f"{path} is step {best.step}: validation accuracy {100 * best.accuracy:.2f}%, longest path {best.longest_path:,.0f} tokens"
+    accuracy, length = f"{100 * best.accuracy:.2f}%", f"{best.longest_path:,.0f} tokens"
+    return f"{path} is step {best.step}: validation accuracy {accuracy}, longest path {length}"

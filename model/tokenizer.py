@@ -1,13 +1,13 @@
 """The one place that opens a model's tokenizer, for the trainer, the engine and everything else.
 
-    tokenizer = open_tokenizer(folder)                       what transformers opens, if it splits text as tokenizer.json says;
-                                                             tokenizer.json itself otherwise
-    with tokenizer_folder(folder) as path: …                 the same for a program that loads its own (vLLM)
+    tokenizer = open_tokenizer(folder)            what transformers opens, if it splits text as tokenizer.json says;
+                                                  tokenizer.json itself otherwise
+    with tokenizer_folder(folder) as path: …      the same for a program that loads its own (vLLM)
 
 Published folders declare classes that rebuild the pipeline of tokenizer.json in their own way: transformers 5 opens the
-tokenizers of R1-Distill-Llama-8B and R1-0528-Qwen3-8B as LlamaTokenizer, which silently drops every space. Both are
-checked whenever a tokenizer is opened: a text with spaces, newlines, digits and mark-up gives the ids that tokenizer.json
-gives, and comes back with its white space.
+tokenizers of R1-Distill-Llama-8B and R1-0528-Qwen3-8B as LlamaTokenizer, which silently drops every space. Therefore
+every tokenizer is checked when it is opened: a text with spaces, newlines, digits and mark-up must give the ids that
+tokenizer.json gives, and come back with its white space.
 """
 
 from __future__ import annotations
@@ -36,21 +36,17 @@ def open_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     if expected is not None and _ids(tokenizer) != expected:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         if _ids(tokenizer) != expected:
-            raise BadData(
-                f"the tokenizer of {folder} splits text differently from its tokenizer.json; save it again with transformers"
-            )
+            differs = "splits text differently from its tokenizer.json; save it again with transformers"
+            raise BadData(f"the tokenizer of {folder} {differs}")
     if lost := lost_white_space(tokenizer):
-        raise BadData(
-            f"the tokenizer of {folder} loses white space: {lost[0]!r} comes back as {lost[1]!r}; fetch its files again"
-        )
+        proof = f"{lost[0]!r} comes back as {lost[1]!r}"
+        raise BadData(f"the tokenizer of {folder} loses white space: {proof}; fetch its files again")
     return tokenizer
 
 
 @contextlib.contextmanager
 def tokenizer_folder(folder: str | Path) -> Iterator[str]:
-    """A folder from which AutoTokenizer loads the same tokenizer as `open_tokenizer`: the model's own, or a temporary
-    repaired copy.
-    """
+    """A folder from which AutoTokenizer loads what `open_tokenizer` does: the model's own, or a repaired copy."""
     from transformers import AutoTokenizer
 
     tokenizer = open_tokenizer(folder)
@@ -66,9 +62,8 @@ def lost_white_space(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | No
     """A text and its round trip, if the letters alone survive. A vocabulary that cannot spell those proves nothing."""
 
     def back(text: str) -> str:
-        return str(
-            tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), clean_up_tokenization_spaces=False)
-        ).strip()
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)).strip()
 
     for text in (SPACED, "a b", "a\nb"):
         letters = "".join(text.split())
