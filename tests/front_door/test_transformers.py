@@ -107,8 +107,7 @@ def test_log_probs_and_gradients_are_those_of_separate_rows(family, rows):
     expected, expected_gradient = run_apart(model, rows, temperature=0.6)
     assert largest_error(logprob, expected) < 1e-9
     assert gradient.keys() == expected_gradient.keys()
-    # of an adapted model only the adapters
-    assert (len(gradient) == len(list(model.parameters()))) == family != "lora"
+    assert (len(gradient) == len(list(model.parameters()))) == (family != "lora")  # there only the adapters
     exact = 1e-6 if family == "qwen3_moe" else 1e-9  # its router takes the softmax in fp32
     assert largest_error(gradient.values(), [expected_gradient[name] for name in gradient]) < exact
 

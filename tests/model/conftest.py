@@ -1,4 +1,4 @@
-"""Small random checkpoints of every kind the decoder reads, with transformers' own model beside each as the judge."""
+"""Small random checkpoints of every kind the decoder reads, with transformers' own model of each as the judge."""
 
 import json
 from pathlib import Path
@@ -9,19 +9,14 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from dccot.model.config import read_config
+from dccot.model.transformer import Transformer
+from dccot.model.weights import load_weights
+
 VOCABULARY = 301  # odd, so that nothing divides evenly over ranks
-ORIGINAL_LENGTH, MAX_LENGTH = 64, 256
-ROPE = {
-    "default": {},
-    "linear": {"factor": 2.5},
-    "llama3": {
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": ORIGINAL_LENGTH,
-    },
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": ORIGINAL_LENGTH},
-}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | YARN
+ROPE = {"default": {}, "linear": {"factor": 2.5}, "llama3": LLAMA3, "yarn": YARN}
 
 
 @pytest.fixture(scope="session")
@@ -34,15 +29,14 @@ def raw_config():
             rotary = {"rope_parameters": {"rope_theta": theta, **scaling}}
         else:  # the oldest files say `type`
             rotary = {"rope_theta": theta, "rope_scaling": None if rope == "default" else {"type": rope, **ROPE[rope]}}
-        architecture = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[
-            model_type
-        ]
         raw = {
-            "architectures": [architecture], "model_type": model_type, "vocab_size": VOCABULARY, "hidden_size": 192,
-            "intermediate_size": 99, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 6 // groups, "head_dim": 32,
-            "max_position_embeddings": MAX_LENGTH, "rms_norm_eps": 1e-6, "tie_word_embeddings": tied, "hidden_act": "silu",
-            "bos_token_id": 0, "eos_token_id": 1,
-        }  # fmt: skip
+            "architectures": [f"{model_type.title()}ForCausalLM"],
+            "model_type": model_type,
+            "vocab_size": VOCABULARY,
+        }
+        raw |= {"hidden_size": 192, "intermediate_size": 99, "num_hidden_layers": 2, "max_position_embeddings": 256}
+        raw |= {"num_attention_heads": 6, "num_key_value_heads": 6 // groups, "head_dim": 32, "hidden_act": "silu"}
+        raw |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": tied, "bos_token_id": 0, "eos_token_id": 1}
         if model_type == "qwen2":
             del raw["head_dim"]  # qwen2 checkpoints do not state it
         return raw | rotary | changes
@@ -52,9 +46,7 @@ def raw_config():
 
 @pytest.fixture(scope="session")
 def write_checkpoint():
-    """Writes config.json as given and random weights, and returns transformers' model of it. Norms and biases are
-    random too.
-    """
+    """Writes config.json and random weights, norms and biases included, and returns transformers' model of them."""
 
     def write(folder: Path, raw: dict, seed: int = 0):
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,6 +63,18 @@ def write_checkpoint():
         return model
 
     return write
+
+
+@pytest.fixture(scope="session")
+def ours():
+    """Our model of a checkpoint."""
+
+    def load(folder: Path, dtype: torch.dtype | None = None) -> Transformer:
+        model = Transformer(read_config(folder))
+        load_weights(model, folder, dtype=dtype)
+        return model
+
+    return load
 
 
 @pytest.fixture(scope="session")

@@ -20,9 +20,7 @@ from tests.support import programs
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Checkpoints 20, 40 and 60, of which 20 has lost its weights; validation after every 20 steps and before the
-    first.
-    """
+    """Checkpoints 20, 40 and 60, of which 20 has lost its weights; validated every 20 steps and before the first."""
     folder = tmp_path / "hlp"
     for step in (20, 40, 60):
         (folder / f"checkpoints/step_{step:06d}/hf").mkdir(parents=True)
@@ -31,10 +29,7 @@ def run(tmp_path: Path) -> Path:
     (folder / "checkpoints/step_000040_keep/hf").mkdir(parents=True)  # somebody's own copy
     (folder / "latest").write_text("step_000060\n")
     accuracies = {0: 0.9, 19: 0.8, 39: 0.5, 59: 0.4}
-    rows = [
-        {"step": step, "validation/accuracy": value, "validation/longest_path": 100.0 + step}
-        for step, value in accuracies.items()
-    ]
+    rows = [{"step": step, "validation/accuracy": value} for step, value in accuracies.items()]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"step": 60}]))
     return folder
 
@@ -52,11 +47,8 @@ def test_a_step_that_is_gone_names_the_steps_that_are_there(run):
 
 
 def test_best_is_the_highest_validation_accuracy_among_weights_that_are_there(run):
-    assert [each.step for each in Run(run).validated()] == [
-        20,
-        40,
-        60,
-    ]  # what was measured before the first step has no checkpoint
+    # what was measured before the first step has no checkpoint
+    assert [each.step for each in Run(run).validated()] == [20, 40, 60]
     assert Run(run).best().step == 40  # 20 was better, but its weights are gone
     assert resolve_model(f"{run}@best") == run / "checkpoints/step_000040/hf"
 
@@ -92,10 +84,8 @@ def test_weights_that_are_not_what_was_written_are_refused_everywhere_but_found(
     (run / "favourite").symlink_to(step / "hf")
     monkeypatch.chdir(step / "hf")
     for path in (run, f"{run}@60", step / "hf", run / "favourite", "."):
-        with pytest.raises(
-            BadData,
-            match=r"step_000060 is damaged \(the checksum of hf/model.safetensors does not match.*another checkpoint.*\(40\)",
-        ):
+        damage = r"the checksum of hf/model.safetensors does not match.*another checkpoint.*\(40\)"
+        with pytest.raises(BadData, match=rf"step_000060 is damaged \({damage}"):
             resolve_model(path)
     assert find_model(run) == step / "hf"
 
@@ -104,9 +94,8 @@ def test_a_manifest_that_leads_outside_its_checkpoint_is_refused(run, tmp_path):
     step, outside = run / "checkpoints/step_000060", tmp_path / "outside"
     outside.write_text("{}")
     for name in ("hf/../../../../outside", str(outside)):
-        (step / "manifest.json").write_text(
-            json.dumps({f"{name}": {"size": 2, "sha256": ""}, "hf/config.json": {"size": 2, "sha256": ""}})
-        )
+        listed = {key: {"size": 2, "sha256": ""} for key in (name, "hf/config.json")}
+        (step / "manifest.json").write_text(json.dumps(listed))
         with pytest.raises(BadData, match="is damaged"):
             resolve_model(run)
     (step / "hf/config.json").unlink()
@@ -150,12 +139,8 @@ def test_ranks_started_by_srun_find_the_checksums_of_all_files(tmp_path):
         (tmp_path / name).write_bytes(content)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        variables = {
-            **os.environ,
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free.getsockname()[1]),
-        }
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    variables = {**os.environ, **where}
     command = [sys.executable, "-c", CHECKSUMS, tmp_path]
     ranks = [
         programs.Popen(command, env={**variables, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True)

@@ -1,6 +1,7 @@
 """A GGUF file becomes a folder that computes the same model; what would become another model is refused."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,8 @@ from tokenizers import pre_tokenizers
 from dccot.core.config import ConfigError
 from dccot.core.files import BadData
 from dccot.kernels.mask import TreeMask
-from dccot.model.config import read_config
 from dccot.model.gguf import import_gguf
 from dccot.model.tokenizer import open_tokenizer
-from dccot.model.transformer import Transformer
-from dccot.model.weights import load_weights
 
 gguf = pytest.importorskip("gguf", reason="pip install -r requirements/test.txt")
 
@@ -26,9 +24,8 @@ MERGED = [("1", "2"), ("l", "l"), (">", "Ċ")]
 
 def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
     """llama.cpp interleaves the halves of a head that transformers' rotation keeps apart."""
-    return (
-        weights.reshape(heads, 2, len(weights) // heads // 2, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
-    )
+    halves = weights.reshape(heads, 2, len(weights) // heads // 2, *weights.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weights.shape)
 
 
 def write(
@@ -78,66 +75,54 @@ def write(
 
 
 @pytest.mark.parametrize("family, tied", [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False)])
-def test_the_imported_model_computes_what_the_original_does(raw_config, write_checkpoint, tmp_path, family, tied):
+def test_the_imported_model_computes_what_the_original_does(raw_config, write_checkpoint, ours, tmp_path, family, tied):
     raw = raw_config(family, tied=tied, rms_norm_eps=1e-3)  # unlike any default
     theirs = write_checkpoint(tmp_path / "original", raw)
     import_gguf(write(tmp_path / "model.gguf", raw, theirs), tmp_path / "imported")
-    ours = Transformer(read_config(tmp_path / "imported"))
-    load_weights(ours, tmp_path / "imported")
+    model = ours(tmp_path / "imported")
     tokens = torch.randint(0, raw["vocab_size"], (80,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = theirs(input_ids=tokens[None]).logits[0]
-        torch.testing.assert_close(ours(tokens, torch.arange(80), TreeMask.causal([80])), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(model(tokens, torch.arange(80), TreeMask.causal([80])), expected, rtol=0, atol=1e-5)
 
 
-def test_quantised_weights_come_as_plain_ones(raw_config, write_checkpoint, tmp_path):
+def test_quantised_weights_come_as_plain_ones(raw_config, write_checkpoint, ours, tmp_path):
     raw = raw_config("llama", hidden_size=192)
     theirs = write_checkpoint(tmp_path / "original", raw)
     import_gguf(write(tmp_path / "model.gguf", raw, theirs, q8=True), tmp_path / "imported", torch.bfloat16)
-    ours = Transformer(read_config(tmp_path / "imported"))  # refuses a folder that calls its weights quantised
-    load_weights(ours, tmp_path / "imported", torch.float32)
+    imported = dict(ours(tmp_path / "imported", torch.float32).named_parameters())
     for name, parameter in theirs.named_parameters():
-        error = (dict(ours.named_parameters())[name] - parameter).abs().max() / parameter.abs().max()
+        error = (imported[name] - parameter).abs().max() / parameter.abs().max()
         assert error < 0.01, name
 
 
-def test_tokenizer_chat_template_and_end_of_text_come_along(raw_config, write_checkpoint, tmp_path):
-    raw = raw_config("qwen2")
-    import_gguf(
-        write(tmp_path / "model.gguf", raw, write_checkpoint(tmp_path / "original", raw)), tmp_path / "imported"
-    )
+@pytest.fixture
+def written(raw_config, write_checkpoint, tmp_path):
+    """A file of a small model with these peculiarities."""
+
+    def make(family: str = "llama", **changes) -> Path:
+        raw = raw_config(family)
+        return write(tmp_path / "model.gguf", raw, write_checkpoint(tmp_path / "original", raw), **changes)
+
+    return make
+
+
+def test_tokenizer_chat_template_and_end_of_text_come_along(written, tmp_path):
+    import_gguf(written("qwen2"), tmp_path / "imported")
     tokenizer = open_tokenizer(tmp_path / "imported")
     assert (tokenizer.chat_template, tokenizer.eos_token) == (TEMPLATE, "<|end|>")
     text = "Find x = 12.\n\nLet's <b>\n go"
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert (tmp_path / "imported" / "generation_config.json").read_text().split() == [
-        "{",
-        '"bos_token_id":',
-        "0,",
-        '"eos_token_id":',
-        "1",
-        "}",
-    ]
-
-
-def test_a_file_without_a_chat_template_gives_a_tokenizer_without_one(raw_config, write_checkpoint, tmp_path):
-    raw = raw_config("llama")
-    import_gguf(
-        write(tmp_path / "model.gguf", raw, write_checkpoint(tmp_path / "original", raw), template=None),
-        tmp_path / "imported",
-    )
-    assert open_tokenizer(tmp_path / "imported").chat_template is None
+    generation = json.loads((tmp_path / "imported" / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": 0, "eos_token_id": 1}
 
 
 @pytest.mark.parametrize("pre, tokens", [("default", ["12"]), ("smollm", ["1", "2"]), ("qwen2", ["1", "2"])])
-def test_numbers_are_cut_as_the_file_says(raw_config, write_checkpoint, tmp_path, pre, tokens):
-    raw = raw_config("llama")
-    import_gguf(
-        write(tmp_path / "model.gguf", raw, write_checkpoint(tmp_path / "original", raw), pre=pre),
-        tmp_path / "imported",
-    )
+def test_numbers_are_cut_as_the_file_says(written, tmp_path, pre, tokens):
+    import_gguf(written(pre=pre, template=None), tmp_path / "imported")
     tokenizer = open_tokenizer(tmp_path / "imported")
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("12", add_special_tokens=False)) == tokens
+    assert tokenizer.chat_template is None  # as in the file
 
 
 @pytest.mark.parametrize(
@@ -148,19 +133,14 @@ def test_numbers_are_cut_as_the_file_says(raw_config, write_checkpoint, tmp_path
         ({"pre": "klingon"}, "cuts text before BPE as 'klingon'"),
     ],
 )
-def test_what_would_become_another_model_is_refused_and_leaves_nothing(
-    raw_config, write_checkpoint, tmp_path, changes, said
-):
-    raw = raw_config("llama")
-    file = write(tmp_path / "model.gguf", raw, write_checkpoint(tmp_path / "original", raw), **changes)
+def test_what_would_become_another_model_is_refused_and_leaves_nothing(written, tmp_path, changes, said):
     with pytest.raises(ConfigError, match=said):
-        import_gguf(file, tmp_path / "imported")
+        import_gguf(written(**changes), tmp_path / "imported")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "original"]
 
 
-def test_files_that_are_no_gguf_or_cut_short_get_one_line(raw_config, write_checkpoint, tmp_path):
-    raw = raw_config("llama")
-    whole = write(tmp_path / "model.gguf", raw, write_checkpoint(tmp_path / "original", raw)).read_bytes()
+def test_files_that_are_no_gguf_or_cut_short_get_one_line(written, tmp_path):
+    whole = written().read_bytes()
     for size in (0, 3, 24, 3000, len(whole) - 1000):
         (tmp_path / "cut.gguf").write_bytes(whole[:size])
         with pytest.raises(BadData, match="fetch it again"):

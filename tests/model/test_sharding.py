@@ -36,14 +36,12 @@ def checkpoint(no_process_group, raw_config, write_checkpoint, tmp_path_factory)
     return folder
 
 
-def launch(checkpoint: Path, ranks: int) -> Path:
+def launch(checkpoint: Path, ranks: int, **environment: str) -> Path:
     out = checkpoint.with_name(f"{ranks}_ranks")
     out.mkdir()
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     command = [sys.executable, *torchrun, str(PROGRAM), str(checkpoint), str(out)]
-    # a compiler cache of its own: the shared one does not notice when a custom operator changes
-    compiler = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(out / "compiled")}
-    done = programs.run(command, capture_output=True, text=True, timeout=900, env=os.environ | compiler)
+    done = programs.run(command, capture_output=True, text=True, timeout=900, env=os.environ | environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return out
 
@@ -82,8 +80,10 @@ def test_two_ranks_compute_what_one_process_computes(two_ranks, plain, case):
 
 
 @pytest.mark.thorough
-def test_one_rank_compiled_or_not_computes_what_no_process_group_computes(checkpoint, plain):
-    one_rank = launch(checkpoint, 1)
+def test_one_rank_compiled_or_not_computes_what_no_process_group_computes(checkpoint, plain, tmp_path):
+    # a compiler cache of its own: the shared one does not notice when a custom operator changes
+    cache = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    one_rank = launch(checkpoint, 1, **cache)
     for case, rounding in {"fsdp": 2e-6, "whole": 2e-6, "compiled": 1e-5}.items():  # the compiler sums in its own order
         assert_same_model(load_file(one_rank / f"{case}.safetensors"), plain, rounding)
 

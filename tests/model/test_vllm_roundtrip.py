@@ -8,20 +8,15 @@ import pytest
 import torch
 
 from dccot.kernels.tree_attention import TreeMask
-from dccot.model.config import read_config
 from dccot.model.transformer import Transformer
-from dccot.model.weights import create_checkpoint, load_weights, save_checkpoint
+from dccot.model.weights import create_checkpoint, save_checkpoint
 from tests.support import programs
 
 pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).with_name("vllm_program.py")
 PROMPTS = [[5, 6, 7, 8], [100, 17, 250], [2] * 40]
-KINDS = {
-    "qwen3": ("qwen3", "default", True),
-    "llama": ("llama", "llama3", False),
-    "qwen2": ("qwen2", "yarn", False),
-}
+KINDS = {"qwen3": ("default", True), "llama": ("llama3", False), "qwen2": ("yarn", False)}
 
 
 def greedy(model: Transformer, prompt: list[int], tokens: int = 64) -> list[int]:
@@ -33,32 +28,19 @@ def greedy(model: Transformer, prompt: list[int], tokens: int = 64) -> list[int]
     return ids[len(prompt) :].tolist()
 
 
-@pytest.fixture(scope="module")
-def folders(raw_config, write_checkpoint, tokenizer, tmp_path_factory) -> dict[str, Path]:
-    """Each kind, saved by us; tokenizer and generation config included, as vLLM wants them."""
-    home, saved = tmp_path_factory.mktemp("vllm"), {}
-    create_checkpoint(raw_config("qwen3"), home / "source", tokenizer=tokenizer, seed=0)
-    for name, (model_type, rope, tied) in KINDS.items():
-        write_checkpoint(home / "first" / name, raw_config(model_type, rope, tied=tied))
-        model = Transformer(read_config(home / "first" / name))
-        load_weights(model, home / "first" / name)
-        saved[name] = home / "saved" / name
-        save_checkpoint(model, saved[name], source=home / "source", max_shard_bytes=300_000)
-    return saved
-
-
-@pytest.fixture(scope="module")
-def decoded(folders) -> dict[str, list[list[int]]]:
-    command = [sys.executable, str(PROGRAM), json.dumps(PROMPTS), *map(str, folders.values())]
+@pytest.mark.parametrize("kinds", [["qwen3"], pytest.param(["llama", "qwen2"], marks=pytest.mark.thorough)])
+def test_vllm_decodes_the_same_64_ids_as_our_model(raw_config, write_checkpoint, ours, tokenizer, tmp_path, kinds):
+    """Of checkpoints that we saved, tokenizer and generation config included, as vLLM wants them."""
+    create_checkpoint(raw_config("qwen3"), tmp_path / "source", tokenizer=tokenizer, seed=0)
+    expected = {}
+    for kind in kinds:
+        rope, tied = KINDS[kind]
+        write_checkpoint(tmp_path / kind, raw_config(kind, rope, tied=tied))
+        model, saved = ours(tmp_path / kind), tmp_path / f"{kind}_saved"
+        save_checkpoint(model, saved, source=tmp_path / "source", max_shard_bytes=300_000)
+        expected[str(saved)] = [greedy(model, prompt) for prompt in PROMPTS]
+        assert len({token for ids in expected[str(saved)] for token in ids}) > 20  # not one token over and over
+    command = [sys.executable, str(PROGRAM), json.dumps(PROMPTS), *expected]
     done = programs.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_vllm_decodes_the_same_64_ids_as_our_model(folders, decoded, kind):
-    model = Transformer(read_config(folders[kind]))
-    load_weights(model, folders[kind])
-    expected = [greedy(model, prompt) for prompt in PROMPTS]
-    assert len({token for ids in expected for token in ids}) > 20  # not one token over and over
-    assert decoded[str(folders[kind])] == expected
+    assert json.loads(done.stdout.splitlines()[-1]) == expected

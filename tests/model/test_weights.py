@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,15 +12,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from dccot.core.files import BadData
+from dccot.lab.model_check import main
 from dccot.model.config import read_config
-from dccot.model.transformer import Transformer
-from dccot.model.weights import create_checkpoint, load_weights, read_companions, save_checkpoint
-
-
-def ours(folder, dtype=None) -> Transformer:
-    model = Transformer(read_config(folder))
-    load_weights(model, folder, dtype=dtype)
-    return model
+from dccot.model.weights import (
+    INDEX_FILE,
+    create_checkpoint,
+    load_weights,
+    open_tensors,
+    read_companions,
+    save_checkpoint,
+)
+from tests.support import programs
 
 
 def weights(model) -> dict[str, torch.Tensor]:
@@ -37,11 +39,17 @@ def digest(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
+@pytest.fixture
+def first(raw_config, write_checkpoint, tmp_path) -> Path:
+    """A checkpoint written by transformers."""
+    write_checkpoint(tmp_path / "first", raw_config())
+    return tmp_path / "first"
+
+
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 200_000], ids=["one file", "sharded"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("model_type, tied", [("qwen2", False), ("qwen3", True), ("llama", False)])
 def test_round_trip_through_transformers_is_bit_identical(
-    raw_config, write_checkpoint, tmp_path, model_type, tied, max_shard_bytes
+    raw_config, write_checkpoint, ours, tmp_path, model_type, tied, max_shard_bytes
 ):
     write_checkpoint(tmp_path / "first", raw_config(model_type, "yarn", "old", tied))
     model = ours(tmp_path / "first")
@@ -53,23 +61,17 @@ def test_round_trip_through_transformers_is_bit_identical(
     assert read_config(tmp_path / "theirs") == read_config(tmp_path / "first") == model.config
 
 
-def test_files_stay_below_the_limit_and_the_index_names_each_tensor_s_file(raw_config, write_checkpoint, tmp_path):
-    write_checkpoint(tmp_path / "first", raw_config())
-    save_checkpoint(ours(tmp_path / "first"), tmp_path / "saved", max_shard_bytes=300_000)
+def test_files_stay_below_the_limit_and_the_index_names_each_tensor_s_file(first, ours, tmp_path):
+    save_checkpoint(ours(first), tmp_path / "saved", max_shard_bytes=300_000)
     index = json.loads((tmp_path / "saved/model.safetensors.index.json").read_text())
-    files = sorted((tmp_path / "saved").glob("*.safetensors"))
-    assert [path.name for path in files] == [
-        f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))
-    ]
-    held = {name: path.name for path in files for name in load_file(path)}
-    assert index["weight_map"] == held
-    assert all(sum(tensor.nbytes for tensor in load_file(path).values()) <= 300_000 for path in files)
-    assert index["metadata"]["total_size"] == sum(
-        tensor.nbytes for path in files for tensor in load_file(path).values()
-    )
+    files = {path.name: load_file(path) for path in sorted((tmp_path / "saved").glob("*.safetensors"))}
+    assert list(files) == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    assert index["weight_map"] == {name: file for file, tensors in files.items() for name in tensors}
+    sizes = [sum(tensor.nbytes for tensor in tensors.values()) for tensors in files.values()]
+    assert max(sizes) <= 300_000 and index["metadata"]["total_size"] == sum(sizes)
 
 
-def test_dtype_on_load_and_on_save(raw_config, write_checkpoint, tmp_path):
+def test_dtype_on_load_and_on_save(raw_config, write_checkpoint, ours, tmp_path):
     theirs = write_checkpoint(tmp_path / "first", raw_config(torch_dtype="float32"))
     assert all(parameter.dtype == torch.float64 for parameter in ours(tmp_path / "first", torch.float64).parameters())
     save_checkpoint(ours(tmp_path / "first"), tmp_path / "half", dtype=torch.bfloat16)
@@ -79,7 +81,7 @@ def test_dtype_on_load_and_on_save(raw_config, write_checkpoint, tmp_path):
     assert_same_bits(weights(theirs.bfloat16()), weights(opened))
 
 
-def test_tokenizer_and_generation_config_come_along(raw_config, tokenizer, tmp_path):
+def test_tokenizer_and_generation_config_come_along(raw_config, tokenizer, ours, tmp_path):
     create_checkpoint(raw_config("qwen3"), tmp_path / "new", tokenizer=tokenizer, seed=0)
     (tmp_path / "new" / "notes.txt").write_text("not part of a checkpoint")
     save_checkpoint(ours(tmp_path / "new"), tmp_path / "saved", source=tmp_path / "new")
@@ -101,18 +103,17 @@ def test_a_tokenizer_that_transformers_would_replace_is_refused(raw_config, toke
     assert not (tmp_path / "new").exists()
 
 
-def test_every_tensor_that_does_not_fit_is_listed_and_nothing_is_overwritten(raw_config, write_checkpoint, tmp_path):
-    write_checkpoint(tmp_path, raw_config())
-    model = ours(tmp_path)
+def test_every_tensor_that_does_not_fit_is_listed_and_nothing_is_overwritten(first, ours):
+    model = ours(first)
     before = {name: tensor.clone() for name, tensor in weights(model).items()}
-    tensors = {name: tensor + 1 for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    tensors = {name: tensor + 1 for name, tensor in load_file(first / "model.safetensors").items()}
     del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.norm.weight"]
     tensors["model.layers.2.mlp.up_proj.weight"] = torch.zeros(2)
     tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(191)
     tensors["model.layers.0.self_attn.k_proj.bias"] = torch.zeros(96, dtype=torch.int8)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError) as error:
-        load_weights(model, tmp_path)
+    save_file(tensors, first / "model.safetensors")
+    with pytest.raises(BadData) as error:
+        load_weights(model, first)
     for line in (
         "missing: model.layers.1.mlp.up_proj.weight",
         "missing: model.norm.weight",
@@ -124,7 +125,7 @@ def test_every_tensor_that_does_not_fit_is_listed_and_nothing_is_overwritten(raw
     assert_same_bits(before, weights(model))
 
 
-def test_a_tied_head_may_be_stored_but_must_equal_the_embedding(raw_config, write_checkpoint, tmp_path):
+def test_a_tied_head_may_be_stored_but_must_equal_the_embedding(raw_config, write_checkpoint, ours, tmp_path):
     write_checkpoint(tmp_path, raw_config("llama", tied=True))
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(16)  # old llama files carry it
@@ -137,16 +138,43 @@ def test_a_tied_head_may_be_stored_but_must_equal_the_embedding(raw_config, writ
         ours(tmp_path)
 
 
-def test_absent_files_are_named(raw_config, write_checkpoint, tmp_path):
-    write_checkpoint(tmp_path / "first", raw_config())
-    save_checkpoint(ours(tmp_path / "first"), tmp_path / "saved", max_shard_bytes=200_000)
+def test_absent_files_are_named(first, ours, tmp_path):
+    save_checkpoint(ours(first), tmp_path / "saved", max_shard_bytes=200_000)
     victim = sorted((tmp_path / "saved").glob("*.safetensors"))[1]
     victim.unlink()
     with pytest.raises(FileNotFoundError, match=victim.name):
         ours(tmp_path / "saved")
-    (tmp_path / "first/model.safetensors").rename(tmp_path / "first/pytorch_model.bin")
+    (first / "model.safetensors").rename(first / "pytorch_model.bin")
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
-        ours(tmp_path / "first")
+        ours(first)
+
+
+@pytest.mark.parametrize(
+    "file, content, said",
+    [
+        (INDEX_FILE, "[1]", "does not say which file"),
+        (INDEX_FILE, "{}", "does not say which file"),
+        (INDEX_FILE, '{"weight_map": 1}', "does not say which file"),
+        (INDEX_FILE, '{"weight_map": {"a": ["b"]}}', "holds no"),
+        (INDEX_FILE, "{", "does not say which file"),
+        (INDEX_FILE, '{"weight_map": {"a": "../secret.safetensors"}}', r"names '\.\./secret\.safetensors'"),
+        ("model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", "git-LFS pointer"),
+    ],
+)
+def test_an_index_or_a_file_that_is_none_is_refused(tmp_path, file, content, said):
+    (tmp_path / file).write_text(content)
+    with pytest.raises((BadData, FileNotFoundError), match=said), open_tensors(tmp_path):
+        pass
+
+
+def test_weights_cut_short_cost_a_command_one_line(first, capsys):
+    weights = first / "model.safetensors"
+    for size in (weights.stat().st_size - 1, 100, 0):
+        weights.write_bytes(weights.read_bytes()[:size])
+        assert main(["check", str(first), "--no-weights"]) == 2
+        [said] = capsys.readouterr().err.splitlines()
+        assert said.startswith("dccot: ") and said.endswith("fetch it again")
+        assert "model.safetensors is damaged or cut short" in said
 
 
 SAVE_AND_DIE = """
@@ -170,30 +198,23 @@ checkpoint_io.save_checkpoint(model, folder, max_shard_bytes=200_000)
 """
 
 
-def test_a_save_that_is_killed_leaves_the_old_checkpoint_whole_and_the_next_one_succeeds(
-    raw_config, write_checkpoint, tmp_path
-):
-    folder = tmp_path / "checkpoint"
-    write_checkpoint(folder, raw_config())
-    before = digest(folder)
-    died = subprocess.run([sys.executable, "-c", SAVE_AND_DIE, str(folder)])
+def test_a_save_that_is_killed_leaves_the_old_checkpoint_whole_and_the_next_one_succeeds(first, ours, tmp_path):
+    folder, before = first, digest(first)
+    died = programs.run([sys.executable, "-c", SAVE_AND_DIE, str(folder)])
     assert died.returncode == -signal.SIGKILL
     assert digest(folder) == before
     model = ours(folder)
     model.init_weights(5)
     save_checkpoint(model, folder)
     assert_same_bits(weights(model), weights(ours(folder)))
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_a_save_that_fails_leaves_the_old_checkpoint_whole(raw_config, write_checkpoint, tmp_path):
-    folder = tmp_path / "checkpoint"
-    write_checkpoint(folder, raw_config())
-    model, before = ours(folder), digest(folder)
+def test_a_save_that_fails_leaves_the_old_checkpoint_whole(first, ours, tmp_path):
+    before = digest(first)
     with pytest.raises(OSError):
-        save_checkpoint(model, folder, source={"nowhere/tokenizer.json": b"{}"})  # a file whose writing fails
-    assert digest(folder) == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
+        save_checkpoint(ours(first), first, source={"nowhere/tokenizer.json": b"{}"})  # a file whose writing fails
+    assert digest(first) == before and list(tmp_path.iterdir()) == [first]
 
 
 def test_a_link_out_of_a_model_folder_is_refused_and_a_hubs_cache_is_not(tmp_path):
@@ -213,10 +234,9 @@ def test_a_link_out_of_a_model_folder_is_refused_and_a_hubs_cache_is_not(tmp_pat
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_a_weight_that_is_not_finite_is_refused_by_name(raw_config, write_checkpoint, tmp_path, value):
-    write_checkpoint(tmp_path, raw_config())
-    tensors = load_file(tmp_path / "model.safetensors")
+def test_a_weight_that_is_not_finite_is_refused_by_name(first, ours, value):
+    tensors = load_file(first / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][5, 7] = value
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds values that are not finite"):
-        ours(tmp_path)
+    save_file(tensors, first / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BadData, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds values that are not finite"):
+        ours(first)
