@@ -61,9 +61,8 @@ class Batch:
             except (KeyError, TypeError, ValueError) as error:
                 raise BadData(f"{path}:{line}: not a rollout ({type(error).__name__}: {error})") from None
             if graded.advantage is None:
-                raise BadData(
-                    f"{path}:{line}: the rollout has no advantage; replay a file that a training run wrote to its rollouts/"
-                )
+                remedy = "replay a file that a training run wrote to its rollouts/"
+                raise BadData(f"{path}:{line}: the rollout has no advantage; {remedy}")
             groups.setdefault(graded.problem, []).append(graded)
         if len(groups) < wanted:
             remedy = f"set batch.prompts={len(groups)} or less"

@@ -1,6 +1,6 @@
 """Checkpoints of a run: written under a temporary name, renamed when complete, verified when read.
 
-    checkpoints/step_000010/dcp/…           sharded model and optimizer (torch.distributed.checkpoint); any number of ranks can resume
+    checkpoints/step_000010/dcp/…           sharded model and optimizer (torch's); any number of ranks can resume
     checkpoints/step_000010/hf/…            the same weights for transformers, vLLM and the next stage
     checkpoints/step_000010/state.json      step, position in the data, counters
     checkpoints/step_000010/manifest.json   size and checksum of every file above; written last
@@ -46,7 +46,7 @@ from dccot.model.weights import read_companions, write_folder
 from dccot.train.dcp_reader import load_shards
 
 log = logging.getLogger(__name__)
-# it is
+# which is the intent
 warnings.filterwarnings(
     "ignore", "torch.distributed is disabled, .* assuming the intent is to load in a single process"
 )
@@ -95,9 +95,10 @@ class Checkpointer:
         """
         start = time.perf_counter()
         if not self.finish() and self._failures > self.config.max_failures:
+            limit, why = f"checkpoint.max_failures is {self.config.max_failures}", "; ".join(self._problems())
             raise OSError(
-                f"{self._failures} checkpoints in a row were not written (checkpoint.max_failures is {self.config.max_failures}); the last "
-                f"because of {'; '.join(self._problems())}. Older checkpoints are intact: fix the cause and run this again"
+                f"{self._failures} checkpoints in a row were not written ({limit}); the last because of {why}. "
+                "Older checkpoints are intact: fix the cause and run this again"
             )
         model_state, optimizer_state = get_state_dict(model, optimizer)
         everything = {"model": model_state, "optimizer": optimizer_state}
@@ -113,13 +114,11 @@ class Checkpointer:
             with torch.device("meta"):
                 shape = Transformer(model.config).to(next(model.parameters()).dtype)
             text = json.dumps({"step": step, **state}, indent=1)
-            self._underway = self._writer.submit(
-                self._complete, step, written, shape, text, start, time.perf_counter() - start, last
-            )
+            waited = time.perf_counter() - start
+            self._underway = self._writer.submit(self._complete, step, written, shape, text, start, waited, last)
         if last and (problems := self._problems()):
-            raise OSError(
-                f"the last checkpoint, step {step}, was not written ({problems[0]}); make room and run this again"
-            )
+            remedy = "make room and run this again"
+            raise OSError(f"the last checkpoint, step {step}, was not written ({problems[0]}); {remedy}")
 
     def finish(self) -> bool:
         """Wait for a checkpoint that is being written; False if it failed, with everything older intact."""
@@ -154,10 +153,8 @@ class Checkpointer:
         """Known to every rank, so that all of them stop after one failure too many."""
         self._failures += 1
         if self.runtime.is_main and not last:
-            told = "; ".join(problems[:3])
-            log.error(
-                "checkpoint of step %d was not written (%s); training continues, the one before it stays", step, told
-            )
+            told, after = "; ".join(problems[:3]), "training continues, the one before it stays"
+            log.error("checkpoint of step %d was not written (%s); %s", step, told, after)
 
     def _complete(
         self, step: int, written: Future, shape: Transformer, state: str, start: float, waited: float, last: bool
@@ -174,18 +171,13 @@ class Checkpointer:
         problems = problems or on_rank_zero(lambda: self._finish_alone(partial, final, shape, state), self._group)
         self._costs = {"time/checkpoint_waited": waited}
         if problems:
-            shutil.rmtree(
-                partial.folder, ignore_errors=True
-            )  # on every rank: if they do not share the disk, each has its own
+            # on every rank: if they do not share the disk, each has its own
+            shutil.rmtree(partial.folder, ignore_errors=True)
             self._failed(step, problems, last)
         else:
             self._failures = 0
-            self._costs["time/checkpoint_written"] = time.perf_counter() - start
-            log.info(
-                "checkpoint of step %d is complete after %.1f s; training waited %.2f s",
-                step,
-                *reversed(self._costs.values()),
-            )
+            self._costs["time/checkpoint_written"] = took = time.perf_counter() - start
+            log.info("checkpoint of step %d is complete after %.1f s; training waited %.2f s", step, took, waited)
         return problems
 
     def _finish_alone(self, partial: Checkpoint, final: Checkpoint, shape: Transformer, state: str) -> list[str]:
@@ -221,9 +213,8 @@ class Checkpointer:
                 log.error("checkpoint %s is damaged (%s); trying the one before", each.folder, damage)
         if there and found is None:
             names = ", ".join(each.folder.name for each in there)
-            raise FileExistsError(
-                f"no checkpoint in {self.folder} is whole ({names}); remove that folder to start over, or rename the run"
-            )
+            remedy = "remove that folder to start over, or rename the run"
+            raise FileExistsError(f"no checkpoint in {self.folder} is whole ({names}); {remedy}")
         return found
 
     def resume(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
@@ -232,9 +223,8 @@ class Checkpointer:
         if found is None:
             return None
         if self.config.resume == "never":
-            raise FileExistsError(
-                f"{found.folder} exists and checkpoint.resume is never; choose another name or set checkpoint.resume=auto"
-            )
+            remedy = "choose another name or set checkpoint.resume=auto"
+            raise FileExistsError(f"{found.folder} exists and checkpoint.resume is never; {remedy}")
         model_state, optimizer_state = get_state_dict(model, optimizer)
         load_shards({"model": model_state, "optimizer": optimizer_state}, found.dcp)
         set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
@@ -270,9 +260,8 @@ def _bytes(state: Any) -> int:
     """Of all tensors in a state dict, over all ranks."""
     if isinstance(state, Tensor):
         return state.numel() * state.element_size()
-    return (
-        sum(map(_bytes, state.values() if isinstance(state, dict) else state)) if isinstance(state, dict | list) else 0
-    )
+    inside = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
+    return sum(map(_bytes, inside))
 
 
 def _read_back(folder: Path, shape: Transformer) -> Iterator[tuple[str, Tensor]]:

@@ -19,13 +19,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from dccot.core.files import BadData
 
-_METADATA = "torch.distributed.checkpoint.metadata"
+_METADATA = "Metadata MetadataIndex StorageMeta TensorProperties _MEM_FORMAT_ENCODING BytesStorageMetadata"
 ALLOWED = {
-    *(
-        (_METADATA, name)
-        for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")
-    ),
-    *((_METADATA, name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata")),
+    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA.split()),
+    *(("torch.distributed.checkpoint.metadata", f"{kind}StorageMetadata") for kind in ("Chunk", "Tensor")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
@@ -45,9 +42,8 @@ class _Unpickler(pickle.Unpickler):
         module = module.removesuffix("._local")  # where Python 3.13 has its paths
         a_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if not a_dtype and (module, name) not in ALLOWED:
-            raise pickle.UnpicklingError(
-                f"it names {module}.{name}, which no checkpoint of ours holds: do not use this folder"
-            )
+            foreign = "which no checkpoint of ours holds: do not use this folder"
+            raise pickle.UnpicklingError(f"it names {module}.{name}, {foreign}")
         return super().find_class(module, name)
 
 
@@ -65,13 +61,9 @@ class _Reader(FileSystemReader):
             metadata = _Unpickler(io.BytesIO(file.read_bytes())).load()
             if not isinstance(metadata, Metadata):
                 raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
-            outside = [
-                str(i.relative_path)
-                for i in metadata.storage_data.values()
-                if Path(i.relative_path).name != str(i.relative_path)
-            ]
-            if outside:
-                raise pickle.UnpicklingError(f"it leads to {outside[0]!r}, outside its folder")
+            for place in (str(info.relative_path) for info in metadata.storage_data.values()):
+                if Path(place).name != place:
+                    raise pickle.UnpicklingError(f"it leads to {place!r}, outside its folder")
         except OSError:
             raise
         except Exception as error:  # a broken pickle raises nearly anything

@@ -1,6 +1,8 @@
 """Floating-point operations of one forward pass over forests, for MFU and for balancing: only what the algorithm needs.
 
-    2 · (parameters of the blocks) per token, 4 · heads · head_dim per query–key pair and layer, 2 · d · V per row of the LM head
+    2 · (parameters of the blocks) per token
+    4 · heads · head_dim per query–key pair and layer
+    2 · d · V per row of the LM head
 
 A training step with backward counts three times as much; recomputation is not useful work and is not counted.
 """

@@ -92,15 +92,13 @@ class Forest:
             if len(own) != len(at):
                 raise ValueError(f"row {number} has {len(at):,} tokens, sampled[{number}] has {len(own):,}")
             if len(own) and own[0]:
+                remedy = "put a prompt before it"
                 raise ValueError(
-                    f"the first token of row {number} is marked as sampled, but nothing predicts it: put a prompt before it"
+                    f"the first token of row {number} is marked as sampled, but nothing predicts it: {remedy}"
                 )
             carries[at[own]] = True
-        tensors = map(
-            torch.from_numpy,
-            (tree.tokens, tree.visible_until, carries, tree.first_row, np.zeros(len(carries), np.float32)),
-        )
-        return cls(*tensors), [torch.from_numpy(at) for at in tree.where]
+        arrays = tree.tokens, tree.visible_until, carries, tree.first_row, np.zeros(len(carries), np.float32)
+        return cls(*map(torch.from_numpy, arrays)), [torch.from_numpy(at) for at in tree.where]
 
     def without_loss(self) -> Forest:
         """The same tokens without loss: keeps an idle rank in step with the others."""
@@ -119,10 +117,6 @@ def _layout(response: Response) -> Iterator[tuple[Segment, bool, bool]]:
         yield response.final, True, False
 
 
-def _ids(tokens: Sequence[int]) -> np.ndarray:
-    return np.asarray(tokens, np.int64)
-
-
 def build_forest(groups: Sequence[Sequence[tuple[int, Response]]]) -> Forest:
     """Lay out groups of (response index, response) one after another; a group shares the prompt of its first response.
 
@@ -136,43 +130,36 @@ def build_forest(groups: Sequence[Sequence[tuple[int, Response]]]) -> Forest:
     >>> forest.tokens[forest.targets].tolist()  # no loss on tags that were inserted, nor on what is only read
     [2, 22, 32, 12, 4]
     """
-    tokens: list[np.ndarray] = []
-    ends: list[np.ndarray] = []
-    sampled: list[np.ndarray] = []
-    owner: list[np.ndarray] = []
-    logprob: list[np.ndarray] = []
+    pieces: list[tuple[np.ndarray, ...]] = []  # the five arrays of Forest, piece by piece
     at = 0
 
-    def lay(ids: np.ndarray, index: int) -> np.ndarray:
+    def lay(ids: Sequence[int], index: int) -> tuple[np.ndarray, ...]:
         nonlocal at
-        at += len(ids)
-        tokens.append(ids)
-        owner.append(np.full(len(ids), index, np.int32))
-        ends.append(np.empty(len(ids), np.int32))
-        sampled.append(np.zeros(len(ids), bool))
-        logprob.append(np.zeros(len(ids), np.float32))
-        return ends[-1]
+        size, at = len(ids), at + len(ids)
+        ends, sampled, owner = np.empty(size, np.int32), np.zeros(size, bool), np.full(size, index, np.int32)
+        pieces.append((np.asarray(ids, np.int64), ends, sampled, owner, np.zeros(size, np.float32)))
+        return pieces[-1]
 
     for group in groups:
         if not group[0][1].prompt:
             raise ValueError(f"response {group[0][0]} has no prompt: nothing predicts its first token")
-        prompt = lay(_ids(group[0][1].prompt), group[0][0])
+        prompt = lay(group[0][1].prompt, group[0][0])[1]
         for index, response in group:
             trunk = []
             for segment, as_written, branch in _layout(response):
-                visible = lay(_ids(segment.tokens), index)
+                _, visible, sampled, _, logprob = lay(segment.tokens, index)
                 if branch:
                     visible[:] = at
                 else:
                     trunk.append(visible)
                 if as_written:
-                    sampled[-1][len(segment.inserted) :] = True
+                    sampled[len(segment.inserted) :] = True
                     if segment.logprobs:
-                        logprob[-1][len(segment.inserted) :] = segment.logprobs
+                        logprob[len(segment.inserted) :] = segment.logprobs
             for visible in trunk:
                 visible[:] = at
         prompt[:] = at
-    return Forest(*(torch.from_numpy(np.concatenate(arrays)) for arrays in (tokens, ends, sampled, owner, logprob)))
+    return Forest(*(torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*pieces)))
 
 
 MicroBatch = list[list[int]]  # indices of responses; those of one group share a prompt
@@ -239,10 +226,9 @@ def _items(
     for index, (response, (tokens, pairs, positions)) in enumerate(zip(responses, sizes)):
         prompt = len(response.prompt)
         if max_positions is not None and positions > max_positions:
-            raise ValueError(
-                f"response {index} reaches position {positions:,}; the model takes {max_positions:,} "
-                "(max_position_embeddings): lower the rollout budget or drop the response"
-            )
+            most = f"the model takes {max_positions:,} (max_position_embeddings)"
+            remedy = "lower the rollout budget or drop the response"
+            raise ValueError(f"response {index} reaches position {positions:,}; {most}: {remedy}")
         last = items[-1] if items and share_prompts else None
         if last and last.tokens + tokens <= limit and responses[last.members[0]].prompt == response.prompt:
             items[-1] = _Item([*last.members, index], last.tokens + tokens, last.pairs + pairs)

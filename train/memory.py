@@ -11,9 +11,9 @@ a micro-batch, d hidden, H and Hk heads of D; b parameters of a block, r of embe
 per number in compute precision, S ranks that share a copy of the model. Steady memory:
 
     master weights, moments   4 and 8 bytes per parameter of the rank's shard;  reference w
-    gradients                 4 per parameter, unsharded until the last micro-batch (sharding.reduce_once), else of the shard
+    gradients                 4 per parameter, whole until the last micro-batch (reduce_once), else of the shard
     gathered weights          w (r + 2b): root, the current block and the next one
-    activations               per block w N (d + H D) + 4 N H: its input and its attention, or everything without recomputation
+    activations               per block w N (d + H D) + 4 N H: its input and attention; without recomputation everything
 
 The peak is the highest of three moments: the last block's backward, with everything of it recomputed; the LM head's
 backward; the reduction of the root's gradients when all blocks are done.
@@ -22,19 +22,15 @@ backward; the reduction of the root's gradients when all blocks are done.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, cached_property
-from pathlib import Path
 
 import torch
 
-from dccot.core.config import find_config, load_config, read_yaml
 from dccot.kernels.lm_head import BLOCK_ELEMENTS, DEFAULT_CHUNK_ROWS
 from dccot.model.config import ModelConfig
 from dccot.model.sharding import DTYPES, ShardingConfig
 from dccot.model.transformer import Transformer
-from dccot.rollout.response import Response, Round, Segment
 from dccot.train.config import RLConfig, SFTConfig
 
 DIRECTOR = 8  # director tokens before and after spawning: few, since worker tokens make a larger tree
@@ -59,25 +55,6 @@ class LargestBatch:
     def rows(self) -> int:
         """Tokens that carry loss: every worker once."""
         return self.copies * (DIRECTOR * bool(self.workers) + self.workers * self.length + self.final)
-
-    def response(self, number: int) -> Response:
-        """One of them; prompts differ by number, so that nothing is shared."""
-        workers = [_segment(self.length) for _ in range(self.workers)]
-        rounds = [Round(_segment(DIRECTOR), workers)] if workers else []
-        return Response([number, *[1] * (self.prompt - 1)], rounds, _segment(self.final))
-
-
-@cache
-def _segment(tokens: int) -> Segment:
-    return Segment([], [1] * tokens, [-1.0] * tokens)
-
-
-def load_training(path: str | Path, overrides: Sequence[str]) -> RLConfig | SFTConfig:
-    """An RL or SFT configuration, depending on the file; the paths of its model and data do not matter here."""
-    only_rl = {field.name for field in fields(RLConfig)} - {field.name for field in fields(SFTConfig)}
-    rl = only_rl & read_yaml(find_config(path)).keys()
-    kind: type[RLConfig] | type[SFTConfig] = RLConfig if rl else SFTConfig
-    return load_config(kind, path, ["model.path=unused", "data.train=unused", *overrides])
 
 
 def largest_batch(config: RLConfig | SFTConfig, max_position: int) -> LargestBatch:

@@ -1,8 +1,8 @@
 """What a run measures: numbers of a step's rollouts, of validation, of the trained tokens, and of memory.
 
     tokens = TokenMetrics(config.objective, runtime)
-    tokens.add(logprob, entropy, old, advantage, rollout, reference)     every micro-batch; [M] each, no synchronisation with the device
-    tokens.reduce()                                                      once per step: one all-reduce, one copy to the host
+    tokens.add(logprob, entropy, old, advantage, rollout, reference)     every micro-batch; [M] each, no waiting
+    tokens.reduce()                                                      once per step: one all-reduce, one copy
 
 Token metrics are sums, maxima and a histogram: no per-token data leaves its device. Percentiles of the entropy come
 from a histogram whose bins are the 65,536 bfloat16 numbers: a float32 belongs to the bin of its upper 16 bits. So there

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -99,18 +99,16 @@ def outside(
 ) -> Tensor:
     """bool [M]: where the clip of GRPO and DAPO zeroed the token's gradient."""
     ratio, too_high = ratio_of(logprob, old_logprob), math.inf if dual_clip is None else dual_clip
-    return ((advantage > 0) & (ratio > 1 + clip_high)) | (
-        (advantage < 0) & ((ratio < 1 - clip_low) | (ratio > too_high))
-    )
+    lowered = (ratio < 1 - clip_low) | (ratio > too_high)
+    return ((advantage > 0) & (ratio > 1 + clip_high)) | ((advantage < 0) & lowered)
 
 
 def nowhere(config: ObjectiveConfig, logprob: Tensor, old_logprob: Tensor, advantage: Tensor) -> Tensor:
     return torch.zeros_like(logprob, dtype=torch.bool)
 
 
-OfTokens = Callable[
-    [ObjectiveConfig, Tensor, Tensor, Tensor], Tensor
-]  # (config, logprob, old logprob, advantage) → [M]
+# (config, logprob, old logprob, advantage) → [M]
+OfTokens = Callable[[ObjectiveConfig, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -122,18 +120,18 @@ class Objective:
         return self.loss(config, logprob, old_logprob, advantage)
 
 
+def _clips(config: ObjectiveConfig) -> dict[str, Any]:
+    return {"clip_low": config.clip_low, "clip_high": config.clip_high, "dual_clip": config.dual_clip}
+
+
 OBJECTIVES: dict[str, OfTokens] = {
     "grpo": Objective(
         lambda config, *tokens: grpo(*tokens, clip=config.clip_low),
         lambda config, *tokens: outside(*tokens, clip_low=config.clip_low, clip_high=config.clip_low),
     ),
     "dapo": Objective(
-        lambda config, *tokens: dapo(
-            *tokens, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip
-        ),
-        lambda config, *tokens: outside(
-            *tokens, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip
-        ),
+        lambda config, *tokens: dapo(*tokens, **_clips(config)),
+        lambda config, *tokens: outside(*tokens, **_clips(config)),
     ),
     "cispo": Objective(
         lambda config, *tokens: cispo(*tokens, ratio_cap=config.ratio_cap),

@@ -7,7 +7,7 @@
 Memory is arithmetic on shapes, per rank (P parameters, S ranks that share one copy of the model):
 
     always           (4 + 8) P/S master weights and AdamW;  2 P/S reference
-    while training   4 P gradients waiting for the last micro-batch (with sharding.reduce_once=false 4 P/S);  gathered blocks;
+    while training   4 P gradients waiting for the last micro-batch (4 P/S if not reduce_once);  gathered blocks;
                      activations of the largest micro-batch;  what one block or the LM head needs (memory.py)
     while sampling   2 P/T engine weights (T: tensor parallel);  the rest of engine.gpu_memory is KV cache
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,18 +37,20 @@ from dccot.train.memory import TrainingMemory, largest_batch, parameters
 GB = 1e9
 
 
-def _qwen2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, tied: bool, vocabulary: int) -> dict:
-    return {
-        "model_type": "qwen2", "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "tie_word_embeddings": tied, "vocab_size": vocabulary,
-        "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
-    }  # fmt: skip
-
-
-SHAPES = {  # the DeepSeek-R1-Distill-Qwen family
-    "1.5B": _qwen2(1536, 8960, 28, 12, 2, False, 151936),
-    "7B": _qwen2(3584, 18944, 28, 28, 4, False, 152064),
-    "32B": _qwen2(5120, 27648, 64, 40, 8, False, 152064),
+_DISTILLED = {  # the DeepSeek-R1-Distill-Qwen family
+    "model_type": "qwen2",
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+}
+_COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+_SIZES = ("hidden_size", "intermediate_size", *_COUNTS)
+SHAPES: dict[str, dict[str, Any]] = {
+    "1.5B": _DISTILLED | dict(zip(_SIZES, (1536, 8960, 28, 12, 2, 151936))),
+    "7B": _DISTILLED | dict(zip(_SIZES, (3584, 18944, 28, 28, 4, 152064))),
+    "32B": _DISTILLED | dict(zip(_SIZES, (5120, 27648, 64, 40, 8, 152064))),
 }
 
 
@@ -118,11 +120,8 @@ def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan
     sequences = max(1, min(config.engine.max_sequences, int(kv_tokens / typical)))
     step = (weights + sequences * typical * kv_per_token) / (gpu.bandwidth * GB * ASSUMED_BANDWIDTH_SHARE)
     flops_per_token = 8 * total if config.sharding.activation_checkpointing else 6 * total
-    return Plan(
-        total, largest.tokens, persistent, moment, training, sampling, kv_tokens,
-        rollout_tokens_per_second=sequences / step * (gpus / parallel),
-        train_tokens_per_second=gpus * gpu.tflops * 1e12 * ASSUMED_MFU / flops_per_token,
-    )  # fmt: skip
+    sampled, trained = sequences / step * (gpus / parallel), gpus * gpu.tflops * 1e12 * ASSUMED_MFU / flops_per_token
+    return Plan(total, largest.tokens, persistent, moment, training, sampling, kv_tokens, sampled, trained)
 
 
 def engine_at_work(model: ModelConfig, engine: EngineConfig) -> float:
@@ -212,11 +211,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(plan: Plan, gpu: Gpu, token_budget: int) -> None:
     print(f"({gpu.memory} GB), per rank in GB:")
-    for title, parts in (
-        ("always", plan.persistent),
-        ("while training", plan.training),
-        ("while sampling", plan.sampling),
-    ):
+    groups: list[Mapping[str, float]] = [plan.persistent, plan.training, plan.sampling]
+    for title, parts in zip(("always", "while training", "while sampling"), groups):
         print(f"  {title}: " + ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size))
     print(f"  the training peak is {plan.moment}, with {plan.tokens:,} tokens in the largest micro-batch")
     print(f"  peak: training {plan.training_peak / GB:.1f}, sampling {plan.sampling_peak / GB:.1f}")

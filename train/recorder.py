@@ -33,15 +33,15 @@ _SHOWN = """
 reward/correct | 1 learning/answers right, share | Training rollouts whose answer is right.
 reward/well_formed | 1 learning/well-formed, share | Training rollouts that keep every rule of the parallel format.
 reward/mean | 1 learning/reward, mean | Of training rollouts, length penalty included.
-length/longest_path | 1 learning/longest path, tokens | Director plus, per round, the longest worker: what latency follows.
-length/longest_path_correct | 1 learning/right answers: longest path, tokens | The same, of responses whose answer is right.
-length/longest_path_incorrect | 1 learning/wrong answers: longest path, tokens | The same, of responses whose answer is wrong.
+length/longest_path | 1 learning/longest path, tokens | Director and each round's longest worker: latency follows.
+length/longest_path_correct | 1 learning/right answers: longest path, tokens | If the answer is right.
+length/longest_path_incorrect | 1 learning/wrong answers: longest path, tokens | If the answer is wrong.
 parallel/degree | 1 learning/parallelism, total over longest path | 1: nothing runs in parallel; 3 workers can reach 3.
 parallel/spawn_rate | 1 learning/spawns workers, share | Responses that spawn at least once.
 validation/accuracy | 1 learning/validation: answers right, share | pass@1 on held-out problems.
 validation/longest_path | 1 learning/validation: longest path, tokens | On held-out problems.
 validation/loss | 1 learning/validation: loss per token | Negative log-prob on held-out demonstrations.
-policy/loss | 1 learning/loss per token | SFT: negative log-prob of demonstrations. RL: the objective, whose size says little.
+policy/loss | 1 learning/loss per token | SFT: negative log-prob. RL: the objective, whose size says little.
 policy/entropy | 2 health/entropy, mean, nats | Of the policy at sampled tokens. A fall to 0 ends exploration.
 policy/kl | 2 health/KL to the reference | From the policy at the stage's start, per token (k3).
 policy/grad_norm | 2 health/gradient norm, before clipping | Largest of the step's updates.

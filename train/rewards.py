@@ -2,8 +2,8 @@
 
     penalty  ℓ = C_L · (LPL − L_cutoff) / (L_max − L_cutoff)   above the cutoff, else 0
 
-    reward.kind   correctness_format    max(0, f − ℓ),  f = 1 correct and well-formed, `correct_only` (0.5) correct only, else 0
-                  high_length_penalty   1 − ℓ correct and well-formed, `correct_only` (0.01) correct only, else 0
+    reward.kind   correctness_format    max(0, f − ℓ);  f = 1, `correct_only` (0.5) if ill-formed, 0 if wrong
+                  high_length_penalty   1 − ℓ, `correct_only` (0.01) if ill-formed, 0 if wrong
     filter        include_easy          at least one response is both correct and well-formed
                   remove_easy           neither all correct nor all wrong; format does not matter
                   none                  every prompt
@@ -19,7 +19,7 @@ Each of the three is chosen from its registry, or is your own function, my_packa
 
     reward.kind   (rollout, config, budget) → float            for a rollout that was judged
     filter        (group: Sequence[Graded]) → bool             all responses to one prompt
-    advantage     (rewards: Sequence[float]) → list[float]     of the judged responses of one group; they are not all equal
+    advantage     (rewards: Sequence[float]) → list[float]     of a group's judged responses; not all are equal
 """
 
 from __future__ import annotations
@@ -73,10 +73,7 @@ def high_length_penalty(rollout: Rollout, config: RewardConfig, budget: int) -> 
 
 
 Reward = Callable[[Rollout, RewardConfig, int], float]
-REWARDS: dict[str, Reward] = {
-    "correctness_format": correctness_format,
-    "high_length_penalty": high_length_penalty,
-}
+REWARDS: dict[str, Reward] = {"correctness_format": correctness_format, "high_length_penalty": high_length_penalty}
 
 
 def reward_of(rollout: Rollout, config: RewardConfig, budget: int, own: Reward | None = None) -> float | None:

@@ -1,6 +1,6 @@
 """Reinforcement learning, readable top to bottom as the algorithm.
 
-    torchrun --nproc_per_node 8 -m dccot.train.rl configs/rl/stage1.yaml model.path=runs/sft      or   dccot rl configs/rl/stage1.yaml …
+    torchrun --nproc_per_node 8 -m dccot.train.rl configs/rl/stage1.yaml model.path=runs/sft      or   dccot rl …
 
 One step: draw problems → director and workers answer each `group_size` times → grade → reward → filter the groups,
 until enough are kept → advantages → pack into forests → old and reference log-probs → `optimizer_steps` updates, one
@@ -307,7 +307,7 @@ class CutShort(Exception):
 
 
 class Heartbeat(Watch):
-    """Tells the watchdog that the engine is making progress; `stops`: ends the rollout if this rank was told to stop."""
+    """Tells the watchdog that the engine makes progress; `stops`: ends the rollout if this rank was told to stop."""
 
     def __init__(self, phases: Phases, stops: bool = False):
         self.phases, self.stops = phases, stops

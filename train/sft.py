@@ -64,22 +64,18 @@ def demonstration(
     parsed = parse(completion.strip(), tags.workers)
     rounds = []
     for number, round_ in enumerate(parsed.rounds):
-        director = (
-            Segment(list(tags.spawn_close), encode(round_.director))
-            if number
-            else Segment([], encode(own(round_.director)))
-        )
+        text = round_.director if number else own(round_.director)
+        director = Segment(list(tags.spawn_close) if number else [], encode(text))
         workers = [Segment(list(tag), encode(text)) for tag, text in zip(tags.worker_open, round_.workers)]
         rounds.append(Round(director, workers))
     return Response(prompt, rounds, Segment(list(tags.spawn_close), [*encode(parsed.final), tags.eos]))
 
 
+Report = Callable[..., None]
+
+
 def load_examples(
-    path: str | Path,
-    config: SFTConfig,
-    tokenizer,
-    max_positions: int | None = None,
-    report: Callable[..., None] = log.warning,
+    path: str | Path, config: SFTConfig, tokenizer, max_positions: int | None = None, report: Report = log.warning
 ) -> list[Example]:
     """Every usable demonstration of a file; skipped rows are counted and reported."""
     tags = TagIds.of(tokenizer, config.rollout.workers)
@@ -90,9 +86,8 @@ def load_examples(
             raise BadData(f"{path}:{line}: no text field {missing[0]!r}; an SFT row has id, question and completion")
         try:
             asked = prompt.ids(tokenizer, row["question"])
-            response = demonstration(
-                row["completion"], asked, tokenizer, tags, parallel=prompt.parallel, open_think=prompt.open_think
-            )
+            form = {"parallel": prompt.parallel, "open_think": prompt.open_think}
+            response = demonstration(row["completion"], asked, tokenizer, tags, **form)
         except (IllFormed, UnusablePrompt) as error:
             left_out[type(error)] += 1
             report("%s:%d left out: %s", path, line, error)
@@ -102,9 +97,8 @@ def load_examples(
             left_out["long"] += 1
             continue
         if max_positions is not None and longest_position(response) > max_positions:
-            raise BadData(
-                f"{path}:{line}: the example reaches position {longest_position(response):,}; the model takes {max_positions:,}"
-            )
+            reached = f"{path}:{line}: the example reaches position {longest_position(response):,}"
+            raise BadData(f"{reached}; the model takes {max_positions:,}")
         examples.append(Example(str(row.get("id", line)), response, line))
     dropped = f"dropped {left_out['long']} over {config.data.max_tokens} tokens, {left_out[IllFormed]} ill-formed, "
     dropped += f"{left_out[UnusablePrompt]} with a prompt that cannot be used"
@@ -185,13 +179,8 @@ def train(config: SFTConfig) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return launch(
-        SFTConfig,
-        train,
-        argv,
-        "Supervised fine-tuning.",
-        "dccot sft configs/sft.yaml model.path=… data.train=sft.jsonl",
-    )
+    example = "dccot sft configs/sft.yaml model.path=… data.train=sft.jsonl"
+    return launch(SFTConfig, train, argv, "Supervised fine-tuning.", example)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One trace per profiled step over all ranks, for https://ui.perfetto.dev.
 
-    python -m dccot.train.trace runs/NAME/profile/step_000010      →  runs/NAME/profile/step_000010/step_000010.trace.json.gz
+    python -m dccot.train.trace runs/NAME/profile/step_000010      →  step_000010.trace.json.gz in that folder
 
     phases         rank 0   rollout ████████ grade ██ old_logprob ███ reference ███ update ██████ sync █
                    rank 1   rollout ██████ …                            one lane per rank: who waits for whom
@@ -15,7 +15,6 @@ clocks.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import logging
@@ -24,7 +23,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from dccot.core.files import atomic_file
+from dccot.core.command import run_cleanly
+from dccot.core.files import BadData, atomic_file
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +49,8 @@ def merge(step_folder: str | Path) -> Path:
 def _write(out: TextIO, ranks: dict[int, Path]) -> None:
     """All ranks' events, one rank in memory at a time."""
     base, world = None, 1
-    out.write(
-        '{"displayTimeUnit": "ms", "traceEvents": [' + json.dumps(_metadata("process_name", PHASES, name="phases"))
-    )
+    phases = json.dumps(_metadata("process_name", PHASES, name="phases"))
+    out.write('{"displayTimeUnit": "ms", "traceEvents": [' + phases)
     for rank, path in ranks.items():
         trace = _read(path)
         if base is None:
@@ -66,7 +65,7 @@ def _read(path: Path) -> dict:
     try:
         return json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is not a whole trace ({error}); its rank stopped while writing it") from None
+        raise BadData(f"{path} is not a whole trace ({error}); its rank stopped while writing it") from None
 
 
 def _events_of(trace: dict, rank: int, base: int) -> Iterator[Event]:
@@ -74,13 +73,10 @@ def _events_of(trace: dict, rank: int, base: int) -> Iterator[Event]:
     events: list[Event] = trace["traceEvents"]
     late = (trace.get("baseTimeNanoseconds", 0) - base) / 1000  # ts is in µs since the base
     labels = {e["pid"]: e["args"]["labels"] for e in events if e["ph"] == "M" and e["name"] == "process_labels"}
-    used = {
-        e["pid"] for e in events if e["ph"] != "M" and isinstance(e["pid"], int)
-    }  # the rest is the profiler's own bookkeeping
-    pids = {
-        pid: 1000 * (rank + 1) + number
-        for number, pid in enumerate(sorted(used, key=lambda pid: (labels.get(pid) != "CPU", pid)))
-    }
+    # other ids are the profiler's own bookkeeping
+    used = {e["pid"] for e in events if e["ph"] != "M" and isinstance(e["pid"], int)}
+    ordered = sorted(used, key=lambda pid: (labels.get(pid) != "CPU", pid))
+    pids = {pid: 1000 * (rank + 1) + number for number, pid in enumerate(ordered)}
     tids: dict[tuple, int] = {}  # unique over all ranks as well: Perfetto identifies threads by id only
     for pid, new in pids.items():
         yield _metadata("process_name", new, name=f"rank {rank} · {labels.get(pid, pid)}")
@@ -88,15 +84,8 @@ def _events_of(trace: dict, rank: int, base: int) -> Iterator[Event]:
     lane = THREADS * (rank + 1)
     yield _metadata("thread_name", PHASES, lane, name=f"rank {rank}")
     for start, end, name in _phases(events):
-        yield {
-            "ph": "X",
-            "cat": "phase",
-            "name": name,
-            "pid": PHASES,
-            "tid": lane,
-            "ts": start + late,
-            "dur": end - start,
-        }
+        placed = {"pid": PHASES, "tid": lane, "ts": start + late, "dur": end - start}
+        yield {"ph": "X", "cat": "phase", "name": name, **placed}
     for event in events:
         if event["pid"] not in pids or (event["ph"] == "M" and event["name"].startswith("process")):
             continue
@@ -121,19 +110,5 @@ def _metadata(kind: str, pid: int, tid: int = 0, **arguments: Any) -> Event:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": arguments}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Merge the traces that all ranks wrote of one step.",
-        epilog="example: python -m dccot.train.trace runs/rl/profile/step_000010",
-    )
-    parser.add_argument("folder", help="holds rank0.pt.trace.json, rank1.pt.trace.json, …")
-    try:
-        print(merge(parser.parse_args(argv).folder))
-    except (FileNotFoundError, ValueError) as error:
-        print(f"dccot: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_cleanly(lambda: print(*map(merge, sys.argv[1:]))))

@@ -1,12 +1,12 @@
 """What SFT and RL share: model and optimizer in a run folder, and the code around the steps.
 
-trainer = Trainer(config, runtime, model_folder, rows) opens the run folder, loads the model
-state = trainer.resume(stack)                          continues from the newest checkpoint, if there is one
+trainer = Trainer(config, runtime, folder, rows)   opens the run folder, loads the model
+state = trainer.resume(stack)                      continues from the newest checkpoint, if there is one
 for step in trainer.steps():
     with trainer.profiled(step): …
     trainer.note_bad(step, reports, save)
     trainer.log(step, metrics)
-    trainer.checkpoint(step, state)                    saves if due, or on a signal; a run that is told to stop ends here
+    trainer.checkpoint(step, state)                saves if due, or on a signal; a stopped run ends here
 """
 
 from __future__ import annotations

@@ -50,13 +50,8 @@ class OptimizerConfig:
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=config.learning_rate,
-        betas=(config.betas[0], config.betas[1]),
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+    rate, decay, betas = config.learning_rate, config.weight_decay, (config.betas[0], config.betas[1])
+    return torch.optim.AdamW(model.parameters(), lr=rate, betas=betas, weight_decay=decay, fused=True)
 
 
 def compute_logprobs(model: nn.Module, forest: Forest, temperature: float) -> tuple[Tensor, Tensor]:
@@ -75,9 +70,8 @@ class StepReport:
     tokens: int  # sampled tokens over all ranks
 
 
-TokenLoss = Callable[
-    [int, Forest, Tensor, Tensor], Tensor
-]  # (micro-batch, forest, logprob [M], entropy [M]) → loss [M]
+# (micro-batch, forest, logprob [M], entropy [M]) → loss [M]
+TokenLoss = Callable[[int, Forest, Tensor, Tensor], Tensor]
 
 
 def accumulate(

@@ -35,6 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dccot.core.run import Run
 from dccot.core.runtime import Runtime
 from dccot.lab.rehearsal.fake_gpu import FakeGpu
+from dccot.lab.rehearsal.inputs import load_training, response_of
 from dccot.model.config import ModelConfig, parse_config
 from dccot.model.sharding import ShardingConfig, empty_model
 from dccot.model.transformer import Transformer
@@ -42,7 +43,7 @@ from dccot.model.weights import full_parameters
 from dccot.rollout.response import Response
 from dccot.train.batch import Batch
 from dccot.train.config import RLConfig, SFTConfig
-from dccot.train.memory import largest_batch, load_training
+from dccot.train.memory import largest_batch
 from dccot.train.metrics import TokenMetrics
 from dccot.train.phases import Phases
 from dccot.train.plan import GPUS
@@ -125,7 +126,7 @@ def sft_step(config: SFTConfig, gpu: FakeGpu, shape: ModelConfig, runtime: Runti
 def micro_batches(config: RLConfig | SFTConfig, shape: ModelConfig, number: int) -> list[Response]:
     """Responses that fill MICRO_BATCHES of the largest micro-batches this many times."""
     largest = largest_batch(config, shape.max_position)
-    return [largest.response(n) for n in range(largest.copies * MICRO_BATCHES * number)]
+    return [response_of(largest, n) for n in range(largest.copies * MICRO_BATCHES * number)]
 
 
 def gather(model: Transformer) -> None:

@@ -20,14 +20,7 @@ from dccot.rollout.response import Finish, Response, Round, Segment
 from dccot.rollout.tags import Flaw
 from dccot.train.config import SFTConfig
 from dccot.train.metrics import rollout_metrics, validation_metrics
-from dccot.train.recorder import (
-    LAYOUT,
-    SFT_LAYOUT,
-    Recorder,
-    console_line,
-    sample_text,
-    tag_of,
-)
+from dccot.train.recorder import LAYOUT, SFT_LAYOUT, Recorder, console_line, sample_text, tag_of
 from dccot.train.rewards import Graded
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dccot.core.config import load_config
+from dccot.lab.rehearsal.inputs import response_of
 from dccot.model.config import parse_config
 from dccot.model.sharding import ShardingConfig
 from dccot.train.config import RLConfig
@@ -111,9 +112,10 @@ def test_a_response_larger_than_the_token_budget_sets_the_size_of_a_micro_batch(
     """Three workers: 12,000 tokens on the longest path are nearly 60,000 in the tree, next to a prompt of 1,024."""
     config = load_config(RLConfig, "configs/rl/stage4.yaml", ["model.path=x", "data.train=y"])
     largest = largest_batch(config, 131_072)
-    forest = build_forest([[(0, largest.response(0))]])
+    response = response_of(largest, 0)
+    forest = build_forest([[(0, response)]])
     assert (len(forest), len(forest.targets)) == (largest.tokens, largest.rows)
-    assert largest.response(0).longest_path <= 12_000 and 60_000 < largest.tokens <= 1024 + 5 * 12_000
+    assert response.longest_path <= 12_000 and 60_000 < largest.tokens <= 1024 + 5 * 12_000
     assert make_plan(read_shape("1.5B"), config, 8, GPUS["H100"]).tokens == largest.tokens
 
 

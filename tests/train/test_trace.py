@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dccot.train.trace import main, merge
+from dccot.core.files import BadData
+from dccot.train.trace import merge
 from tests.support import programs
 
 pytestmark = pytest.mark.slow
@@ -146,28 +147,17 @@ def test_processes_with_the_same_id_on_two_machines_stay_apart_and_gpus_are_name
 
 def test_threads_with_the_same_id_on_two_ranks_get_different_ones(tmp_path):
     for rank in (0, 1):
-        by_hand(
-            tmp_path,
-            rank,
-            0,
-            labelled(5, "CPU"),
-            operator("main", 1.0),
-            operator("loader", 1.0, tid=6),
-            operator("main", 3.0),
-        )
+        events = operator("main", 1.0), operator("loader", 1.0, tid=6), operator("main", 3.0)
+        by_hand(tmp_path, rank, 0, labelled(5, "CPU"), *events)
     threads = {(e["pid"], e["name"]): e["tid"] for e in opened(merge(tmp_path)) if e["ph"] == "X"}
     assert len(threads) == len(set(threads.values())) == 4
 
 
 def test_only_outermost_ranges_of_the_main_thread_are_phases(tmp_path):
     outer = {**operator("update", 10.0, cat="user_annotation"), "dur": 50.0}
-    inner, other_thread = (
-        operator("inner", 20.0, cat="user_annotation"),
-        operator("gloo:send", 0.0, tid=6, cat="user_annotation"),
-    )
-    by_hand(
-        tmp_path, 0, 0, labelled(5, "CPU"), inner, outer, other_thread, operator("sync", 60.0, cat="user_annotation")
-    )
+    at = {"inner": (20.0, 5), "gloo:send": (0.0, 6), "sync": (60.0, 5)}
+    others = [operator(name, ts, tid=tid, cat="user_annotation") for name, (ts, tid) in at.items()]
+    by_hand(tmp_path, 0, 0, labelled(5, "CPU"), others[0], outer, *others[1:])
     phases = [(e["name"], e["ts"], e["dur"]) for e in opened(merge(tmp_path)) if e.get("cat") == "phase"]
     assert phases == [("update", 10.0, 50.0), ("sync", 60.0, 1.0)]
 
@@ -178,10 +168,10 @@ def test_a_rank_that_left_no_trace_is_reported(tmp_path, caplog):
     assert "traces of 1 of 8 ranks" in caplog.text
 
 
-def test_an_empty_folder_and_a_cut_trace_cost_one_line(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 2
+def test_an_empty_folder_and_a_cut_trace_are_refused_by_name_and_nothing_is_written(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"holds no rank\*.pt.trace.json"):
+        merge(tmp_path)
     (tmp_path / "rank0.pt.trace.json").write_text('{"traceEvents": [')
-    assert main([str(tmp_path)]) == 2
-    empty, cut = capsys.readouterr().err.splitlines()
-    assert "holds no rank*.pt.trace.json" in empty and "rank0.pt.trace.json is not a whole trace" in cut
+    with pytest.raises(BadData, match=r"rank0\.pt\.trace\.json is not a whole trace"):
+        merge(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["rank0.pt.trace.json"]
