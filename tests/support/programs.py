@@ -291,6 +291,7 @@ def become(request: dict, streams: list[int], given: dict[str, str]) -> NoReturn
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python starts: a file that grows too large is an OSError
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for fd, stream in enumerate(streams):
         os.dup2(stream, fd)
