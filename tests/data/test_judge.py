@@ -4,11 +4,13 @@ import json
 import logging
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,53 +22,44 @@ from dccot.data.judge import Grader, GradingConfig, Judge, Verdict, open_judge
 
 C, W, U = Verdict.CORRECT, Verdict.WRONG, Verdict.UNPARSABLE
 
-# (response, gold, verdict worked out by hand)
-BY_HAND = [
-    (r"\boxed{42}", "42", C),
-    (r"\boxed{42}", r"\boxed{42}", C),
-    (r"\boxed{42}", "$42$", C),
-    (r"\boxed{42}", "43", W),
-    (r"\boxed{-42}", "42", W),
-    (r"\boxed{007}", "7", C),
+MATRIX = r"\begin{pmatrix} 1 & 2 \\ 3 & %d \end{pmatrix}"
+BOXED = [  # gold, answers that are right in a box, answers that are wrong; all worked out by hand
+    ("42", ["42"], ["-42"]),
+    (r"\boxed{42}", ["42"], []),
+    ("$42$", ["42"], ["43"]),
+    ("7", ["007"], []),
+    ("1234", ["1{,}234"], []),
+    (r"\frac{1}{2}", ["0.5", r"\dfrac{2}{4}", "1/2"], []),
+    ("0.5", [r"\frac12"], []),
+    (r"\frac{1}{3}", ["0.333333"], ["0.33", r"\frac{1}{2}"]),
+    (r"\sqrt{8}", [r"2\sqrt{2}"], [r"\sqrt{3}"]),
+    (r"\frac{1}{\sqrt{2}}", [r"\frac{\sqrt{2}}{2}"], []),
+    (r"50\%", [r"50\%"], []),
+    ("(x+1)^2", ["x^2+2x+1"], ["x^2+2x+2"]),
+    ("2y", [], ["2x"]),
+    ("5", ["x=5", "\n5\n"], []),
+    ("x=5", ["5"], []),
+    ("(1,2)", ["(1,2)"], ["(2,1)"]),
+    (r"\{1,2\}", [r"\{2,1\}"], [r"\{1,2,3\}"]),
+    ("2,1", ["1,2"], []),
+    ("[0,1)", ["[0,1)"], ["[0,1]"]),
+    (r"(-\infty, 3)", [r"(-\infty,3)"], []),
+    (MATRIX % 4, [MATRIX % 4], [MATRIX % 5]),
+    (r"\text{Tuesday}", [r"\text{Tuesday}"], [r"\text{Monday}"]),
+    (r"\frac{\pi}{4}", [r"\pi/4"], []),
+    ("3+4i", ["3+4i"], ["3-4i"]),
+    ("1024", ["2^{10}"], []),
+    (["3", r"\frac{7}{2}"], [r"\frac{7}{2}"], ["4"]),
+    (["no", "3"], ["3"], []),
+    ("90", [r"90^\circ"], []),
+    ("18.90", [r"\$18.90"], []),
+    ("10", [r"10\text{ cm}"], []),
+]
+TWO_BOXES = "first \\boxed{1}" + " then something else" * 5 + "\nand \\boxed{2}"
+WHOLE = [  # (response, gold, verdict), worked out by hand
     (r"The total is 1,234 apples.", "1234", C),
-    (r"\boxed{1{,}234}", "1234", C),
-    (r"\boxed{0.5}", r"\frac{1}{2}", C),
-    (r"\boxed{\frac12}", "0.5", C),
-    (r"\boxed{\dfrac{2}{4}}", r"\frac{1}{2}", C),
-    (r"\boxed{1/2}", r"\frac{1}{2}", C),
-    (r"\boxed{\frac{1}{2}}", r"\frac{1}{3}", W),
-    (r"\boxed{0.333333}", r"\frac{1}{3}", C),
-    (r"\boxed{0.33}", r"\frac{1}{3}", W),
-    (r"\boxed{2\sqrt{2}}", r"\sqrt{8}", C),
-    (r"\boxed{\sqrt{2}}", r"\sqrt{3}", W),
-    (r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}", C),
-    (r"\boxed{50\%}", r"50\%", C),
-    (r"\boxed{x^2+2x+1}", "(x+1)^2", C),
-    (r"\boxed{x^2+2x+2}", "(x+1)^2", W),
-    (r"\boxed{2x}", "2y", W),
-    (r"\boxed{x=5}", "5", C),
-    (r"\boxed{5}", "x=5", C),
-    (r"\boxed{(1,2)}", "(1,2)", C),
-    (r"\boxed{(2,1)}", "(1,2)", W),
-    (r"\boxed{\{2,1\}}", r"\{1,2\}", C),
-    (r"\boxed{1,2}", "2,1", C),
-    (r"\boxed{\{1,2,3\}}", r"\{1,2\}", W),
-    (r"\boxed{[0,1)}", "[0,1)", C),
-    (r"\boxed{[0,1]}", "[0,1)", W),
-    (r"\boxed{(-\infty,3)}", r"(-\infty, 3)", C),
-    (r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}}", r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", C),
-    (r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 5 \end{pmatrix}}", r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", W),
-    (r"\boxed{\text{Tuesday}}", r"\text{Tuesday}", C),
-    (r"\boxed{\text{Monday}}", r"\text{Tuesday}", W),
-    (r"\boxed{\pi/4}", r"\frac{\pi}{4}", C),
-    (r"\boxed{3+4i}", "3+4i", C),
-    (r"\boxed{3-4i}", "3+4i", W),
-    (r"\boxed{2^{10}}", "1024", C),
-    (r"\boxed{\frac{7}{2}}", ["3", r"\frac{7}{2}"], C),
-    (r"\boxed{4}", ["3", r"\frac{7}{2}"], W),
-    (r"\boxed{3}", ["no", "3"], C),
-    ("first \\boxed{1}" + " then something else" * 5 + "\nand \\boxed{2}", "2", C),
-    ("first \\boxed{1}" + " then something else" * 5 + "\nand \\boxed{2}", "1", W),
+    (TWO_BOXES, "2", C),
+    (TWO_BOXES, "1", W),
     (r"\boxed{1} and \boxed{2}", "1,2", C),  # boxes side by side are one set to math-verify
     (r"\boxed{1} and \boxed{2}", "2", W),
     (r"so the final answer is $7$", "7", C),
@@ -74,11 +67,13 @@ BY_HAND = [
     ("I do not know.", "2", U),
     ("", "2", U),
     (r"\boxed{}", "2", U),
-    ("\\boxed{\n5\n}", "5", C),
-    (r"\boxed{90^\circ}", "90", C),
-    (r"\boxed{\$18.90}", "18.90", C),
-    (r"\boxed{10\text{ cm}}", "10", C),
 ]
+BY_HAND = [
+    (rf"\boxed{{{answer}}}", gold, verdict)
+    for gold, right, wrong in BOXED
+    for verdict, answers in ((C, right), (W, wrong))
+    for answer in answers
+] + WHOLE
 
 
 def latex(value: Fraction) -> str:
@@ -89,37 +84,29 @@ def latex(value: Fraction) -> str:
 def constructed(rng: random.Random) -> tuple[str, str, Verdict]:
     """A pair that is right or wrong by construction: exact arithmetic decides, not a parser."""
     right = rng.random() < 0.5
-    kind = rng.choice(
-        ["integer", "fraction", "decimal", "sum", "quadratic", "root", "set", "tuple", "wordy", "parallel", "power"]
-    )
     a, b, c = rng.randint(-99, 99), rng.randint(1, 40), rng.randint(2, 12)
     off = 0 if right else rng.choice([-3, -1, 1, 2])
-    if kind == "integer":
-        answer, gold = str(a + off), str(a)
-    elif kind == "fraction":
-        answer, gold = latex(Fraction(a, b) + off), rf"\frac{{{a * c}}}{{{b * c}}}"
-    elif kind == "decimal":
-        answer, gold = f"{a + off}.{b:02d}", latex(Fraction(f"{a}.{b:02d}"))
-    elif kind == "sum":
-        answer, gold = f"{a + off}+{b}", str(a + b)
-    elif kind == "quadratic":
-        answer, gold = f"x^2+({b + c})x+({b * c + off})", f"(x+{b})(x+{c})"
-    elif kind == "root":
-        answer, gold = rf"{c}\sqrt{{{b + off * b}}}", rf"\sqrt{{{c * c * b}}}"
-    elif kind == "set":
-        answer, gold = rf"\{{{b + c + abs(off)}, {-b}\}}", rf"\{{{-b}, {b + c}\}}"
-    elif kind == "tuple":
-        answer, gold = f"({a + off}, {b})", f"({a}, {b})"
-    elif kind == "wordy":
-        filler = "Let me check $x^2 = 4$ and then 17 again. " * rng.randint(1, 40)
-        return f"{filler}\nSo the answer is \\(\\boxed{{{a + off}}}\\).", str(a), C if right else W
-    elif kind == "parallel":
-        workers = f"<worker_1>{a}</worker_1><worker_2>{b}</worker_2><worker_3>0</worker_3>"
-        thought = f"<think>split<spawn_workers>{workers}</spawn_workers>sum</think>"
-        return f"{thought}<answer>\\boxed{{{a + b + off}}}</answer>", str(a + b), C if right else W
-    else:
-        answer, gold = f"{c}^{{{4 + abs(off)}}}", str(c**4)
-    return rf"\boxed{{{answer}}}", gold, C if right else W
+    workers = f"<worker_1>{a}</worker_1><worker_2>{b}</worker_2><worker_3>0</worker_3>"
+    filler = "Let me check $x^2 = 4$ and then 17 again. " * rng.randint(1, 40)
+    answer, gold = rng.choice(
+        [
+            (f"{a + off}", f"{a}"),
+            (latex(Fraction(a, b) + off), rf"\frac{{{a * c}}}{{{b * c}}}"),
+            (f"{a + off}.{b:02d}", latex(Fraction(f"{a}.{b:02d}"))),
+            (f"{a + off}+{b}", f"{a + b}"),
+            (f"x^2+({b + c})x+({b * c + off})", f"(x+{b})(x+{c})"),
+            (rf"{c}\sqrt{{{b + off * b}}}", rf"\sqrt{{{c * c * b}}}"),
+            (rf"\{{{b + c + abs(off)}, {-b}\}}", rf"\{{{-b}, {b + c}\}}"),
+            (f"({a + off}, {b})", f"({a}, {b})"),
+            (f"{c}^{{{4 + abs(off)}}}", f"{c**4}"),
+            (f"{filler}\nSo the answer is \\(\\boxed{{{a + off}}}\\).", f"{a}"),
+            (
+                f"<think>s<spawn_workers>{workers}</spawn_workers></think><answer>\\boxed{{{a + b + off}}}</answer>",
+                f"{a + b}",
+            ),
+        ]
+    )
+    return answer if "boxed" in answer else rf"\boxed{{{answer}}}", gold, C if right else W
 
 
 def five_hundred() -> list[tuple]:
@@ -152,9 +139,8 @@ def test_five_hundred_verdicts_are_those_worked_out_by_hand_and_by_a_clean_math_
     verdicts = grader.grade([(text, gold) for text, gold, _ in cases])
     assert [case for case, verdict in zip(cases, verdicts) if case[2] != verdict] == []
     plain = [(text, [gold.strip("$")] if isinstance(gold, str) else gold) for text, gold, _ in cases]
-    clean = subprocess.run(
-        [sys.executable, "-c", CLEAN], input=json.dumps(plain), capture_output=True, text=True, check=True
-    )
+    program = [sys.executable, "-c", CLEAN]
+    clean = subprocess.run(program, input=json.dumps(plain), capture_output=True, text=True, check=True)
     assert [line == "True" for line in clean.stdout.split()] == [verdict == C for verdict in verdicts]
 
 
@@ -174,27 +160,25 @@ def test_answer_block_alone_is_read_when_asked_for():
 
 
 def test_grading_works_on_a_thread_other_than_the_main_one(grader):
-    verdicts = []
-    thread = threading.Thread(
-        target=lambda: verdicts.extend(grader.grade([(r"\boxed{\frac{1}{2}}", "0.5"), (r"\boxed{1}", "2")]))
-    )
-    thread.start()
-    thread.join()
-    assert verdicts == [C, W]
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(grader.grade, [(r"\boxed{\frac{1}{2}}", "0.5"), (r"\boxed{1}", "2")]).result() == [C, W]
 
 
-def test_batch_without_a_parsable_answer_is_reported_loudly(grader, caplog):
+@pytest.mark.parametrize(
+    "pairs, alarm, level",
+    [
+        ([("hm", "2"), ("no", "3")], "not one of 2 answers could be judged (2 unparsable)", logging.ERROR),
+        ([(r"\boxed{1}", "2")], "not one of 1 answers is correct (1 wrong)", logging.WARNING),
+        ([(r"\boxed{2}", "2"), (r"\boxed{1}", "2")], None, None),
+    ],
+)
+def test_a_batch_without_a_judged_or_without_a_correct_answer_raises_an_alarm(grader, caplog, pairs, alarm, level):
     with caplog.at_level(logging.WARNING, "dccot.grading"):
-        grader.grade([("hm", "2"), ("no", "3")])
-    assert "not one of 2 answers could be judged (2 unparsable)" in grader.alarm
-    assert caplog.records[-1].levelno == logging.ERROR and caplog.records[-1].message == grader.alarm
-
-
-def test_batch_without_a_correct_answer_raises_a_milder_alarm_and_a_good_batch_none(grader):
-    grader.grade([(r"\boxed{1}", "2")])
-    assert grader.alarm == "not one of 1 answers is correct (1 wrong)"
-    grader.grade([(r"\boxed{2}", "2")])
-    assert grader.alarm is None and grader.counts == {C: 1}
+        grader.grade(pairs)
+    if alarm is None:
+        assert grader.alarm is None and not caplog.records and grader.counts == {C: 1, W: 1}
+    else:
+        assert alarm in grader.alarm == caplog.records[-1].message and caplog.records[-1].levelno == level
 
 
 def test_gold_that_cannot_be_parsed_is_named(grader, caplog):
@@ -272,18 +256,17 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_grader_that_cannot_start_or_cannot_tell_right_from_wrong_says_so(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "math_verify, said",
+    [
+        ("raise ImportError('antlr does not fit')", "antlr does not fit"),
+        ("parse = lambda text, **_: [text]\nverify = lambda a, b, **_: False", "two known answers were judged"),
+    ],
+)
+def test_grader_that_cannot_start_or_cannot_tell_right_from_wrong_says_so(monkeypatch, tmp_path, math_verify, said):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "math_verify.py").write_text("raise ImportError('antlr does not fit')\n")
-    with Grader(GradingConfig(workers=1)) as useless, pytest.raises(RuntimeError, match="antlr does not fit"):
-        useless.grade([(r"\boxed{1}", "1")])
-    (tmp_path / "math_verify.py").write_text(
-        "def parse(text, **_): return [text]\ndef verify(a, b, **_): return False\n"
-    )
-    with (
-        Grader(GradingConfig(workers=1)) as useless,
-        pytest.raises(RuntimeError, match="two known answers were judged"),
-    ):
+    (tmp_path / "math_verify.py").write_text(math_verify)
+    with Grader(GradingConfig(workers=1)) as useless, pytest.raises(RuntimeError, match=said):
         useless.grade([(r"\boxed{1}", "1")])
 
 
@@ -296,10 +279,18 @@ def test_grading_processes_are_light_and_know_no_secrets(grader, monkeypatch):
             assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
 
 
-@pytest.mark.parametrize("field", ["workers", "seconds", "memory_mb"])
-def test_impossible_limits_are_refused(field):
-    with pytest.raises(ValueError, match=rf"grading\.{field} is 0"):
-        check(GradingConfig(**{field: 0}), "grading")
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"workers": 0}, "grading.workers is 0"),
+        ({"seconds": 0}, "grading.seconds is 0"),
+        ({"memory_mb": 0}, "grading.memory_mb is 0"),
+        ({"kind": "math_verfy"}, "grading.kind is 'math_verfy'; it must be one of math_verify or your own"),
+    ],
+)
+def test_impossible_settings_are_refused(wrong, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        check(GradingConfig(**wrong), "grading")
 
 
 def test_equivalence_classes_follow_math_verify_and_unparsable_answers_stand_alone(grader):
@@ -334,13 +325,5 @@ def test_a_judge_of_the_users_own_is_built_from_its_name(monkeypatch):
         assert isinstance(judge, SaysYes) and judge.config is config
         assert judge.grade([("it is 7", "7"), ("it is 8", "7")]) == [Verdict.CORRECT, Verdict.WRONG]
         assert judge.judge("it is 7", "7") is Verdict.CORRECT
-        assert judge.equivalence_classes(["a<answer>1</answer>", "b<answer>2</answer>", "c<answer> 1 </answer>"]) == [
-            0,
-            1,
-            0,
-        ]
-
-
-def test_a_judge_that_nobody_knows_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"grading\.kind is 'math_verfy'; it must be one of math_verify or your own"):
-        check(GradingConfig("math_verfy"), "grading")
+        texts = ["a<answer>1</answer>", "b<answer>2</answer>", "c<answer> 1 </answer>"]
+        assert judge.equivalence_classes(texts) == [0, 1, 0]

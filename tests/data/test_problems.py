@@ -1,8 +1,11 @@
-"""Problems come out of every supported file alike, and what cannot be used is named by file and row."""
+"""Problems come out of every supported file alike; what cannot be used is named by file and row. Training draws each
+once per epoch, in an order that neither stopping nor the number of ranks can change.
+"""
 
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pyarrow
 import pyarrow.parquet
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 
 from dccot.core.files import BadData
 from dccot.data import problems as module
-from dccot.data.problems import PRESETS, Fields, Problem, fetch, load_problems
+from dccot.data.problems import PRESETS, Fields, Problem, ProblemStream, fetch, load_problems
 
 
 def jsonl(path, rows):
@@ -44,10 +47,10 @@ BAD_ROWS = {
     "no field 'gold'": {"question": "?"},
     "field 'question' must be a text": {"question": ["?"], "gold": 1},
     "field 'question' must be a text that is not empty": {"question": "  ", "gold": 1},
-    "field 'gold' must be a number, a text or a list of them, found True": {"question": "?", "gold": True},
-    "field 'gold' must be a number, a text or a list of them, found []": {"question": "?", "gold": []},
-    "field 'gold' must be a number, a text or a list of them, found {": {"question": "?", "gold": {"a": 1}},
-    "field 'gold' must be a number, a text or a list of them, found nan": {"question": "?", "gold": float("nan")},
+    **{
+        f"field 'gold' must be a number, a text or a list of them, found {gold!r}": {"question": "?", "gold": gold}
+        for gold in (True, [], {"a": 1}, float("nan"))
+    },
     "field 'id' must be a text or an integer": {"id": 1.5, "question": "?", "gold": 1},
     "id 'one' occurs twice": {"id": "one", "question": "again", "gold": 2},
 }
@@ -55,10 +58,8 @@ BAD_ROWS = {
 
 @pytest.mark.parametrize("fault", BAD_ROWS)
 def test_bad_row_is_reported_with_file_and_line(tmp_path, fault):
-    path = jsonl(
-        tmp_path / "p.jsonl",
-        [{"id": "one", "question": "?", "gold": 1}, BAD_ROWS[fault], {"id": 3, "question": "!", "gold": 1}],
-    )
+    good = [{"id": "one", "question": "?", "gold": 1}, {"id": 3, "question": "!", "gold": 1}]
+    path = jsonl(tmp_path / "p.jsonl", [good[0], BAD_ROWS[fault], good[1]])
     said = []
     assert [p.id for p in load_problems(path, report=said.append)] == ["one", "3"]
     assert said[0].startswith(f"{path}:2: {fault}") and said[1] == f"{path}: 2 problems, 1 rows skipped"
@@ -73,69 +74,56 @@ def test_wrong_field_names_are_an_error_that_says_how_to_name_them(tmp_path):
     assert load_problems(path, fields=Fields(question="problem", gold="answer")) == [Problem("0", "?", "1")]
 
 
-def test_unusable_files_are_one_clear_sentence(tmp_path):
+UNUSABLE = {
+    "p.parquet": "not a parquet file",
+    "empty.jsonl": "no usable row",
+    "aime24.jsonl": "dccot data fetch aime24",
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_unusable_files_are_one_clear_sentence(tmp_path, name):
     (tmp_path / "p.parquet").write_bytes(b"PAR1 this is no parquet")
     (tmp_path / "empty.jsonl").touch()
-    for name, words in (
-        ("p.parquet", "not a parquet file"),
-        ("empty.jsonl", "no usable row"),
-        ("aime24.jsonl", "dccot data fetch aime24"),
-    ):
-        with pytest.raises(BadData, match=words):
-            load_problems(tmp_path / name, report=lambda _: None)
+    with pytest.raises(BadData, match=UNUSABLE[name]):
+        load_problems(tmp_path / name, report=lambda _: None)
 
 
 # A row of each set as its card on the hub shows it (texts shortened).
-HUB_ROWS = {
-    "deepscaler": ({"problem": "q", "answer": "-\\frac{2}{3}", "solution": "s"}, Problem("0", "q", "-\\frac{2}{3}")),
-    "aime24": (
-        {"id": 60, "problem": "q", "solution": "s", "answer": "204", "url": "u", "year": "2024"},
-        Problem("60", "q", "204"),
-    ),
-    "amc23": ({"id": 0, "question": "q", "answer": "27.0", "url": "u"}, Problem("0", "q", "27.0")),
-    "hmmt25": ({"problem_idx": 1, "problem": "q", "answer": "103", "problem_type": ["NT"]}, Problem("1", "q", "103")),
-    "math500": (
-        {"problem": "q", "solution": "s", "answer": "\\pi", "subject": "A", "level": 2, "unique_id": "test/a/1.json"},
-        Problem("test/a/1.json", "q", "\\pi"),
-    ),
-    "minerva": ({"question": "q", "answer": "4.5e33"}, Problem("0", "q", "4.5e33")),
-    "gsm8k": ({"question": "q", "answer": "24 * 50 = <<24*50=1200>>1,200\n#### 1,200"}, Problem("0", "q", "1200")),
-    "olympiadbench": ({"id": 1606, "question": "q", "final_answer": ["2"], "unit": None}, Problem("1606", "q", ["2"])),
+HUB_ROWS = {  # and what becomes of its id and gold
+    "deepscaler": ({"problem": "q", "answer": "-\\frac{2}{3}", "solution": "s"}, "0", "-\\frac{2}{3}"),
+    "aime24": ({"id": 60, "problem": "q", "solution": "s", "answer": "204", "url": "u", "year": "2024"}, "60", "204"),
+    "amc23": ({"id": 0, "question": "q", "answer": "27.0", "url": "u"}, "0", "27.0"),
+    "hmmt25": ({"problem_idx": 1, "problem": "q", "answer": "103", "problem_type": ["NT"]}, "1", "103"),
+    "math500": ({"problem": "q", "answer": "\\pi", "level": 2, "unique_id": "test/a/1.json"}, "test/a/1.json", "\\pi"),
+    "minerva": ({"question": "q", "answer": "4.5e33"}, "0", "4.5e33"),
+    "gsm8k": ({"question": "q", "answer": "24 * 50 = <<24*50=1200>>1,200\n#### 1,200"}, "0", "1200"),
+    "olympiadbench": ({"id": 1606, "question": "q", "final_answer": ["2"], "unit": None}, "1606", ["2"]),
 }
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_fetch_normalises_the_hubs_rows(tmp_path, monkeypatch, name):
-    row, expected = HUB_ROWS[name]
+    row, id, gold = HUB_ROWS[name]
     raw = tmp_path / "0000.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), raw)
     monkeypatch.setattr(module, "_download", lambda *_: raw)
-    assert load_problems(fetch(name, tmp_path)) == [expected]
+    assert load_problems(fetch(name, tmp_path)) == [Problem(id, "q", gold)]
 
 
-def test_another_count_than_the_presets_is_reported_and_no_error(tmp_path):
-    said = []
-    path = jsonl(tmp_path / "p.jsonl", [{"id": n, "question": "q", "answer": "1"} for n in range(41)])
-    assert len(load_problems(path, preset="amc23", report=said.append)) == 41
-    assert said == [f"{path}: 41 problems, amc23 usually has 40; compare results with that in mind"]
-    assert (
-        len(
-            load_problems(
-                jsonl(path, [{"id": n, "question": "q", "answer": "1"} for n in range(40)]),
-                preset="amc23",
-                report=said.append,
-            )
-        )
-        == 40
-    )
-    assert len(said) == 1
+@pytest.mark.parametrize(
+    "count, said", [(40, []), (41, ["41 problems, amc23 usually has 40; compare results with that in mind"])]
+)
+def test_a_count_that_differs_from_the_presets_is_reported(tmp_path, count, said):
+    path, found = jsonl(tmp_path / "p.jsonl", [{"id": n, "question": "q", "answer": "1"} for n in range(count)]), []
+    assert len(load_problems(path, preset="amc23", report=found.append)) == count
+    assert found == [f"{path}: {each}" for each in said]
 
 
 def test_a_gsm8k_row_without_its_mark_is_skipped_and_named(tmp_path):
     said = []
-    path = jsonl(
-        tmp_path / "p.jsonl", [{"question": "q", "answer": "it is 4"}, {"question": "q", "answer": "2 + 2\n#### 4"}]
-    )
+    rows = [{"question": "q", "answer": answer} for answer in ("it is 4", "2 + 2\n#### 4")]
+    path = jsonl(tmp_path / "p.jsonl", rows)
     assert load_problems(path, preset="gsm8k", report=said.append) == [Problem("1", "q", "4")]
     assert said[0] == f"{path}:1: field 'answer' has no '####', found 'it is 4'; row skipped"
 
@@ -151,17 +139,68 @@ def test_fetch_without_a_network_fails_with_one_sentence():
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.binary(min_size=1, max_size=3)), max_size=12), st.booleans())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_mutated_files_end_in_problems_or_in_one_clear_error(tmp_path, damages, strict):
-    content = bytearray(
-        b"".join(b'{"id": "%d", "question": "What is %d?", "gold": ["%d", 1.5]}\n' % (n, n, n) for n in range(20))
-    )
+    line = b'{"id": "%d", "question": "What is %d?", "gold": ["%d", 1.5]}\n'
+    content = bytearray(b"".join(line % (n, n, n) for n in range(20)))
     for at, patch in damages:
         content[at % len(content) : at % len(content) + 1] = patch
     path = tmp_path / "mutated.jsonl"
     path.write_bytes(bytes(content))
     try:
-        assert all(
-            isinstance(p, Problem) and p.question.strip()
-            for p in load_problems(path, strict=strict, report=lambda _: None)
-        )
+        found = load_problems(path, strict=strict, report=lambda _: None)
+        assert all(isinstance(p, Problem) and p.question.strip() for p in found)
     except BadData as error:
         assert str(path) in str(error)
+
+
+# ---- the order in which training draws them ----
+
+
+def numbered(count: int) -> list[Problem]:
+    return [Problem(str(i), f"q{i}", "0") for i in range(count)]
+
+
+def draw(stream: ProblemStream, batches: int) -> list[str]:
+    return [p.id for _ in range(batches) for p in stream.next_batch()]
+
+
+@given(count=st.integers(1, 30), batch=st.integers(1, 12), seed=st.integers(0, 99))
+def test_every_epoch_is_a_permutation(count, batch, seed):
+    seen = draw(ProblemStream(numbered(count), seed, batch), 3 * count)
+    for start in range(0, 3 * count * batch - count + 1, count):
+        assert sorted(map(int, seen[start : start + count])) == list(range(count))
+
+
+@given(count=st.integers(1, 30), batch=st.integers(1, 12), before=st.integers(0, 20), seed=st.integers(0, 99))
+def test_restored_stream_goes_on_exactly(count, batch, before, seed):
+    stream = ProblemStream(numbered(count), seed, batch)
+    draw(stream, before)
+    state = json.loads(json.dumps(stream.state()))
+    resumed = ProblemStream(numbered(count), seed, batch)
+    resumed.restore(state)
+    assert draw(resumed, 10) == draw(stream, 10)
+
+
+def test_seed_and_epoch_change_the_order():
+    stream = ProblemStream(numbered(50), 1, 50)
+    first, second = draw(stream, 1), draw(stream, 1)
+    other = draw(ProblemStream(numbered(50), 2, 50), 1)
+    assert len({tuple(first), tuple(second), tuple(other), tuple(map(str, range(50)))}) == 4
+
+
+def test_order_does_not_depend_on_the_batch_size():
+    assert draw(ProblemStream(numbered(17), 3, 4), 15) == draw(ProblemStream(numbered(17), 3, 6), 10)
+
+
+def test_order_is_the_same_in_every_process():
+    # random.Random("0/0").shuffle(list(range(10))): an old checkpoint must find the same order
+    assert draw(ProblemStream(numbered(10), 0, 10), 1) == list("1024938675")
+
+
+def test_state_of_another_set_seed_or_content_is_refused():
+    state = ProblemStream(numbered(5), 1, 2).state()
+    changed = [*numbered(4), replace(numbered(5)[4], gold="another answer")]
+    for name, problems, seed in (("problems", numbered(6), 1), ("seed", numbered(5), 2), ("content", changed, 1)):
+        with pytest.raises(BadData, match=f"belongs to {name} .*; resume with the same problem file and seed"):
+            ProblemStream(problems, seed, 2).restore(state)
+    # an older checkpoint
+    ProblemStream(numbered(5), 1, 2).restore({key: value for key, value in state.items() if key != "content"})

@@ -1,6 +1,4 @@
-"""Rewriting against a real HTTP server on loopback that speaks each protocol and misbehaves in every way that
-matters.
-"""
+"""Rewriting against an HTTP server on loopback that speaks each protocol and misbehaves in every way that matters."""
 
 import asyncio
 import importlib
@@ -25,55 +23,31 @@ from dccot.data import sft_set
 from dccot.data.endpoints import Endpoint, EndpointConfig, Unusable, _drop_odd_waits
 from dccot.data.judge import Grader, GradingConfig
 from dccot.data.problems import Problem
-from dccot.data.sft_set import (
-    RewriteConfig,
-    SequentialConfig,
-    accept,
-    by_rule,
-    leaks_in,
-    load_solutions,
-    prompt_text,
-    rewrite_all,
-    rewrite_attempts,
-    verbatim_share,
-    word_runs,
-)
+from dccot.data.sft_set import RewriteConfig, SequentialConfig, accept, load_solutions, prompt_text, rewrite_attempts
 from dccot.rollout.tags import flaw_of, parse
 from tests.support import programs
 
 pytestmark = pytest.mark.slow
 
 KEY = "sk-planted-4f1c"
-WELL_FORMED = (
-    "<think>\nSplit it.<spawn_workers><worker_1>a</worker_1><worker_2>b</worker_2><worker_3>c</worker_3></spawn_workers>\nSum.</think>"
-    "<answer>\\boxed{%s}</answer>"
-)
-SCRIPT = {  # what the server does with the first, second, ... request for a problem
-    "fine": ["right"],
-    "ill-formed once": ["no spawn", "right"],
-    "wrong once": ["wrong", "right"],
-    "never good": ["wrong", "no spawn", "wrong"],
-    "rate limited": ["429", "429", "right"],
-    "server error": ["500", "529", "right"],
-    "dropped": ["drop", "drop half way", "right"],
-    "slow": ["hang", "right"],
-    "garbled": ["html", "right"],
-    "cut": ["cut", "right"],
-    "impossible": ["400"],
+WORKERS = "<worker_1>a</worker_1><worker_2>b</worker_2><worker_3>c</worker_3>"
+WELL_FORMED = f"<think>\nSplit.<spawn_workers>{WORKERS}</spawn_workers>\nSum.</think><answer>\\boxed{{%s}}</answer>"
+ALONE = "<think>alone</think><answer>\\boxed{7}</answer>"
+SCRIPT = {  # what the server does with the first, second, ... request for a problem, and what the log says of attempts
+    "fine": (["right"], ["accepted"]),
+    "ill-formed once": (["no spawn", "right"], ["ill-formed: no_spawn", "accepted"]),
+    "wrong once": (["wrong", "right"], ["wrong", "accepted"]),
+    "never good": (["wrong", "no spawn", "wrong"], ["wrong", "ill-formed: no_spawn", "wrong"]),
+    "rate limited": (["429", "429", "right"], ["accepted"]),
+    "server error": (["500", "529", "right"], ["accepted"]),
+    "dropped": (["drop", "drop half way", "right"], ["accepted"]),
+    "slow": (["hang", "right"], ["accepted"]),
+    "garbled": (["html", "right"], ["accepted"]),
+    "cut": (["cut", "right"], ["cut by max_tokens", "accepted"]),
+    "impossible": (["400"], ["failed"]),
 }
-OUTCOMES = {
-    "fine": ["accepted"],
-    "ill-formed once": ["ill-formed: no_spawn", "accepted"],
-    "wrong once": ["wrong", "accepted"],
-    "never good": ["wrong", "ill-formed: no_spawn", "wrong"],
-    "rate limited": ["accepted"],
-    "server error": ["accepted"],
-    "dropped": ["accepted"],
-    "slow": ["accepted"],
-    "garbled": ["accepted"],
-    "cut": ["cut by max_tokens", "accepted"],
-    "impossible": ["failed"],
-}
+OUTCOMES = {name: outcomes for name, (_, outcomes) in SCRIPT.items()}
+PROTOCOLS = ("openai", "anthropic")
 TIMEOUT = 4.0
 RETRY_AFTER = 2.0
 
@@ -94,15 +68,13 @@ class Server(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}" + ("/v1" if self.protocol == "openai" else "")
 
-    def handle_error(self, request, client_address):  # a client that hung up is no news here
-        pass
+    def handle_error(self, request, client_address): ...  # a client that hung up is no news here
 
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *_):
-        pass
+    def log_message(self, *_): ...
 
     def do_POST(self):
         server: Server = self.server
@@ -117,81 +89,53 @@ class Handler(BaseHTTPRequestHandler):
 
     def act(self, action: str):
         status, _, wait = action.partition(" after ")
-        if status in ("400", "401", "429", "500", "529"):
+        if status.isdecimal():
             extra = {"retry-after": wait or str(RETRY_AFTER)} if status == "429" else {}
             message = f"trouble with {self.headers.get('x-api-key') or self.headers.get('authorization')}"
             self.send(
-                int(status), json.dumps({"type": "error", "error": {"type": "trouble", "message": message}}), extra
+                json.dumps({"type": "error", "error": {"type": "trouble", "message": message}}), int(status), extra
             )
-        elif action == "drop":
+        elif action in ("drop", "hang"):
+            time.sleep(2 * TIMEOUT if action == "hang" else 0)
             self.close_connection = True
         elif action == "drop half way":
-            whole = self.reply(WELL_FORMED % 7, "end")
-            self.send_response(200)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(whole)))
-            self.end_headers()
-            self.wfile.write(whole[: len(whole) // 2].encode())
-            self.close_connection = True
-        elif action == "hang":
-            time.sleep(2 * TIMEOUT)
-            self.close_connection = True
+            self.send(self.reply(WELL_FORMED % 7, False), share=0.5)
         elif action == "html":
-            self.send(200, "<html>Please log in</html>", {"content-type": "text/html"})
+            self.send("<html>Please log in</html>", headers={"content-type": "text/html"})
         else:
-            texts = {
-                "right": WELL_FORMED % 7,
-                "wrong": WELL_FORMED % 8,
-                "no spawn": "<think>alone</think><answer>\\boxed{7}</answer>",
-            }
-            self.send(
-                200, self.reply(texts.get(action, "<think>\nSplit it and"), "length" if action == "cut" else "end")
-            )
+            texts = {"right": WELL_FORMED % 7, "wrong": WELL_FORMED % 8, "no spawn": ALONE, "cut": "<think>\nSplit and"}
+            self.send(self.reply(texts[action], action == "cut"))
 
-    def reply(self, text: str, why: str) -> str:
+    def reply(self, text: str, cut: bool) -> str:
         if self.server.protocol == "openai":
             message = {"role": "assistant", "content": text}
-            choice = {"index": 0, "message": message, "finish_reason": {"end": "stop", "length": "length"}[why]}
+            choice = {"index": 0, "message": message, "finish_reason": "length" if cut else "stop"}
             usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
-            return json.dumps(
-                {
-                    "id": "c",
-                    "object": "chat.completion",
-                    "created": 0,
-                    "model": "m",
-                    "choices": [choice],
-                    "usage": usage,
-                }
-            )
-        content, stop = [{"type": "text", "text": text}], {"end": "end_turn", "length": "max_tokens"}[why]
-        usage = {
-            "input_tokens": 40,
-            "cache_read_input_tokens": 60,
-            "cache_creation_input_tokens": 0,
-            "output_tokens": 10,
-        }
+            head = {"id": "c", "object": "chat.completion", "created": 0, "model": "m"}
+            return json.dumps({**head, "choices": [choice], "usage": usage})
+        content, stop = [{"type": "text", "text": text}], "max_tokens" if cut else "end_turn"
+        usage = {"input_tokens": 40, "output_tokens": 10}
+        usage |= {"cache_read_input_tokens": 60, "cache_creation_input_tokens": 0}
         head = {"id": "m", "type": "message", "role": "assistant", "model": "m", "stop_sequence": None}
         return json.dumps({**head, "content": content, "stop_reason": stop, "usage": usage})
 
-    def send(self, status: int, body: str, headers: dict | None = None):
+    def send(self, body: str, status: int = 200, headers: dict | None = None, share: float = 1.0):
+        content = body.encode()
         self.send_response(status)
-        for name, value in {
-            "content-type": "application/json",
-            "content-length": str(len(body.encode())),
-            **(headers or {}),
-        }.items():
+        own = {"content-type": "application/json", "content-length": str(len(content)), **(headers or {})}
+        for name, value in own.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body.encode())
+        self.wfile.write(content[: int(share * len(content))])
+        self.close_connection = share < 1
 
 
 def source_file(folder: Path, questions) -> Path:
-    solution = "<think>\nthought %d</think>\\boxed{7}"
-    rows = [
-        {"id": f"p{n}", "question": question, "gold": "7", "solution": solution % n}
-        for n, question in enumerate(questions)
+    shared = {"gold": "7"}
+    texts = [
+        {"question": each, "solution": f"<think>\nthought {n}</think>\\boxed{{7}}"} for n, each in enumerate(questions)
     ]
-    write_jsonl_atomic(folder / "source.jsonl", rows)
+    write_jsonl_atomic(folder / "source.jsonl", [{"id": f"p{n}", **shared, **row} for n, row in enumerate(texts)])
     return folder / "source.jsonl"
 
 
@@ -209,11 +153,11 @@ def log_of(config: RewriteConfig) -> list[dict]:
     return [row for _, row in read_jsonl(rewrite_attempts(config.output))]
 
 
-@pytest.fixture(scope="module", params=["openai", "anthropic"])
+@pytest.fixture(scope="module", params=PROTOCOLS)
 def troubled(request, tmp_path_factory):
     """Everything that can go wrong, once for each protocol."""
     folder = tmp_path_factory.mktemp(request.param)
-    server = Server(request.param, SCRIPT)
+    server = Server(request.param, {name: does for name, (does, _) in SCRIPT.items()})
     os.environ["TEST_KEY"] = KEY
     try:
         config = config_for(server, folder, SCRIPT)
@@ -237,9 +181,8 @@ def test_output_holds_the_accepted_ones_in_source_order(troubled):
     rows = [row for _, row in read_jsonl(config.output)]
     good = [n for n, name in enumerate(SCRIPT) if OUTCOMES[name][-1] == "accepted"]
     assert [row["id"] for row in rows] == [f"p{n}" for n in good]
-    assert rows[0] == {
-        "id": "p0", "question": "fine", "gold": "7", "completion": WELL_FORMED % 7, "source": "<think>\nthought 0</think>\\boxed{7}",
-    }  # fmt: skip
+    texts = {"completion": WELL_FORMED % 7, "source": "<think>\nthought 0</think>\\boxed{7}"}
+    assert rows[0] == {"id": "p0", "question": "fine", "gold": "7", **texts}
 
 
 def test_summary_counts_outcomes_and_tokens(troubled):
@@ -272,74 +215,69 @@ def test_retry_after_is_waited_for(troubled):
     assert len(times) == 3 and all(later - earlier >= RETRY_AFTER for earlier, later in pairwise(times))
 
 
-@pytest.mark.parametrize("protocol", ["openai", "anthropic"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_wait_that_is_none_is_no_reason_to_hurry(protocol, tmp_path, monkeypatch):
-    """Whatever the header says, a request is not repeated sooner than after 0.3 s: at most ten times in three
-    seconds.
-    """
+    """Whatever the header says, a request is not repeated sooner than after 0.3 s."""
     monkeypatch.setenv("TEST_KEY", KEY)
-    waits = ["0", "-5", "nan", "0.001", "inf", "soon"]
-    server = Server(protocol, {f"q{n}": [f"429 after {wait}"] for n, wait in enumerate(waits)})
-    config = config_for(server, tmp_path, [f"q{n}" for n in range(len(waits))], patience_seconds=3.0)
+    waits = {f"q{n}": wait for n, wait in enumerate(["0", "-5", "nan", "0.001", "inf", "soon"])}
+    server = Server(protocol, {question: [f"429 after {wait}"] for question, wait in waits.items()})
+    config = config_for(server, tmp_path, waits, patience_seconds=3.0)
     config.concurrency = len(waits)
     assert rewrite(config).failed == len(waits)
-    times = {question: [at for asked, at, *_ in server.requests if asked == question] for question in server.script}
-    assert all(3 <= len(asked) <= 10 for asked in times.values()), {
-        question: len(asked) for question, asked in times.items()
-    }
-    assert all(later - earlier > 0.3 for asked in times.values() for earlier, later in pairwise(asked))
+    times = [[at for asked, at, *_ in server.requests if asked == question] for question in waits]
+    assert all(len(asked) >= 2 for asked in times)
+    assert all(later - earlier > 0.3 for asked in times for earlier, later in pairwise(asked))
 
 
-@pytest.mark.parametrize("wait, least, most", [
-    ({"retry-after": -0.9}, 0.37, 8),  # a date of this second
-    ({"retry-after": 20}, 0.37, 8),  # a later one: the SDK's own backoff
-    ({"retry-after": "20"}, 20, 20),
-    ({"retry-after": "86400"}, 0.37, 8),
-    ({"retry-after-ms": "many", "retry-after": "0.001"}, 0.37, 8),
-    ({"retry-after-ms": "1", "retry-after": "40"}, 40, 40),
-    ({"retry-after": "Mon, 99 Foo 2026 25:61:61 GMT"}, 0.37, 8),
-])  # fmt: skip
-@pytest.mark.parametrize("protocol", ["openai", "anthropic"])
-def test_a_date_or_a_garbled_wait_is_kept_within_reason(protocol, wait, least, most):
-    """What the SDKs make of a response after our hook; with openai, a wait of more than two minutes would end the
-    retries.
-    """
+BACKOFF = (0.37, 8)  # the SDKs' own: half a second that doubles, less a quarter
+
+
+@pytest.mark.parametrize(
+    "wait, least, most",
+    [
+        ({"retry-after": formatdate(4_000_000_000, usegmt=True)}, *BACKOFF),
+        ({"retry-after": "20"}, 20, 20),
+        ({"retry-after": "86400"}, *BACKOFF),  # longer than two minutes would end openai's retries
+        ({"retry-after-ms": "many", "retry-after": "0.001"}, *BACKOFF),
+        ({"retry-after-ms": "1", "retry-after": "40"}, 40, 40),
+        ({"retry-after": "Mon, 99 Foo 2026 25:61:61 GMT"}, *BACKOFF),
+    ],
+)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_long_or_garbled_wait_is_kept_within_reason(protocol, wait, least, most):
+    """What the SDKs make of a response after our hook."""
     client = Endpoint(EndpointConfig(protocol, key_variable=""))._client
     options = importlib.import_module(f"{protocol}._models").FinalRequestOptions(method="post", url="/", max_retries=9)
-    for _ in range(5):
-        headers = {
-            name: formatdate(time.time() + at, usegmt=True) if isinstance(at, int | float) else at
-            for name, at in wait.items()
-        }
-        response = httpx2.Response(429, headers=headers)
-        asyncio.run(_drop_odd_waits(response))
-        assert client._should_retry(response)
-        assert least <= client._calculate_retry_timeout(9, options, response.headers) <= most
+    response = httpx2.Response(429, headers=wait)
+    asyncio.run(_drop_odd_waits(response))
+    assert client._should_retry(response)
+    assert least <= client._calculate_retry_timeout(9, options, response.headers) <= most
 
 
 @pytest.mark.parametrize(
     "address", ["https://me:hunter2@host/v1", "https://hunter2@host", "http://me:hunter2@127.0.0.1:1/v1"]
 )
 def test_a_password_in_an_address_is_refused_and_not_repeated(address):
-    for kind, key in ((RewriteConfig, "endpoint.base_url"), (SequentialConfig, "engine.url")):
-        value = f"[{address}]" if key == "engine.url" else address
-        with pytest.raises(
-            ConfigError, match=f"{key} holds a user or a password; keys come from the environment"
-        ) as caught:
-            load_config(
-                kind, None, [f"{key}={value}", *(["source=s"] if kind is RewriteConfig else ["model=m", "problems=p"])]
-            )
-        assert "hunter2" not in str(caught.value)
-    for broken in (f"{{a: '{address}'}}", f"{address.removeprefix('https:').removeprefix('http:')}"):
-        with pytest.raises(ConfigError) as caught:
-            load_config(RewriteConfig, None, [f"endpoint.base_url={broken}", "source=s"])
+    secret = r"holds a user or a password; keys come from the environment"
+    broken = address.removeprefix("https:").removeprefix("http:")
+    for kind, settings, said in (
+        (RewriteConfig, ["source=s", f"endpoint.base_url={address}"], f"endpoint.base_url {secret}"),
+        (SequentialConfig, ["model=m", "problems=p", f"engine.url=[{address}]"], f"engine.url.* {secret}"),
+        (RewriteConfig, ["source=s", f"endpoint.base_url={{a: '{address}'}}"], "endpoint.base_url"),
+        (RewriteConfig, ["source=s", f"endpoint.base_url={broken}"], "endpoint.base_url"),
+    ):
+        with pytest.raises(ConfigError, match=said) as caught:
+            load_config(kind, None, settings)
         assert "hunter2" not in str(caught.value)
 
 
-@pytest.mark.parametrize("address, warned", [
-    ("http://10.1.2.3:8000/v1", True), ("http://models.example", True), ("https://10.1.2.3", False), ("http://127.0.0.1:9", False),
-    ("http://localhost/v1", False), ("http://[::1]:8000", False), ("http://127.0.0.1.example", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "address, warned",
+    [("http://10.1.2.3:8000/v1", True), ("http://models.example", True), ("http://127.0.0.1.example", True)]
+    + [
+        (each, False) for each in ("https://10.1.2.3", "http://127.0.0.1:9", "http://localhost/v1", "http://[::1]:8000")
+    ],
+)
 def test_plain_http_to_another_machine_costs_a_warning(address, warned, caplog, monkeypatch):
     monkeypatch.setenv("TEST_KEY", KEY)
     Endpoint(EndpointConfig("openai", "m", address, "TEST_KEY"))
@@ -378,25 +316,19 @@ def test_dead_server_fails_after_our_patience_not_before(tmp_path, monkeypatch):
     assert len(server.requests) >= 3 and "no answer within" in log_of(config_for(server, tmp_path, ["q"]))[0]["reason"]
 
 
-@pytest.mark.parametrize("protocol", ["openai", "anthropic"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_killed_and_resumed_loses_nothing_repeats_nothing_and_shows_no_key(tmp_path, protocol):
     """The command itself, with the SDKs' debug logs on, killed twice on the way."""
     questions = [f"q{n}" for n in range(40)]
     server = Server(protocol, {"q3": ["wrong", "right"], "q7": ["500", "right"]}, delay=0.15)
     config = config_for(server, tmp_path, questions)
-    overrides = [
-        f"source={config.source}", f"output={config.output}", f"endpoint.protocol={protocol}", f"endpoint.base_url={server.url}",
-        "endpoint.key_variable=TEST_KEY", "endpoint.model=m", "concurrency=4",
-    ]  # fmt: skip
+    settings = {"protocol": protocol, "base_url": server.url, "key_variable": "TEST_KEY", "model": "m"}
+    overrides = [f"source={config.source}", f"output={config.output}", "concurrency=4"]
+    overrides += [f"endpoint.{name}={value}" for name, value in settings.items()]
     (tmp_path / "rewrite.yaml").write_text("attempts: 3\n")
     command = [sys.executable, "-m", "dccot.data.cli", "rewrite", str(tmp_path / "rewrite.yaml"), *overrides]
-    environment = {
-        **os.environ,
-        "TEST_KEY": KEY,
-        "OPENAI_LOG": "debug",
-        "ANTHROPIC_LOG": "debug",
-        "PYTHONASYNCIODEBUG": "1",
-    }
+    loud = {"OPENAI_LOG": "debug", "ANTHROPIC_LOG": "debug", "PYTHONASYNCIODEBUG": "1"}
+    environment = {**os.environ, "TEST_KEY": KEY, **loud}
     log = rewrite_attempts(config.output)
     for enough in (8, 22, None):
         with (tmp_path / "said").open("a") as output:
@@ -436,7 +368,7 @@ def test_rule_based_rewriting_uses_the_same_attempts_and_acceptance(grader, tmp_
     def rewrite(problem: Problem, text: str, *, attempt: int) -> str:
         return WELL_FORMED % (7 if attempt == 1 and problem.question == "b" else 8)
 
-    summary = asyncio.run(rewrite_all(solutions, by_rule(rewrite), grader, config))
+    summary = asyncio.run(sft_set.rewrite_all(solutions, sft_set.by_rule(rewrite), grader, config))
     assert (summary.accepted, summary.exhausted, summary.outcomes) == (1, 1, {"wrong": 3, "accepted": 1})
     assert [row["id"] for _, row in read_jsonl(config.output)] == ["p1"]
 
@@ -457,26 +389,21 @@ def test_worked_example_of_our_instruction_obeys_its_own_rules(grader):
     given = source.split("Given solution:\n\n")[1]
     block = parse(result).rounds[0]
     assert given.startswith("<think>\nOkay") and block.director.startswith(given[:300])
-    assert all(verbatim_share(worker, word_runs(given)) > 0.95 for worker in block.workers)
-    assert list(leaks_in(block.workers, problem.question + block.director)) == []
+    assert all(sft_set.verbatim_share(worker, sft_set.word_runs(given)) > 0.95 for worker in block.workers)
+    assert list(sft_set.leaks_in(block.workers, problem.question + block.director)) == []
     assert flaw_of(text.partition("# Who knows")[0].split("looks like\n\n")[1].split("\n\n- ")[0]) is None
 
 
-@pytest.mark.parametrize("protocol", ["openai", "anthropic"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_an_instruction_with_places_for_problem_and_solution_is_one_message(tmp_path, monkeypatch, protocol):
     monkeypatch.setenv("TEST_KEY", KEY)
     template = tmp_path / "instruction.txt"
-    template.write_text(
-        "Problem:\n\n{question}\n\nIn \\boxed{{}}, {{question}}: {assistant_response} {more} {{{question}}}"
-    )
+    text = "Problem:\n\n{question}\n\nIn \\boxed{{}}, {{question}}: {assistant_response} {more} {{{question}}}"
+    template.write_text(text)
     server = Server(protocol, {})
-    try:
-        config = config_for(server, tmp_path, ["fine"])
-        config.instruction = str(template)
-        rewrite(config)
-    finally:
-        server.shutdown()
-        server.server_close()
+    config = config_for(server, tmp_path, ["fine"])
+    config.instruction = str(template)
+    rewrite(config)
     solution = "<think>\nthought 0</think>\\boxed{7}"
     [(*_, body, _)] = server.requests
     expected = "Problem:\n\nfine\n\nIn \\boxed{}, {question}: " + solution + " {more} {fine}"

@@ -14,46 +14,27 @@ from dccot.data.judge import Grader, GradingConfig, Verdict
 
 GOLD = "7919"
 
-TOWERS = [
-    "9^{9^{9^{9}}}",
-    "10^{10^{10}}",
-    "2^{2^{2^{2^{2^{2}}}}}",
-    "99999!",
-    "9999999!",
-    "((9!)!)!",
-    r"\binom{10^8}{10^7}",
-    "x^{x^{x^{x^{x}}}}",
-    "2^{-2^{9^{9}}}",
-    r"\sqrt{2}^{\sqrt{2}^{9^{9^{9}}}}",
-    "(1+10^{-9})^{10^{18}}",
-    r"\frac{1}{9^{9^{9}}}",
-    "e^{e^{e^{e^{9}}}}",
-    "0.1^{-9^{9}}",
-    "-9^{9^{9^{9}}}",
-    "9**9**9**9",
-    "(2^{64})^{(2^{64})}",
-    "i^{i^{i^{9^{9^{9}}}}}",
-    "3^{3^{3^{3}}} - 3^{3^{3^{3}}} + 7919",
-    "10^{10^{8}} \\mod 7",
-]
-CALCULUS = [
-    r"\sum_{i=1}^{10^9} i^{i}",
-    r"\prod_{k=1}^{10^8} (k^2+1)",
-    r"\int_0^1 e^{e^{e^x}} \sin(x^x) dx",
-    r"\lim_{n \to \infty} (n!)^{1/n^n}",
-    r"\int \frac{\sqrt{\tan x}}{\ln(\sin x)^{x}} dx",
-    r"\sum_{n=1}^{\infty} \frac{\sin(n^n)}{n!}",
-    r"\sin(10^{10^{5}})",
-    r"\log_{10^{-300}}(10^{10^{9}})",
-    r"\sqrt{\sqrt{\sqrt{\sqrt{x^{64}+1}+1}+1}+1} - \sqrt{x}",
-    "(x+y+z+w+u+v)^{90}",
-    "(x+y+z)^{400} - (z+y+x)^{400} + 7919",
-    r"\begin{pmatrix} 1 & 1 \\ 1 & 0 \end{pmatrix}^{10^{9}}",
-    r"\det\begin{pmatrix} a & b & c \\ d & e & f \\ g & h & i \end{pmatrix}^{99}",
-    r"\frac{d^{99}}{dx^{99}} e^{x^{x^{x}}}",
-    r"x^{17} - 3x^{11} + \sin x = \cos^{9}(x^{x})",
-    r"x^9 + y^9 < z^9 + \sqrt{x y z}",
-]
+
+def _listed(table: str) -> list[str]:
+    return [each.strip() for each in table.split("¦")]
+
+
+TOWERS = _listed(r"""
+9^{9^{9^{9}}} ¦ 10^{10^{10}} ¦ 2^{2^{2^{2^{2^{2}}}}} ¦ 99999! ¦ 9999999! ¦ ((9!)!)! ¦ \binom{10^8}{10^7} ¦
+x^{x^{x^{x^{x}}}} ¦ 2^{-2^{9^{9}}} ¦ \sqrt{2}^{\sqrt{2}^{9^{9^{9}}}} ¦ (1+10^{-9})^{10^{18}} ¦
+\frac{1}{9^{9^{9}}} ¦ e^{e^{e^{e^{9}}}} ¦ 0.1^{-9^{9}} ¦ -9^{9^{9^{9}}} ¦ 9**9**9**9 ¦ (2^{64})^{(2^{64})} ¦
+i^{i^{i^{9^{9^{9}}}}} ¦ 3^{3^{3^{3}}} - 3^{3^{3^{3}}} + 7919 ¦ 10^{10^{8}} \mod 7
+""")
+CALCULUS = _listed(r"""
+\sum_{i=1}^{10^9} i^{i} ¦ \prod_{k=1}^{10^8} (k^2+1) ¦ \int_0^1 e^{e^{e^x}} \sin(x^x) dx ¦
+\lim_{n \to \infty} (n!)^{1/n^n} ¦ \int \frac{\sqrt{\tan x}}{\ln(\sin x)^{x}} dx ¦
+\sum_{n=1}^{\infty} \frac{\sin(n^n)}{n!} ¦ \sin(10^{10^{5}}) ¦ \log_{10^{-300}}(10^{10^{9}}) ¦
+\sqrt{\sqrt{\sqrt{\sqrt{x^{64}+1}+1}+1}+1} - \sqrt{x} ¦ (x+y+z+w+u+v)^{90} ¦
+(x+y+z)^{400} - (z+y+x)^{400} + 7919 ¦ \begin{pmatrix} 1 & 1 \\ 1 & 0 \end{pmatrix}^{10^{9}} ¦
+\det\begin{pmatrix} a & b & c \\ d & e & f \\ g & h & i \end{pmatrix}^{99} ¦
+\frac{d^{99}}{dx^{99}} e^{x^{x^{x}}} ¦ x^{17} - 3x^{11} + \sin x = \cos^{9}(x^{x}) ¦
+x^9 + y^9 < z^9 + \sqrt{x y z}
+""")
 HUGE = [
     "1" * 10**6,
     "9" * 5000,
@@ -83,31 +64,12 @@ HUGE = [
     "∑∫∞√" * 10**5,
     "％" * 10**5,
 ]
-EVALUATED = [
-    "__import__('os').system('touch OWNED')",
-    'exec(\'open("OWNED","w")\')',
-    "open('OWNED','w')",
-    "eval('7919')",
-    "lambda: 7919",
-    "S('7919')",
-    "factorial(10**9)",
-    "sympify('9**9**9')",
-    "N(pi, 10**9)",
-    r"\operatorname{exit}(0)",
-    "quit()",
-    "().__class__.__bases__",
-    "os._exit(7)",
-    r"\input{/etc/passwd}",
-    r"\write18{touch OWNED}",
-    "E**E**E",
-    "I**I",
-    "oo - oo",
-    "zoo",
-    "nan",
-    "1/0",
-    r"\frac{0}{0}",
-    r"\infty - \infty",
-]
+EVALUATED = _listed(r"""
+__import__('os').system('touch OWNED') ¦ exec('open("OWNED","w")') ¦ open('OWNED','w') ¦ eval('7919') ¦
+lambda: 7919 ¦ S('7919') ¦ factorial(10**9) ¦ sympify('9**9**9') ¦ N(pi, 10**9) ¦ \operatorname{exit}(0) ¦
+quit() ¦ ().__class__.__bases__ ¦ os._exit(7) ¦ \input{/etc/passwd} ¦ \write18{touch OWNED} ¦ E**E**E ¦ I**I ¦
+oo - oo ¦ zoo ¦ nan ¦ 1/0 ¦ \frac{0}{0} ¦ \infty - \infty
+""")
 BYTES = [
     "\x00" * 1000,
     "\x1b[2J\x07",
