@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from dccot import __version__
 from dccot.core.command import quiet
 
 COMMANDS = {
@@ -30,10 +31,7 @@ COMMANDS = {
     "data": ("dccot.data.cli", "problem sets and the SFT set"),
     "plan": ("dccot.train.plan", "memory and time of a run before it is launched"),
     "rehearse": ("dccot.lab.rehearsal.rehearse", "run the training step at its real size on fake GPUs"),
-    "inspect": (
-        "dccot.lab.critic.inspect",
-        "registers, shared memory and instruction mix of the kernels, without a GPU",
-    ),
+    "inspect": ("dccot.lab.critic.inspect", "registers, shared memory and instructions of the kernels, without a GPU"),
     "gpu-check": ("dccot.lab.gpu_check.checks", "check a machine with GPUs: independent checks, one report"),
     "bench": ("dccot.lab.bench.__main__", "every benchmark, or one of them"),
 }
@@ -42,9 +40,8 @@ COMMANDS = {
 def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items()]
-    return (
-        "usage: dccot COMMAND …\n\n" + "\n".join(lines) + "\n\n`dccot COMMAND --help` explains each, with an example."
-    )
+    explained = "`dccot COMMAND --help` explains each, with an example."
+    return "\n".join(["usage: dccot COMMAND …", "", *lines, "", explained])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,8 +60,6 @@ def dispatch(argv: list[str]) -> int:
         print(usage())
         return 0 if argv else 2
     if argv[0] == "--version":
-        from dccot import __version__
-
         print(__version__)
         return 0
     if argv[0] not in COMMANDS:

@@ -4,9 +4,9 @@
     torchrun --nproc_per_node 8 -m dccot.pipeline configs/paper.yaml model=MODEL           the whole paper
 
 Every start checks all stages first (preflight.py). Stages share one process and, if the model's shape allows, one
-engine: a new model is streamed into it. A finished stage leaves a mark that records what it was made from (made_from.py)
-and is skipped; if that has changed since, the start is rejected. `--redo STAGE` moves its results to replaced/ and runs
-it again.
+engine: a new model is streamed into it. A finished stage leaves a mark that records what it was made from and is
+skipped; if that has changed since, the start is rejected. `--redo STAGE` moves its results to replaced/ and runs it
+again.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from dccot.core.config import ConfigError, to_yaml
 from dccot.core.files import write_atomic
 from dccot.core.provenance import record
 from dccot.core.runtime import PATIENCE, Runtime, free_memory, on_rank_zero, set_timeout
-from dccot.made_from import changes, made_from
-from dccot.preflight import checked_recipe
+from dccot.preflight import changes, checked_recipe, made_from
 from dccot.recipe import Recipe, StagePlan
 from dccot.stages import Context, SharedEngine, load_recipe
 
@@ -45,9 +44,7 @@ def run_recipe(path: str | Path, overrides: Sequence[str] = (), redo: Sequence[s
 
 
 def _open(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: Sequence[str]) -> None:
-    """Reject what cannot run, without changing anything; then lock the folder, write the recipe, and move away what is
-    redone.
-    """
+    """Reject what cannot run, changing nothing; then lock the folder, write the recipe, move away what is redone."""
     checked = checked_recipe(recipe, plans, ranks, redo)
     recipe.home.claim()
     write_atomic(recipe.home.recipe_file, to_yaml(recipe))
@@ -89,12 +86,9 @@ def _seconds_of_finished(plan: StagePlan, config: Any) -> float | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = launch_parser("All stages of a recipe.", "dccot pipeline configs/paper.yaml model=MODEL --check")
-    parser.add_argument(
-        "--check", action="store_true", help="report what is missing and the resources needed, and stop"
-    )
-    parser.add_argument(
-        "--redo", action="append", default=[], metavar="STAGE", help="do a finished stage again; may be repeated"
-    )
+    parser.add_argument("--check", action="store_true", help="report what is missing and what it needs, and stop")
+    again = "do a finished stage again; may be repeated"
+    parser.add_argument("--redo", action="append", default=[], metavar="STAGE", help=again)
     arguments = parser.parse_intermixed_args(argv)
     log_to_terminal()
 

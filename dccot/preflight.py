@@ -3,14 +3,25 @@ start.
 
 Every stage's configuration is resolved and checked; every file, benchmark, model and key that it will need exists or is
 produced by an earlier stage; the run's output fits on disk, and training fits in memory. All problems are reported at
-once, each with its stage and key. A finished stage needs nothing, but must match the recipe (made_from.py).
+once, each with its stage and key.
+
+A finished stage needs nothing, but its mark says what it was made from, and the recipe must still make the same:
+
+    done.json    {"seconds": 12.3, "made_from": {"configuration", "inputs": {key: {file: {"sha256", "seen"}}}, "code"}}
+
+Settings and the content of inputs count; the location of an input or of the recipe's folder does not, and deleted
+inputs are not compared. A code change is reported, not rejected: otherwise nobody could work on one stage of a recipe,
+and no checksum can tell whether a source change would affect a finished stage's result. An input is hashed again only
+if its size or time has changed.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,13 +30,13 @@ from typing import Any
 
 import torch
 
-from dccot.core.config import ConfigError, one_of, require
-from dccot.core.files import BadData, read_jsonl
-from dccot.core.provenance import code_version, describe_code
+from dccot.core.config import ConfigError, one_of, require, to_plain, with_new_names
+from dccot.core.files import BadData, checksum, read_jsonl
+from dccot.core.provenance import code_version, describe_code, differences
+from dccot.core.run import Checkpoint
 from dccot.data.task import find_task
-from dccot.made_from import changes
 from dccot.model.config import ModelConfig, read_config
-from dccot.model.folder import find_model
+from dccot.model.folder import find_model, model_checksums
 from dccot.recipe import SHARED, Need, Recipe, StagePlan
 from dccot.train.config import RLConfig, SFTConfig, check_context, open_folder
 from dccot.train.plan import GB, checkpoint_bytes, parameters, training_peak
@@ -127,9 +138,7 @@ def checked_recipe(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo:
 
 
 def _compare(found: Checked, plan: StagePlan, config: Any, mark: dict[str, Any]) -> None:
-    """Whether a finished stage still matches the recipe: different settings and inputs are faults, different code is
-    only reported.
-    """
+    """Whether a finished stage still matches the recipe: other settings and inputs are faults, other code a remark."""
     if changed := changes(plan, config, mark):
         key, what = changed[0]
         more = f", and {len(changed) - 1} more" if changed[1:] else ""
@@ -194,13 +203,88 @@ CHECKS: dict[str, Callable[[str, str], object]] = {
 }
 
 
+# ---- what a finished stage was made from ----
+
+Files = dict[str, dict[str, Any]]  # name → sha256, and size and time when it was computed
+
+
+def made_from(plan: StagePlan, config: Any, before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Everything that a stage's result depends on; checksums of unchanged files are those of `before`, a mark's."""
+    needs, known = plan.needs(config), (before or {}).get("inputs", {})
+    count, seen, inputs = Counter(need.key for need in needs), Counter[str](), {}
+    for need in needs:
+        key = need.key if count[need.key] == 1 else f"{need.key}[{seen[need.key]}]"
+        seen[need.key] += 1
+        inputs[key] = _files(need, known.get(key) or {})
+    return {"configuration": _settings(plan, config, needs), "inputs": inputs, "code": code_version()}
+
+
+def changes(plan: StagePlan, config: Any, mark: dict[str, Any]) -> list[tuple[str, str]]:
+    """(key, what differs) of what a finished stage was made from; empty for a mark of a version that did not say."""
+    before = mark.get("made_from")
+    if before is None:
+        return []
+    now, defaults = made_from(plan, config, before), to_plain(plan.kind.config())
+    saved = _completed(with_new_names(before["configuration"], defaults), now["configuration"], defaults)
+    settings = differences(saved, now["configuration"])
+    found = [(key, f"was {was!r} when the stage was finished and is {new!r} now") for key, was, new in settings]
+    for key, files in now["inputs"].items():
+        known = before["inputs"].get(key, {})
+        if files is None or known is None:  # an input that is gone
+            continue
+        sums = [{name: file["sha256"] for name, file in each.items()} for each in (files, known)]
+        for name in sorted(name for name in files.keys() | known.keys() if sums[0].get(name) != sums[1].get(name))[:1]:
+            found.append((key, f"has changed since the stage was finished{f' ({name})' if name else ''}"))
+    return found
+
+
+def _completed(before: dict[str, Any], now: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """`before` with the defaults of settings added since, which describe the old behaviour, without those that went."""
+    before = {name: value for name, value in before.items() if name in now or name in defaults or not defaults}
+    groups = [name for name in before if isinstance(before[name], dict) and isinstance(now.get(name), dict)]
+    inner = {name: _completed(before[name], now[name], defaults.get(name) or {}) for name in groups}
+    added = {name: defaults[name] for name in now if name in defaults and name not in before}
+    named = {"task": now["task"]} if "task" in added else {}  # before tasks had names, a stage did what its task does
+    return added | named | before | inner
+
+
+def _settings(plan: StagePlan, config: Any, needs: list[Need]) -> dict[str, Any]:
+    """The resolved configuration without the paths of inputs, which are compared by content."""
+    plain = json.loads(json.dumps(to_plain(config)).replace(str(plan.recipe.folder), "{run}"))
+    for need in needs:
+        *groups, last = need.key.split(".")
+        inner = plain
+        for group in groups:
+            inner = inner[group]
+        if isinstance(inner.get(last), str):
+            del inner[last]
+    return plain
+
+
+def _files(need: Need, known: Files) -> Files | None:
+    """None if the input does not exist (any more)."""
+    try:
+        if need.what != "model":
+            return {"": _seen(Path(need.path), known.get(""))}
+        folder = find_model(need.path)
+        if Checkpoint.of_weights(folder):  # they are in its manifest
+            return {name: {"sha256": found} for name, found in model_checksums(folder).items()}
+        files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+        return {path.name: _seen(path, known.get(path.name)) for path in files}
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _seen(path: Path, known: dict[str, Any] | None) -> dict[str, Any]:
+    seen = [path.stat().st_size, path.stat().st_mtime_ns]
+    return known if known and known.get("seen") == seen else {"sha256": checksum(path), "seen": seen}
+
+
 # ---- resources ----
 
 
 def _shape(plan: StagePlan, plans: Sequence[StagePlan]) -> tuple[Path, ModelConfig] | None:
-    """The folder and shape of the model that a stage's training begins with, if it is on disk; training keeps the
-    shape.
-    """
+    """Folder and shape of the model that a stage's training begins with, if on disk; training keeps the shape."""
     by_folder = {str(other.folder): other for other in plans}
     start = plan.start
     for _ in plans:
@@ -237,9 +321,7 @@ def _estimate(found: Checked, plan: StagePlan, config: Any, model: tuple[Path, M
 
 
 def _memory_per_rank() -> tuple[float, str]:
-    """What a rank may use here. A check on a machine without GPUs, for a run elsewhere, only reports what training will
-    need.
-    """
+    """What a rank may use here. A check for a run elsewhere, on a machine without GPUs, knows no limit."""
     if torch.cuda.is_available():
         return float(torch.cuda.get_device_properties(0).total_memory), "the GPU"
     if "RANK" not in os.environ:

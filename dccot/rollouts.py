@@ -1,6 +1,6 @@
 """Generation from the command line: n responses to every problem of a file, in the trainer's JSONL format.
 
-    dccot rollout MODEL PROBLEMS.jsonl --n 4 --budget 7500 --out rollouts.jsonl [--resume] [--method sequential] [key=value …]
+    dccot rollout MODEL PROBLEMS.jsonl --n 4 --budget 7500 --out rollouts.jsonl [--resume] [key=value …]
 
 Every response is one line, written whole when it is finished. An interrupted run continues with --resume: existing
 responses stay, and the rest get the seeds they would have had.
@@ -59,27 +59,24 @@ def run(model: str, problems: Path, samples: int, out: Path, resume: bool, setti
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    example = "dccot rollout runs/hlp problems.jsonl --n 4 --budget 7500 --out rollouts.jsonl"
     parser = argparse.ArgumentParser(
-        description="Generate responses to a file of problems.",
-        epilog="example: dccot rollout runs/hlp problems.jsonl --n 4 --budget 7500 --out rollouts.jsonl",
+        description="Generate responses to a file of problems.", epilog=f"example: {example}"
     )
-    parser.add_argument("model", help="a Hugging Face folder, or a run (its newest checkpoint)")
-    parser.add_argument("problems", type=Path, help="JSONL or parquet with id, question, gold")
-    parser.add_argument(
-        "settings", nargs="*", metavar="key=value", help="e.g. rollout.temperature=1 engine.dtype=float32 seed=1"
-    )
-    parser.add_argument("--n", type=positive, default=1, help="responses per problem (default: 1)")
-    parser.add_argument("--budget", type=positive, default=7500, help="tokens on the longest path (default: 7500)")
-    parser.add_argument(
-        "--method", choices=("parallel", "sequential"), default="parallel", help="how the model is prompted"
-    )
-    parser.add_argument("--out", type=Path, default=Path("rollouts.jsonl"), help="default: rollouts.jsonl")
-    parser.add_argument("--resume", action="store_true", help="finish a file that an earlier run started")
+    add, methods = parser.add_argument, ("parallel", "sequential")
+    add("model", help="a Hugging Face folder, or a run (its newest checkpoint)")
+    add("problems", type=Path, help="JSONL or parquet with id, question, gold")
+    add("settings", nargs="*", metavar="key=value", help="e.g. rollout.temperature=1 engine.dtype=float32 seed=1")
+    add("--n", type=positive, default=1, help="responses per problem (default: 1)")
+    add("--budget", type=positive, default=7500, help="tokens on the longest path (default: 7500)")
+    add("--method", choices=methods, default="parallel", help="how the model is prompted")
+    add("--out", type=Path, default=Path("rollouts.jsonl"), help="default: rollouts.jsonl")
+    add("--resume", action="store_true", help="finish a file that an earlier run started")
     arguments = parser.parse_intermixed_args(argv)
 
     def work() -> None:
-        own = [f"prompt.kind={arguments.method}", f"rollout.budget={arguments.budget}"]
-        settings = load_config(Settings, None, [*own, *arguments.settings])
+        own = {"prompt.kind": arguments.method, "rollout.budget": arguments.budget}
+        settings = load_config(Settings, None, arguments.settings, own.items())
         added = run(arguments.model, arguments.problems, arguments.n, arguments.out, arguments.resume, settings)
         print(f"{added:,} responses added to {arguments.out}; `dccot view {arguments.out}` shows them")
 
