@@ -1,6 +1,5 @@
 """Checkpoints are whole or not there; damage is noticed; a full disk costs a checkpoint and not the run."""
 
-import json
 import logging
 import pickle
 import re
@@ -26,8 +25,6 @@ from dccot.train.checkpoint import CheckpointConfig, Checkpointer
 from dccot.train.dcp_reader import load_shards
 from dccot.train.update import OptimizerConfig, make_optimizer
 from tests.support.fault_injection.rank import FILES
-
-PROGRAM = Path(__file__).with_name("checkpoint_program.py")
 
 
 @pytest.fixture(scope="module")
@@ -358,23 +355,9 @@ def test_the_runs_time_out_reaches_the_checkpoints_group(checkpointer, runtime):
         set_timeout(1800)
 
 
-def test_what_rank_zero_does_alone_may_take_longer_than_a_collective(torchrun):
-    said = torchrun(2, "tests.train.alone_program")
-    assert said.count("rank 0 has found 42") == 2
-
-
 def test_the_last_checkpoint_of_a_run_must_be_written(checkpointer, trained):
     with no_file_larger_than(20_000), pytest.raises(OSError, match="last checkpoint, step 9, was not written"):
         checkpointer().save(9, *trained, {}, last=True)
-
-
-def test_a_full_disk_on_one_rank_stops_neither(checkpoint, torchrun, tmp_path):
-    """Rank 0 alone writes hf/ while all ranks gather weights for it: when it cannot, the others must not be left
-    waiting.
-    """
-    printed = torchrun(2, PROGRAM, checkpoint, tmp_path)
-    assert json.loads((tmp_path / "saved.json").read_text()) == [[True, False, False, True]] * 2
-    assert "checkpoint of step 2 was not written (rank 0" in printed
 
 
 def test_a_source_that_is_deleted_during_the_run_costs_no_tokenizer(checkpoint, trained, runtime, tmp_path):

@@ -1,8 +1,6 @@
 """Token metrics by hand; percentiles of the histogram against those of the sorted tokens."""
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -109,16 +107,3 @@ def test_without_a_reference_there_is_no_kl_and_without_tokens_nothing():
         assert tokens.reduce() == {}
         tokens.add(*batches()[0][:-1], None)
         assert tokens.reduce().keys() == (EXPECTED | PERCENTILES).keys() - {"policy/kl"}
-
-
-def test_two_ranks_together_say_what_one_does(torchrun):
-    agree(json.loads(torchrun(2, Path(__file__)).splitlines()[-1]))
-
-
-if __name__ == "__main__":  # one micro-batch on each of two ranks
-    with Runtime.start() as runtime:
-        tokens = TokenMetrics(CONFIG, runtime)
-        tokens.add(*batches()[runtime.rank])
-        found = tokens.reduce()
-        if runtime.is_main:
-            print(json.dumps(found))

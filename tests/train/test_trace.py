@@ -1,39 +1,15 @@
-"""The merged trace of a step: real profiler traces of two ranks, and small ones by hand."""
+"""The merged trace of a step, from small traces made by hand; test_two_ranks.py has real ones."""
 
 import gzip
 import json
-import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from dccot.core.files import BadData
 from dccot.train.trace import merge
-from tests.support import programs
 
 pytestmark = pytest.mark.slow
-
-PROGRAM = """
-import sys, torch, torch.distributed as dist
-from pathlib import Path
-from dccot.train.phases import Phases, ProfileConfig, profiled
-from dccot.core.runtime import Runtime
-runtime = Runtime.start(60)
-phases = Phases(runtime)
-with profiled(ProfileConfig(steps=[10], phases=["rollout", "update"]), 10, Path(sys.argv[1]), runtime, phases):
-    with phases("rollout"):
-        torch.randn(64, 64) @ torch.randn(64, 64)
-    with phases("grade"):
-        torch.zeros(3).cumsum(0)
-    with phases("update"), torch.profiler.record_function("inner"):
-        weight = torch.randn(8, 8, requires_grad=True)
-        (weight @ weight).sum().backward()
-        dist.all_reduce(weight.grad)
-with profiled(ProfileConfig(steps=[10]), 11, Path(sys.argv[1]), runtime, phases):
-    torch.zeros(3).sum()
-runtime.stop()
-"""
 
 
 def opened(path: Path) -> list[dict]:
@@ -42,76 +18,6 @@ def opened(path: Path) -> list[dict]:
 
 def names(events: list[dict], kind: str) -> dict[int, str]:
     return {e["tid" if kind == "thread_name" else "pid"]: e["args"]["name"] for e in events if e["name"] == kind}
-
-
-@pytest.fixture(scope="module")
-def step_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("profile")
-    program = folder / "program.py"
-    program.write_text(PROGRAM)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        str(program),
-        str(folder),
-    ]
-    ran = programs.run(command, capture_output=True, text=True, timeout=900)
-    assert ran.returncode == 0, ran.stderr
-    return folder / "step_000010"
-
-
-@pytest.fixture(scope="module")
-def merged(step_folder):
-    return opened(step_folder / "step_000010.trace.json.gz")  # made by the ranks themselves
-
-
-def test_ranks_are_named_processes_and_phases_have_a_lane_each(merged):
-    assert sorted(names(merged, "process_name").values()) == ["phases", "rank 0 · CPU", "rank 1 · CPU"]
-    lanes = names(merged, "thread_name")
-    shown = sorted((lanes[e["tid"]], e["ts"], e["name"]) for e in merged if e.get("cat") == "phase")
-    assert [(lane, name) for lane, _, name in shown] == [
-        (f"rank {r}", name) for r in (0, 1) for name in ("rollout", "update")
-    ]
-
-
-def test_only_chosen_steps_leave_traces(step_folder):
-    assert [folder.name for folder in step_folder.parent.iterdir() if folder.is_dir()] == ["step_000010"]
-    assert sorted(path.name for path in step_folder.iterdir()) == [
-        "rank0.pt.trace.json",
-        "rank1.pt.trace.json",
-        "step_000010.trace.json.gz",
-    ]
-
-
-def test_no_operator_is_lost(step_folder, merged):
-    processes = names(merged, "process_name")
-    kinds = ("cpu_op", "user_annotation")
-    for rank in (0, 1):
-        alone = json.loads((step_folder / f"rank{rank}.pt.trace.json").read_text())["traceEvents"]
-        expected = Counter(e["name"] for e in alone if e.get("cat") in kinds)
-        found = Counter(
-            e["name"] for e in merged if processes[e["pid"]] == f"rank {rank} · CPU" and e.get("cat") in kinds
-        )
-        assert found == expected and found["aten::mm"]
-
-
-def test_a_collective_runs_on_both_ranks_at_the_same_time(merged):
-    [one, other] = [e for e in merged if e["name"] == "gloo:all_reduce"]
-    assert one["pid"] != other["pid"]
-    assert one["ts"] < other["ts"] + other["dur"] and other["ts"] < one["ts"] + one["dur"]
-
-
-def test_arrows_stay_within_their_rank(merged):
-    ends: dict[int, set[int]] = {}
-    for event in merged:
-        if event["ph"] in "sf":
-            assert isinstance(event["id"], int)  # Perfetto reads nothing else, but for hexadecimal strings
-            ends.setdefault(event["id"], set()).add(event["pid"])
-    assert ends and all(len(pids) == 1 for pids in ends.values())
 
 
 def by_hand(folder: Path, rank: int, base_ns: int, *events: dict, world: int = 2) -> None:

@@ -1,0 +1,146 @@
+"""What every rank does in test_two_ranks.py: several proofs in one process, which read what it leaves in OUT.
+
+torchrun --nproc_per_node 2 tests/train/two_ranks_program.py CHECKPOINT OUT
+"""
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from dccot.core.run import Run
+from dccot.core.runtime import Runtime, on_rank_zero
+from dccot.model.sharding import ShardingConfig, build_model
+from dccot.rollout.response import Response
+from dccot.train.checkpoint import CheckpointConfig, Checkpointer
+from dccot.train.forest import pack
+from dccot.train.metrics import TokenMetrics
+from dccot.train.objectives import ObjectiveConfig, objective_loss
+from dccot.train.phases import Phases, ProfileConfig, profiled
+from dccot.train.update import OptimizerConfig, accumulate, apply_gradients, make_optimizer
+from tests.train.test_token_metrics import batches
+
+SHORT_SECONDS = 3.0  # of a collective, while rank 0 works alone
+LONELY = "a single response"  # which leaves a second rank with nothing to do
+# Name → (token budget, whether prompts are shared, whether gradients are reduced with the last micro-batch only).
+PACKINGS = {
+    LONELY: (500, True, True),
+    "one forest": (10**6, True, True),
+    "one forest, prompts apart": (10**6, False, True),
+    "a few": (500, True, True),
+    "a few, reduced each": (500, True, False),
+    "a few, prompts apart": (300, False, True),
+    "one response each": (1, False, True),
+}
+
+
+def gradients(runtime: Runtime, checkpoint: Path, responses_file: Path, out: Path) -> None:
+    """The gradient of one mini-batch, packed in every way of PACKINGS, on however many ranks there are."""
+    responses = [Response.from_json(row) for row in json.loads(responses_file.read_text())]
+    advantages = torch.linspace(-1.5, 2.0, len(responses))
+    model = build_model(checkpoint, ShardingConfig(compute_dtype="float32"))
+    optimizer = make_optimizer(model, OptimizerConfig())
+
+    def token_loss(number, forest, logprob, entropy):
+        rollout, advantage = forest.logprob[forest.targets], advantages[forest.response[forest.targets].long()]
+        return objective_loss(ObjectiveConfig("dapo"), logprob, rollout, advantage, rollout, rollout)
+
+    facts = {}
+    for name, (budget, share, once) in PACKINGS.items():
+        packed = responses[1:2] if name == LONELY else responses
+        forests = pack(packed, budget, runtime.ranks, share_prompts=share).forests(runtime.rank)
+        loss, tokens = accumulate(model, forests, token_loss, 0.6, runtime, once)
+        gradients = {key: p.grad.full_tensor().clone() for key, p in model.named_parameters()}
+        facts[name] = {
+            "loss": loss,
+            "tokens": tokens,
+            "targets": runtime.gather([[len(forest.targets) for forest in forests]]),
+        }
+        if runtime.is_main:
+            save_file(gradients, out / f"{name}.safetensors")
+        # a loss that is not finite leaves the weights alone
+        norm, applied = apply_gradients(model, optimizer, float("nan"), 1.0, 1.0)
+        assert not applied
+        facts[name]["norm"] = norm
+    if runtime.is_main:
+        (out / "facts.json").write_text(json.dumps(facts))
+
+
+def token_metrics(runtime: Runtime, out: Path) -> None:
+    """One micro-batch on each of two ranks."""
+    tokens = TokenMetrics(ObjectiveConfig("dapo"), runtime)
+    tokens.add(*batches()[runtime.rank])
+    (out / f"tokens_{runtime.rank}.json").write_text(json.dumps(tokens.reduce()))
+
+
+def traces(runtime: Runtime, out: Path) -> None:
+    """Step 10 is profiled, two of its three phases; step 11 is not."""
+    phases = Phases(runtime)
+    with profiled(ProfileConfig(steps=[10], phases=["rollout", "update"]), 10, out, runtime, phases):
+        with phases("rollout"):
+            torch.randn(64, 64) @ torch.randn(64, 64)
+        with phases("grade"):
+            torch.zeros(3).cumsum(0)
+        with phases("update"), torch.profiler.record_function("inner"):
+            weight = torch.randn(8, 8, requires_grad=True)
+            (weight @ weight).sum().backward()
+            dist.all_reduce(weight.grad)
+    with profiled(ProfileConfig(steps=[10]), 11, out, runtime, phases):
+        torch.zeros(3).sum()
+
+
+def full_disk(runtime: Runtime, checkpoint: Path, run: Path) -> None:
+    """Rank 0's disk is full for the files that only rank 0 writes, then for all; then there is room again."""
+    model = build_model(checkpoint, ShardingConfig(compute_dtype="float32"))
+    # no state of its own, so that a rank's part in dcp/ is smaller than hf/
+    optimizer = torch.optim.SGD(model.parameters())
+    checkpointer = Checkpointer(Run(run), CheckpointConfig(), runtime, source=checkpoint)
+    saved = []
+
+    def save(step: int) -> None:
+        checkpointer.save(step, model, optimizer, {})
+        saved.append(checkpointer.finish())
+
+    save(1)
+    written = run / "checkpoints" / "step_000001"
+    dcp, hf = (max(path.stat().st_size for path in (written / folder).iterdir()) for folder in ("dcp", "hf"))
+    assert dcp < hf, "the limit below must stop hf/ and not dcp/"
+    for step, limit in ((2, hf - 1), (3, 1000), (4, resource.RLIM_INFINITY)):
+        if runtime.is_main:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        save(step)
+    answers = runtime.gather(saved)
+    if runtime.is_main:
+        (run / "saved.json").write_text(json.dumps(answers))
+    checkpointer.close()
+
+
+def alone(out: Path) -> None:
+    """Rank 0 works alone for longer than any collective may take."""
+    runtime = Runtime.start(SHORT_SECONDS)  # of the group that exists
+
+    def work() -> int:
+        time.sleep(2 * SHORT_SECONDS)
+        return 42
+
+    runtime.barrier()
+    (out / f"alone_{runtime.rank}.txt").write_text(str(on_rank_zero(work)))
+    runtime.barrier()
+
+
+def main(checkpoint: Path, out: Path) -> None:
+    with Runtime.start(900) as runtime:
+        gradients(runtime, checkpoint, out / "responses.json", out / "2")
+        token_metrics(runtime, out)
+        traces(runtime, out / "profile")
+        full_disk(runtime, checkpoint, out / "full")
+        alone(out)
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
