@@ -144,7 +144,7 @@ def logprob_rows(rows: int, vocabulary: int, dim: int) -> list[dict]:
 
 
 def _free() -> None:
-    """Frees what a failed candidate left behind."""
+    """Frees what a failed candidate held."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

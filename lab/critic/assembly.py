@@ -11,7 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 CLASSES = ("matrix", "special", "memory", "integer", "float", "other")
@@ -58,14 +58,14 @@ class Loop:
 @dataclass(frozen=True)
 class Code:
     registers: int
-    stack: int
-    spill_instructions: int
+    stack: int  # bytes of stack frame: anything here is a spill
+    spill_instructions: int  # loads and stores of local (scratch) memory
     matrix_instruction: str | None
     advisories: list[str]
     loops: list[Loop]  # over unmasked, over masked tiles
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    shared_memory: int
+    tensor_memory: int
+    warps: int
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Code:
@@ -74,10 +74,12 @@ class Code:
 
 def read(compiled: Any) -> Code:
     """`compiled` is what triton.compile returns."""
-    return _read_amd(compiled.asm["amdgcn"]) if "amdgcn" in compiled.asm else _read_nvidia(compiled)
+    metadata = compiled.metadata
+    sizes = metadata.shared, getattr(metadata, "tmem_size", 0) or 0, metadata.num_warps
+    return _read_amd(compiled.asm["amdgcn"], sizes) if "amdgcn" in compiled.asm else _read_nvidia(compiled, sizes)
 
 
-def _read_nvidia(compiled: Any) -> Code:
+def _read_nvidia(compiled: Any, sizes: tuple[int, int, int]) -> Code:
     from triton import knobs
 
     usage = _run_on(compiled.asm["cubin"], knobs.nvidia.cuobjdump.path, "-res-usage")
@@ -90,17 +92,18 @@ def _read_nvidia(compiled: Any) -> Code:
         Loop(mix(body, NVIDIA), load_widths(body), distance, fused_masked(body))
         for body, distance in zip(bodies, distances)
     ]
-    return Code(registers, stack, count(stream, r"LDL|STL"), used and used.group(), advisories(compiled), loops)
+    spills, said = count(stream, r"LDL|STL"), advisories(compiled)
+    return Code(registers, stack, spills, used and used.group(), said, loops, *sizes)
 
 
-def _read_amd(listing: str) -> Code:
+def _read_amd(listing: str, sizes: tuple[int, int, int]) -> Code:
     value = lambda name: int(_find(rf"\.{name}:\s*(\d+)", listing).group(1))
     code = re.findall(r"^(\.LBB\w+):|^\s+([a-z]\w+)\s*(.*)$", listing, re.MULTILINE)
     stream = [label or Instruction(mnemonic, operands) for label, mnemonic, operands in code]
     used = re.search(r"v_mfma\w+", listing)
     loops = [Loop(mix(body, AMD)) for body in inner_loops(stream, AMD, r"s_c?branch")[:2]]
     stack, spills = value("private_segment_fixed_size"), count(stream, r"scratch_")
-    return Code(value("vgpr_count"), stack, spills, used and used.group(), [], loops)
+    return Code(value("vgpr_count"), stack, spills, used and used.group(), [], loops, *sizes)
 
 
 def disassemble(cubin: bytes) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,6 @@ class Configuration:
         return f"{self.arch} {self.kernel} head_dim {self.head_dim} {self.tile.block_q}×{self.tile.block_k}"
 
 
-@dataclass(frozen=True)
-class Examined:
-    code: assembly.Code
-    shared_memory: int
-    tensor_memory: int
-    warps: int
-
-
 def configurations(archs: Iterable[str]) -> list[Configuration]:
     """Everything that ships: the attention table for each architecture, and the two kernels of the LM head."""
     found = []
@@ -61,16 +53,15 @@ def configurations(archs: Iterable[str]) -> list[Configuration]:
     return found
 
 
-def examine(config: Configuration) -> Examined:
+def examine(config: Configuration) -> assembly.Code:
     from triton.runtime.cache import get_cache_manager
 
     compiled = compile_kernel(config)
     reader = hashlib.sha256(Path(assembly.__file__).read_bytes()).hexdigest()[:16]
     cache, name = get_cache_manager(compiled.metadata.hash), f"dccot-{reader}.json"
     if (stored := cache.get_file(name)) is None:
-        stored = cache.put(json.dumps(assembly.read(compiled).as_dict()), name, binary=False)
-    code, metadata = assembly.Code.from_dict(json.loads(Path(stored).read_text())), compiled.metadata
-    return Examined(code, metadata.shared, getattr(metadata, "tmem_size", 0) or 0, metadata.num_warps)
+        stored = cache.put(json.dumps(asdict(assembly.read(compiled))), name, binary=False)
+    return assembly.Code.from_dict(json.loads(Path(stored).read_text()))
 
 
 def compile_kernel(config: Configuration) -> Any:

@@ -24,12 +24,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dccot.core.files import write_atomic
 from dccot.kernels.tuning import TABLE
 from dccot.lab.critic import assembly
-from dccot.lab.critic.compiling import Configuration, Examined, compile_kernel, configurations, examine
+from dccot.lab.critic.assembly import Code
+from dccot.lab.critic.compiling import Configuration, compile_kernel, configurations, examine
 
 DEFAULT_ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 TENSOR_MEMORY_COLUMNS = 512  # of a Blackwell multiprocessor
@@ -60,16 +61,14 @@ LIMITS = {
 @dataclass(frozen=True)
 class Report:
     configuration: Configuration
-    registers: int
-    stack: int  # bytes of stack frame: anything here is a spill
-    spill_instructions: int  # loads and stores of local (scratch) memory
-    shared_memory: int
+    code: Code
     programs: int  # resident per multiprocessor
-    warps: int
     occupancy: float
-    matrix_instruction: str | None
-    loops: list[assembly.Loop]  # over unmasked, over masked tiles
     findings: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        everything = asdict(self)
+        return everything.pop("code") | everything
 
 
 def inspect(configs: Sequence[Configuration]) -> list[Report]:
@@ -80,44 +79,28 @@ def inspect(configs: Sequence[Configuration]) -> list[Report]:
         return list(map(report, configs, pool.map(examine, configs)))
 
 
-def report(config: Configuration, examined: Examined) -> Report:
-    code, programs = examined.code, resident(config.arch, examined)
-    warps = programs * examined.warps
-    return Report(
-        configuration=config,
-        registers=code.registers,
-        stack=code.stack,
-        spill_instructions=code.spill_instructions,
-        shared_memory=examined.shared_memory,
-        programs=programs,
-        warps=warps,
-        occupancy=warps / LIMITS[config.arch].max_warps,
-        matrix_instruction=code.matrix_instruction,
-        loops=code.loops,
-        findings=criticise(config, examined, programs),
-    )
+def report(config: Configuration, code: Code) -> Report:
+    programs = resident(LIMITS[config.arch], code)
+    occupancy = programs * code.warps / LIMITS[config.arch].max_warps
+    return Report(config, code, programs, occupancy, criticise(config, code, programs))
 
 
-def resident(arch: str, examined: Examined) -> int:
+def resident(limits: Multiprocessor, code: Code) -> int:
     """Programs that fit on a multiprocessor at once."""
-    limits, warps = LIMITS[arch], examined.warps
-    granted = -(examined.code.registers // -8) * 8 * limits.threads_per_warp * warps
-    by_memory = limits.shared_memory // max(examined.shared_memory + limits.reserved, 1)
-    fit = [limits.max_warps // warps, limits.registers // granted, by_memory]
-    if examined.tensor_memory:
-        fit.append(TENSOR_MEMORY_COLUMNS // examined.tensor_memory)
-    return min(fit)
+    granted = -(code.registers // -8) * 8 * limits.threads_per_warp * code.warps
+    by_memory = limits.shared_memory // max(code.shared_memory + limits.reserved, 1)
+    fit = [limits.max_warps // code.warps, limits.registers // granted, by_memory]
+    return min([*fit, TENSOR_MEMORY_COLUMNS // code.tensor_memory] if code.tensor_memory else fit)
 
 
-def criticise(config: Configuration, examined: Examined, programs: int) -> list[str]:
+def criticise(config: Configuration, code: Code, programs: int) -> list[str]:
     """The problems found, one sentence each."""
-    code = examined.code
     found = [f"ptxas {advisory}" for advisory in code.advisories]
     if code.stack or code.spill_instructions:
         spilt = f"{code.stack} bytes of registers spill ({code.spill_instructions} instructions)"
         found.append(f"{spilt}: use smaller tiles or more warps")
     if not programs:
-        memory = f"{examined.shared_memory / 1024:.0f} KB of shared memory"
+        memory = f"{code.shared_memory / 1024:.0f} KB of shared memory"
         found.append(f"no multiprocessor has room for it ({memory}): use fewer stages")
     if config.arch.startswith("gfx"):
         return found
@@ -140,18 +123,19 @@ def table(reports: Sequence[Report]) -> str:
     columns = "arch kernel D tile warps stages registers spills shared resident ahead matrix full edge mix"
     grid = Table(*columns.split())
     for each in reports:
-        config, tile, (full, *edge) = each.configuration, each.configuration.tile, each.loops
+        config, tile, code = each.configuration, each.configuration.tile, each.code
+        full, *edge = code.loops
         size = ["", "", "", ""]
         if tile:
             shape, stages = f"{tile.block_q}×{tile.block_k}", f"{tile.stages}{' TMA' * tile.tma}"
             size = [str(config.head_dim), shape, str(tile.warps), stages]
-        used = [str(each.registers), str(each.spill_instructions), f"{each.shared_memory / 1024:.0f} KB"]
-        ahead = "/".join("–" if loop.prefetch is None else str(loop.prefetch) for loop in each.loops)
+        used = [str(code.registers), str(code.spill_instructions), f"{code.shared_memory / 1024:.0f} KB"]
+        ahead = "/".join("–" if loop.prefetch is None else str(loop.prefetch) for loop in code.loops)
         instructions = sum(full.mix.values())
         mix = " ".join(f"{name} {count / instructions:.0%}" for name, count in full.mix.items() if count)
         loops = [str(instructions), "".join(str(sum(loop.mix.values())) for loop in edge), mix]
-        fits = f"{each.warps} warps, {each.occupancy:.0%}"
-        grid.add_row(config.arch, config.kernel, *size, *used, fits, ahead, each.matrix_instruction or "", *loops)
+        fits = f"{each.programs * code.warps} warps, {each.occupancy:.0%}"
+        grid.add_row(config.arch, config.kernel, *size, *used, fits, ahead, code.matrix_instruction or "", *loops)
     console = Console(width=200)
     with console.capture() as captured:
         console.print(grid)
@@ -247,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     print(table(reports), MEASURE, sep="\n")
     if arguments.json:
-        write_atomic(arguments.json, json.dumps([asdict(each) for each in reports], indent=1) + "\n")
+        write_atomic(arguments.json, json.dumps([each.as_dict() for each in reports], indent=1) + "\n")
     return 1 if any(each.findings for each in reports) else 0
 
 
