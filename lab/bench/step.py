@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from dccot.model.transformer import Transformer
 from dccot.model.weights import save_checkpoint
 from dccot.rollout.response import Response
 from dccot.train.flops import pair_cost
-from dccot.train.forest import Forest, pack
+from dccot.train.forest import pack
 from dccot.train.sft import negative_logprob
 from dccot.train.update import OptimizerConfig, make_optimizer, update
 
@@ -60,46 +61,44 @@ def step_responses(tokens: int) -> list[Response]:
     return paper_like_responses(count, tokens, prompt_tokens=prompt, vocabulary=MODEL["vocab_size"])
 
 
-class Ours:
+Step = Callable[[list[Response]], float]  # one training step; returns its loss
+
+
+def our_step(folder: Path) -> Step:
     """The trainer's own step: FSDP on one rank, forests, `update`."""
+    runtime, config = Runtime.start(), OptimizerConfig(learning_rate=1e-6)
+    model = build_model(folder, ShardingConfig(compute_dtype="float32", activation_checkpointing=True))
+    optimizer = make_optimizer(model, config)
 
-    def __init__(self, folder: Path):
-        self.runtime, self.config = Runtime.start(), OptimizerConfig(learning_rate=1e-6)
-        self.model = build_model(folder, ShardingConfig(compute_dtype="float32", activation_checkpointing=True))
-        self.optimizer = make_optimizer(self.model, self.config)
+    def step(responses: list[Response]) -> float:
+        forests = pack(responses, 4 * STEP_TOKENS, pair_cost=pair_cost(model.config)).forests(0)
+        return update(model, optimizer, forests, negative_logprob, config, 0, TEMPERATURE, runtime).loss
 
-    def forests(self, responses: list[Response]) -> list[Forest]:
-        plan = pack(responses, 4 * STEP_TOKENS, pair_cost=pair_cost(self.model.config))
-        return plan.forests(0)
-
-    def step(self, responses: list[Response]) -> float:
-        settings = negative_logprob, self.config, 0, TEMPERATURE, self.runtime
-        return update(self.model, self.optimizer, self.forests(responses), *settings).loss
+    return step
 
 
-class Reference:
+def reference_step(folder: Path) -> Step:
     """One response at a time through transformers' model, in the paper's layout."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.01, fused=True)
 
-    def __init__(self, folder: Path):
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-        self.model = loaded.train()
-        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, weight_decay=0.01, fused=True)
-
-    def step(self, responses: list[Response]) -> float:
+    def step(responses: list[Response]) -> float:
         count, total = sum(response.sampled_tokens for response in responses), 0.0
         for response in responses:
             tokens, visible_until, targets = paper_layout(response)
             given = {"input_ids": tokens[None], "position_ids": positions(visible_until)[None], "use_cache": False}
-            logits = self.model(**given, attention_mask=dense_mask(visible_until)[None, None]).logits[0]
+            logits = model(**given, attention_mask=dense_mask(visible_until)[None, None]).logits[0]
             logprobs = (logits / TEMPERATURE).log_softmax(-1)
             loss = -logprobs[parents(visible_until)[targets], tokens[targets]].sum() / count
             loss.backward()
             total += float(loss.detach())
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         return total
+
+    return step
 
 
 def paper_layout(response: Response) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,13 +131,13 @@ def paper_layout(response: Response) -> tuple[Tensor, Tensor, Tensor]:
 def measure(way: str, tokens: int, folder: Path, repeats: int) -> dict[str, float]:
     """One way at one size: loss and peak bytes of the first step, best seconds."""
     logging.disable(logging.WARNING)
-    trainer: Reference | Ours = Reference(folder) if way == "reference" else Ours(folder)
-    trainer.step(step_responses(256)[:1])  # one-time work happens here
+    step = reference_step(folder) if way == "reference" else our_step(folder)
+    step(step_responses(256)[:1])  # one-time work happens here
     responses, found = step_responses(tokens), []
     for _ in range(repeats):
         with peak_memory() as peak:
             start = time.perf_counter()
-            loss = trainer.step(responses)
+            loss = step(responses)
             seconds = time.perf_counter() - start
         found.append((loss, seconds, peak.most))
     size, (loss, _, most) = sum(response.total_tokens for response in responses), found[0]

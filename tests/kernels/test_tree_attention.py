@@ -82,6 +82,7 @@ def test_the_block_mask_of_the_flash_backend_shows_what_the_oracle_shows(visible
             for column in columns[:length]:
                 q, k = (index[number * block : (number + 1) * block] for number in (row, column))
                 assert not shown[q[0], k[0]], "a tile is listed twice"
+                assert masked or len(k) == block, "a tile without mask must be whole"
                 shown[q[:, None], k[None]] = made.mask_mod(0, 0, q[:, None], k[None]) if masked else True
     assert torch.equal(shown, visible_pairs(visible_until))
 
