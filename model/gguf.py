@@ -49,16 +49,16 @@ def import_gguf(file: str | Path, folder: str | Path, dtype: torch.dtype = torch
     loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
     raw = _config_of(loaded.config, metadata)
     config = parse_config(raw, where=str(file))
-    with tempfile.TemporaryDirectory() as beside:
-        (Path(beside) / "config.json").write_text(json.dumps(raw))  # AutoTokenizer picks its class by it
-        _tokenizer(file, metadata).save_pretrained(beside)
-        tokenizer = open_tokenizer(beside)
+    with tempfile.TemporaryDirectory() as temporary:
+        (Path(temporary) / "config.json").write_text(json.dumps(raw))  # AutoTokenizer picks its class by it
+        _tokenizer(file, metadata).save_pretrained(temporary)
+        tokenizer = open_tokenizer(temporary)
         ids = {key: raw.get(key) for key in TOKEN_IDS}
         if ids["eos_token_id"] is None:
             ids["eos_token_id"] = tokenizer.eos_token_id
         known = {key: value for key, value in ids.items() if value is not None}
-        (Path(beside) / "generation_config.json").write_text(json.dumps(known, indent=2) + "\n")
-        companions = read_companions(beside)
+        (Path(temporary) / "generation_config.json").write_text(json.dumps(known, indent=2) + "\n")
+        companions = read_companions(temporary)
     weights = loaded.state_dict()
     with torch.device("meta"):
         shape = Transformer(config)

