@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -29,15 +29,6 @@ Decode = Callable[[list[int]], str]
 Lines = Sequence[tuple[str, str]]  # (label, text)
 
 
-def view_for(problem: str, decode: Decode, console: Console | None = None) -> TerminalView | PlainView:
-    """The view that suits the output: live on a terminal, plain text elsewhere."""
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        return PlainView(decode, lambda text: print(text, flush=True))
-    console.print(Text(printable(problem.strip()), "bold"))
-    return TerminalView(decode, console)
-
-
 def printable(text: str) -> str:
     return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
@@ -52,60 +43,50 @@ def title(lane: Lane) -> str:
     return f"{name} · {len(lane.ids):,} token{'' if len(lane.ids) == 1 else 's'}"
 
 
-class PlainView:
-    """Prints every part when it is finished."""
+class View:
+    """Prints every part when it is finished; a terminal also shows it while it is being written, after the problem."""
 
-    def __init__(self, decode: Decode, write: Callable[[str], None]):
-        self._decode, self._write, self._done = decode, write, 0
+    def __init__(self, problem: str, decode: Decode, console: Console | None = None):
+        self._problem, self._decode, self._console = problem, decode, console or Console(highlight=False)
+        self._done, self._drawn = 0, 0.0
+        self._live = Live(console=self._console, auto_refresh=False, transient=True, vertical_overflow="crop")
 
-    def __enter__(self) -> PlainView:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def show(self, timeline: Timeline) -> None:
-        found = parts(timeline)
-        while self._done < len(found) and all(lane.completion for lane in found[self._done]):
-            for lane in found[self._done]:
-                self._write(f"── {title(lane)} ──\n{printable(self._decode(lane.ids)).strip()}\n")
-            self._done += 1
-
-    def conclude(self, lines: Lines) -> None:
-        self._write("\n".join(f"{label:<8}{printable(text)}" for label, text in lines))
-
-
-class TerminalView:
-    """Draws every part while it is being written."""
-
-    def __init__(self, decode: Decode, console: Console):
-        self._decode, self._console, self._done, self._drawn = decode, console, 0, 0.0
-        self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
-
-    def __enter__(self) -> TerminalView:
-        self._live.start()
-        self._live.update(Text("starting the engine …", "dim"), refresh=True)
+    def __enter__(self) -> View:
+        if self._console.is_terminal:
+            self._console.print(Text(printable(self._problem.strip()), "bold"))
+            self._live.start()
+            self._live.update(Text("starting the engine …", "dim"), refresh=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._live.stop()
+        if self._console.is_terminal:
+            self._live.stop()
 
     def show(self, timeline: Timeline) -> None:
         found = parts(timeline)
         finished = [part for part in found[self._done :] if all(lane.completion for lane in part)]
-        if not finished and time.monotonic() - self._drawn < REFRESH_SECONDS:
-            return
         self._done += len(finished)
-        running = found[self._done :]
-        current = self._part(running[0], height=max(3, self._console.height - 4)) if running else Text()
-        self._live.update(current, refresh=True)
-        for part in finished:
-            self._console.print(self._part(part, height=None))
-        self._drawn = time.monotonic()
+        if not self._console.is_terminal:
+            for lane in chain.from_iterable(finished):
+                self._write(f"── {title(lane)} ──\n{printable(self._decode(lane.ids)).strip()}\n")
+        elif finished or time.monotonic() - self._drawn >= REFRESH_SECONDS:
+            running = found[self._done :]
+            current = self._part(running[0], height=max(3, self._console.height - 4)) if running else Text()
+            self._live.update(current, refresh=True)
+            for part in finished:
+                self._console.print(self._part(part, height=None))
+            self._drawn = time.monotonic()
 
     def conclude(self, lines: Lines) -> None:
         for label, text in lines:
             style = {"answer": "bold green", "": "dim"}.get(label, "")
-            self._console.print(Text.assemble((f"{label:<8}", "dim"), (printable(text), style)))
+            if self._console.is_terminal:
+                self._console.print(Text.assemble((f"{label:<8}", "dim"), (printable(text), style)))
+            else:
+                self._write(f"{label:<8}{printable(text)}")
+
+    def _write(self, text: str) -> None:
+        print(text, file=self._console.file, flush=True)
 
     def _part(self, lanes: list[Lane], height: int | None) -> RenderableType:
         """A panel per writer, as high as the longest text but at most `height`, which keeps the last lines."""

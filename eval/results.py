@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb
 from pathlib import Path
@@ -90,27 +90,17 @@ class Sample:
         return self.verdict == Verdict.CORRECT
 
 
-MEASURES = {
-    "accuracy": lambda s: float(s.correct),
-    "longest_path": lambda s: s.longest_path,
-    "total_tokens": lambda s: s.total_tokens,
-    "parallelism": lambda s: s.total_tokens / max(1, s.longest_path),
-    "spawned": lambda s: float(s.rounds > 0),
-    "well_formed": lambda s: float(s.well_formed),
-    "truncated": lambda s: float(not s.answered),
+MEASURES: dict[str, tuple[str, Callable[[Sample], float]]] = {
+    "accuracy": ("pass@1 (%)", lambda s: float(s.correct)),
+    "longest_path": ("longest path", lambda s: s.longest_path),
+    "total_tokens": ("total tokens", lambda s: s.total_tokens),
+    "parallelism": ("parallelism", lambda s: s.total_tokens / max(1, s.longest_path)),
+    "spawned": ("spawned (%)", lambda s: float(s.rounds > 0)),
+    "well_formed": ("well-formed (%)", lambda s: float(s.well_formed)),
+    "truncated": ("truncated (%)", lambda s: float(not s.answered)),
 }
-LABELS = {
-    "accuracy": "pass@1 (%)",
-    "longest_path": "longest path",
-    "total_tokens": "total tokens",
-    "parallelism": "parallelism",
-    "spawned": "spawned (%)",
-    "well_formed": "well-formed (%)",
-    "truncated": "truncated (%)",
-    "maj3_accuracy": "maj@3 (%)",
-    "maj3_longest_path": "maj@3 longest path",
-    "maj3_total_tokens": "maj@3 total tokens",
-}
+LABELS = {name: label for name, (label, _) in MEASURES.items()} | {"maj3_accuracy": "maj@3 (%)"}
+LABELS |= {f"maj3_{name}": f"maj@3 {LABELS[name]}" for name in ("longest_path", "total_tokens")}
 
 
 def shown(measure: str, estimate: Estimate) -> tuple[str, str]:
@@ -154,7 +144,7 @@ def summarise(benchmark: Benchmark, samples: Iterable[Sample], classes: Mapping[
     groups = by_problem(samples)
     verdicts = Counter(s.verdict for group in groups.values() for s in group)
     table: dict[str, dict[str, float]] = {}
-    for name, measure in MEASURES.items():
+    for name, (_, measure) in MEASURES.items():
         table[name] = {problem: mean([measure(s) for s in group]) for problem, group in groups.items()}
     votes = {
         problem: majority_of_three(classes[problem], [s.correct for s in group], [s.longest_path for s in group])

@@ -27,7 +27,7 @@ from dccot.core.command import positive, run_cleanly
 from dccot.core.config import ConfigError, check
 from dccot.data.prompts import PromptConfig
 from dccot.data.task import settings_of
-from dccot.eval.live import view_for
+from dccot.eval.live import View
 from dccot.eval.timeline import Timeline
 from dccot.model.config import read_config
 from dccot.model.folder import explain_best, resolve_model
@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> int
 def _run(arguments: argparse.Namespace, engine: Engine | None) -> None:
     problem = sys.stdin.read() if arguments.problem == "-" else arguments.problem
     if arguments.trace and not arguments.trace.absolute().parent.is_dir():
-        raise ConfigError(f"--trace {arguments.trace}: there is no folder {arguments.trace.parent}")
+        raise ConfigError(f"--trace {arguments.trace}: the folder {arguments.trace.parent} does not exist")
     asked = _prepare(arguments.model, problem, arguments.budget, arguments.temperature, arguments.sequential)
     if best := explain_best(arguments.model):
         print(best, file=sys.stderr)
@@ -234,7 +234,7 @@ def _run(arguments: argparse.Namespace, engine: Engine | None) -> None:
         solution = _answer(asked, arguments.seed, engine, Timeline())
         print(json.dumps(solution.to_json(), ensure_ascii=False))
     else:
-        with view_for(problem, asked.decode) as view:
+        with View(problem, asked.decode) as view:
             solution = _answer(asked, arguments.seed, engine, Timeline(view.show))
             view.conclude(summary(solution))
     if arguments.trace:

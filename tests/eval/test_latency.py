@@ -58,7 +58,7 @@ def test_every_measured_response_is_timed_once_and_fits_into_the_wall_clock(aske
     assert sorted((t.problem, t.sample) for t in timings) == [(f"p{i}", n) for i in range(6) for n in range(2)]
     assert all(t.seconds > 0 and 0 < t.longest_path <= 60 for t in timings)
     assert sum(t.seconds for t in timings) < took  # one at a time: they do not overlap
-    assert not speaker_engine.pending  # the load behind them is gone
+    assert not speaker_engine.pending  # the load after them is gone
 
 
 def test_a_line_and_a_ratio_are_found_again():

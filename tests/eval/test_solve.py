@@ -11,7 +11,7 @@ from rich.console import Console
 
 from dccot.data.prompts import PromptConfig
 from dccot.data.task import settings_of
-from dccot.eval.live import TerminalView, view_for
+from dccot.eval.live import View
 from dccot.eval.solve import answer_in, main, solve, summary
 from dccot.eval.timeline import Step, Timeline
 from dccot.lab.worlds.bigram import save
@@ -154,7 +154,7 @@ def on_terminal(timeline: Timeline, width: int, decode) -> str:
     """What a terminal of that width shows of a finished timeline, escape sequences left out."""
     looks = {"force_terminal": True, "color_system": None, "width": width, "height": 40, "legacy_windows": False}
     console = Console(file=io.StringIO(), **looks)
-    with TerminalView(decode, console) as view:
+    with View(PROBLEM, decode, console) as view:
         view.show(timeline)
     return console.file.getvalue()
 
@@ -175,10 +175,6 @@ def test_everything_written_is_on_the_terminal_in_the_end(solution):
 def test_terminal_escapes_in_a_models_text_are_not_obeyed(solution):
     shown = on_terminal(solution.timeline, 120, lambda ids: "\x1b]0;owned\x07\x1b[31m")
     assert "\x1b]0" not in shown and "\x1b[31m" not in shown
-
-
-def test_a_view_that_is_no_terminal_is_plain():
-    assert not isinstance(view_for(PROBLEM, str, Console(file=io.StringIO())), TerminalView)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +214,7 @@ def test_a_plain_model_is_asked_as_in_the_paper(model):
         (["{model}", "  "], "the problem is empty"),
         (["{model}", "<｜User｜>"], "holds the chat token"),
         (["{model}", PROBLEM, "--temperature", "-1"], "rollout.temperature is -1"),
-        (["{model}", PROBLEM, "--trace", "no/such/folder/t.json"], "there is no folder no/such/folder"),
+        (["{model}", PROBLEM, "--trace", "no/such/folder/t.json"], "the folder no/such/folder does not exist"),
         (["{model}", PROBLEM, "--budget", "0"], "'0' is not a whole number of at least 1"),
         (["{model}", PROBLEM, "--temprature", "1"], "unrecognized arguments"),
         (["{model}"], "required: problem"),

@@ -220,7 +220,7 @@ def test_entropies_are_those_of_transformers_on_what_each_writer_had_read(tmp_pa
 # ---- the command ----
 
 
-def test_a_file_becomes_a_page_beside_it_and_bad_lines_are_reported(tmp_path, capsys):
+def test_a_file_becomes_a_page_next_to_it_and_bad_lines_are_reported(tmp_path, capsys):
     path = tmp_path / "step_000010.jsonl"
     write_jsonl_atomic(path, [rollout(0).to_json(), {"problem": "half"}, rollout(1).to_json()])
     with path.open("a") as file:
