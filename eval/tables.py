@@ -71,16 +71,16 @@ def methods_of(evaluations: Sequence[Evaluation]) -> list[Method]:
 def compared_pairs(methods: Sequence[Method], baseline: str | Mapping[str, str] | None) -> list[tuple[Method, Method]]:
     """Each row with its baseline row. By default the first sequential evaluation, or the first; votes with votes."""
     by_label = {method.label: method for method in methods}
-    pairs = dict(baseline) if isinstance(baseline, Mapping) else None
-    for name in [baseline] if isinstance(baseline, str) else [*pairs, *pairs.values()] if pairs else []:
+    named = [baseline] if isinstance(baseline, str) else [*baseline, *baseline.values()] if baseline else []
+    for name in named:
         if name not in by_label:
             raise ConfigError(f"no evaluation is called {name!r}; the evaluations are {', '.join(by_label)}")
-    if baseline is None:
-        pairs = {ours: theirs for ours, theirs in paper.COMPARED_WITH.items() if {ours, theirs} <= by_label.keys()}
-    if pairs or isinstance(baseline, Mapping):
-        return [(by_label[ours], by_label[theirs]) for ours, theirs in (pairs or {}).items()]
+    known = {ours: theirs for ours, theirs in paper.COMPARED_WITH.items() if {ours, theirs} <= by_label.keys()}
+    pairs = known if baseline is None and known else baseline
+    if isinstance(pairs, Mapping):
+        return [(by_label[ours], by_label[theirs]) for ours, theirs in pairs.items()]
     sequential = [method.evaluation.name for method in methods if method.evaluation.method == "sequential"]
-    chosen = baseline or [*sequential, *(method.evaluation.name for method in methods)][0]
+    chosen = pairs or [*sequential, *(method.evaluation.name for method in methods)][0]
     others = [method for method in methods if method.evaluation.name != chosen]
     labels = [vote_label(chosen) if method.vote else chosen for method in others]
     return [(method, by_label[label]) for method, label in zip(others, labels) if label in by_label]

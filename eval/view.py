@@ -26,7 +26,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from dccot.core.command import run_cleanly
 from dccot.core.config import ConfigError
@@ -35,16 +37,19 @@ from dccot.core.run import Run
 from dccot.data.task import settings_of
 from dccot.eval.document import render
 from dccot.eval.solve import Parser, answer_in
+from dccot.model.config import read_config
 from dccot.model.folder import resolve_model
 from dccot.model.tokenizer import open_tokenizer
+from dccot.model.transformer import Transformer
+from dccot.model.weights import load_weights
 from dccot.rollout.response import Response
 from dccot.rollout.tags import SPAWN_CLOSE, SPAWN_OPEN, overshoots, worker_close, worker_open
+from dccot.train.forest import pack
 from dccot.train.rewards import Graded
-
-if TYPE_CHECKING:
-    from dccot.eval.entropy import Scorer
+from dccot.train.update import compute_logprobs
 
 BLOCK = 32  # responses that are unpacked together
+TOKEN_BUDGET = 8192  # of one pass that computes entropies
 HARDLY = 9999  # log-probs are kept as hundredths of a nat below zero, up to this
 
 FIELDS: dict[Any, tuple[str, ...]] = {
@@ -132,6 +137,72 @@ class Pieces:
 def utf16_length(text: str) -> int:
     """Length as JavaScript counts it."""
     return len(text) if text.isascii() else len(text.encode("utf-16-le")) // 2
+
+
+# ---- entropy ----
+
+
+class Scorer:
+    """Entropy of every sampled token, recomputed from the weights: rollouts keep log-probs only.
+
+    Scorer(folder, temperature=0.6)(responses)  →  per response and segment in reading order, a number per sampled id
+
+    The same packed forests as in training, so that a response with workers takes one pass.
+    """
+
+    def __init__(self, folder: str | Path, temperature: float):
+        self.temperature = temperature
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._model = Transformer(read_config(folder)).requires_grad_(False).eval().to(self._device)
+        load_weights(self._model, folder)
+        self._differences, self._tokens = 0.0, 0
+
+    @property
+    def difference(self) -> float:
+        """Mean difference between recomputed and recorded log-probs: large for a different model or temperature."""
+        return self._differences / max(1, self._tokens)
+
+    def check(self, response: Response) -> None:
+        """ValueError if the model cannot compute with these ids, which would fail all that are packed with them."""
+        vocab = self._model.config.vocab_size
+        ids = [*response.prompt, *(token for segment in response.segments() for token in segment.tokens)]
+        outside = [token for token in ids if not 0 <= token < vocab]
+        if outside or not response.prompt:
+            raise ValueError(f"token id {outside[0]}; the model has {vocab:,}" if outside else "the prompt is empty")
+
+    @torch.no_grad()
+    def __call__(self, responses: Sequence[Response]) -> list[list[list[float]]]:
+        found: list[list[list[float]]] = [[] for _ in responses]
+        for forest in pack(responses, TOKEN_BUDGET).forests():
+            forest = forest.to(self._device)
+            logprob, entropy = compute_logprobs(self._model, forest, self.temperature)
+            self._differences += float((logprob - forest.logprob[forest.targets]).abs().sum())
+            self._tokens += len(logprob)
+            owner = forest.response[forest.targets]
+            for index in owner.unique().tolist():
+                found[index] = _by_segment(responses[index], entropy[owner == index].tolist())
+        return found
+
+
+def _by_segment(response: Response, values: list[float]) -> list[list[float]]:
+    """Values in the forest's order, where worker 1 comes after the others of its round, in reading order."""
+    order: list[int] = []
+    at = 0
+    for round_ in response.rounds:
+        workers = len(round_.workers)
+        order += [at, *range(at + 2, at + 1 + workers), at + 1] if workers else [at]
+        at += 1 + workers
+    order += [at] if response.final is not None else []
+    segments = list(response.segments())
+    parts: list[list[float]] = [[] for _ in segments]
+    start = 0
+    for number in order:
+        end = start + len(segments[number].sampled)
+        parts[number], start = values[start:end], end
+    return parts
+
+
+# ---- the page ----
 
 
 @dataclass
@@ -254,10 +325,7 @@ def build(paths: Sequence[Path], out: Path, model: str | Path | None, entropy: b
     if model is not None:
         folder = resolve_model(model)
         pieces = Pieces(open_tokenizer(folder))
-        if entropy:
-            from dccot.eval.entropy import Scorer  # here, so that a page without entropies stays fast
-
-            scorer = Scorer(folder, settings_of(model)[1].temperature)
+        scorer = Scorer(folder, settings_of(model)[1].temperature) if entropy else None
     page = Page(pieces, scorer)
     collect(page, paths, report)
     if not len(page):

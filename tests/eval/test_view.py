@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from dccot.core.files import write_jsonl_atomic
-from dccot.eval.entropy import Scorer
-from dccot.eval.view import BLOCK, Page, Pieces, collect, cut, main, utf16_length
+from dccot.eval.view import BLOCK, Page, Pieces, Scorer, collect, cut, main, utf16_length
 from dccot.lab.worlds.arithmetic import make_tokenizer
 from dccot.lab.worlds.bigram import save, tokenizer
 from dccot.rollout.response import Finish, Response, Round, Segment
