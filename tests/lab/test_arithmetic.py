@@ -68,10 +68,8 @@ def test_a_seed_gives_the_same_problems_again_and_more_of_them_when_asked_for_mo
 
 def test_every_held_out_larger_problem_is_larger_than_any_of_its_family_in_training():
     for family in FAMILIES:
-        sizes = {
-            name: [p.question.count(":") - 1 for p in split if p.family == family] for name, split in SPLITS.items()
-        }
-        assert max(sizes["base"] + sizes["train"]) < min(sizes[LARGER])
+        of = {name: [p.question.count(":") for p in split if p.family == family] for name, split in SPLITS.items()}
+        assert max(of["base"] + of["train"]) < min(of[LARGER])
 
 
 def test_an_unknown_split_is_refused_by_name():
@@ -98,9 +96,8 @@ def test_every_equation_of_a_sequential_solution_is_true_and_it_ends_in_the_gold
 
 @given(any_problem)
 def test_care_costs_words_and_haste_saves_them(problem):
-    texts = {
-        text.splitlines()[1]: text for seed in range(60) if " to " in (text := sequential_solution(problem, seed=seed))
-    }
+    written = [sequential_solution(problem, seed=seed) for seed in range(60)]
+    texts = {text.splitlines()[1]: text for text in written if " to " in text}
     careful, plain, quick = (texts[manner] for manner in ("Carefully.", "Plainly.", "Quickly."))
     once = re.sub(", yes .+", "", careful)
     assert len(quick) <= len(plain) == len(once) + len("Plainly.") - len("Carefully.")
@@ -109,7 +106,7 @@ def test_care_costs_words_and_haste_saves_them(problem):
 @given(any_problem, st.integers(0, 5))
 def test_a_rewritten_solution_is_well_formed_and_still_correct(problem, attempt):
     sequential = sequential_solution(problem, seed=attempt)
-    text = rewrite_parallel(problem, sequential, attempt=attempt)
+    text = rewrite_parallel(Problem(problem.id, problem.question, problem.gold), sequential, attempt=attempt)
     if is_rewritten(problem, sequential):
         assert flaw_of(text) is None
         assert parse(text).answer == f"\\boxed{{{problem.gold}}}"
@@ -169,40 +166,22 @@ def test_an_unmarked_solution_rewritten_by_hand():
     )
 
 
-def test_an_unmarked_text_with_another_line_comes_back_unchanged():
-    problem = next(p for p in SPLITS["train"] if p.family == "products")
-    text = sequential_solution(problem, marked=False)
-    for broken in (
-        text.replace("*", "/"),
-        text.replace(".\n", ".\nHm.\n"),
-        sequential_solution(problem),
-        "",
-        "<think>\n",
-    ):
-        assert rewrite_unmarked(problem, broken) == broken
+PRODUCTS = next(p for p in SPLITS["train"] if p.family == "products")
+WHOLE, UNMARKED = (sequential_solution(PRODUCTS, marked=marked) for marked in (True, False))
 
 
-@given(any_problem)
-def test_rewriting_needs_no_more_than_a_plain_problem(problem):
-    text = sequential_solution(problem)
-    assert rewrite_parallel(Problem(problem.id, problem.question, problem.gold), text) == rewrite_parallel(
-        problem, text
-    )
-
-
-def test_a_text_without_all_steps_comes_back_unchanged():
-    problem = next(p for p in SPLITS["train"] if p.family == "products")
-    text = sequential_solution(problem)
-    between = re.sub(r"\n(\d\) )", r"\nHm.\n\1", text)
-    for broken in (
-        text.replace("2: ", "4: "),
-        text.replace("\n1: ", " 1: "),
-        text.replace(" to ", " until "),
-        between,
-        "",
-        "<think>\n",
-    ):
-        assert rewrite_parallel(problem, broken) == broken
+@pytest.mark.parametrize(
+    "rewrite, broken",
+    [(rewrite_unmarked, text) for text in (UNMARKED.replace("*", "/"), UNMARKED.replace(".\n", ".\nHm.\n"), WHOLE)]
+    + [
+        (rewrite_parallel, WHOLE.replace(*change))
+        for change in (("2: ", "4: "), ("\n1: ", " 1: "), (" to ", " until "))
+    ]
+    + [(rewrite_parallel, re.sub(r"\n(\d\) )", r"\nHm.\n\1", WHOLE))]
+    + [(rewrite, text) for rewrite in (rewrite_parallel, rewrite_unmarked) for text in ("", "<think>\n")],
+)
+def test_a_text_that_the_rule_cannot_read_comes_back_unchanged(rewrite, broken):
+    assert rewrite(PRODUCTS, broken) == broken
 
 
 @pytest.mark.parametrize("single", [True, False])
@@ -211,13 +190,10 @@ def test_any_text_survives_the_tokenizer(single, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
 
+    pieces = st.sampled_from([*all_tags(3), *SENTENCES, "a: ", ", ", "<", "\n", " ", "é", "12"])
+
     @settings(max_examples=200, deadline=None)
-    @given(
-        st.one_of(
-            st.text(),
-            st.lists(st.sampled_from([*all_tags(3), *SENTENCES, "a: ", ", ", "<", "\n", " ", "é", "12"])).map("".join),
-        )
-    )
+    @given(st.one_of(st.text(), st.lists(pieces).map("".join)))
     def survives(text):
         ids, normal = tokenizer.encode(text), unicodedata.normalize("NFC", text)
         assert tokenizer.decode(ids) == normal and loaded.encode(text) == ids and loaded.decode(ids) == normal
@@ -234,14 +210,9 @@ def test_a_prompt_costs_few_tokens_more_than_its_question():
         assert len(PromptConfig(kind).ids(tokenizer, question)) - len(tokenizer.encode(question)) <= 7
 
 
-def test_tags_are_one_token_each_or_several_as_asked():
+def test_tags_are_one_token_each_or_several_that_a_newline_can_overshoot():
     one, several = make_tokenizer(True), make_tokenizer(False)
-    assert all(len(one.encode(tag)) == 1 for tag in all_tags(3)) and all(
-        len(several.encode(tag)) > 2 for tag in all_tags(3)
-    )
+    assert {len(one.encode(tag)) for tag in all_tags(3)} == {1}
+    assert min(len(several.encode(tag)) for tag in all_tags(3)) > 2
     assert TagIds.of(one).eos == one.eos_token_id and TagIds.of(several).workers == 3
-
-
-def test_a_tag_of_several_tokens_can_be_overshot_by_a_newline():
-    tokenizer = make_tokenizer(False)
-    assert tokenizer.decode(tokenizer.encode("</worker_1>\n")[-1:]) == ">\n"
+    assert several.decode(several.encode("</worker_1>\n")[-1:]) == ">\n"

@@ -1,5 +1,7 @@
 """The miniature world on disk, and the start of its model."""
 
+from pathlib import Path
+
 import torch
 
 from dccot.core.files import read_jsonl
@@ -11,36 +13,28 @@ from dccot.model.rope import cos_sin
 from dccot.model.transformer import Transformer
 from dccot.model.weights import load_weights
 
+SMALL = {"base_examples": 30, "train": 20, "validation": 5, "test": 5, "larger": 5}
+
 
 def test_the_same_configuration_gives_the_same_bytes_and_another_seed_others(tmp_path):
-    tiny = TinyModel(64, 128, 1, 2)
+    contents = []
     for name, seed in (("one", 0), ("two", 0), ("three", 1)):
-        make_world(
-            WorldConfig(seed, base_examples=30, train=20, validation=5, test=5, larger=5, model=tiny), tmp_path / name
-        )
-    files = [
-        sorted(p.relative_to(tmp_path / n) for p in (tmp_path / n).rglob("*") if p.is_file())
-        for n in ("one", "two", "three")
-    ]
-    assert files[0] == files[1] == files[2]
-    changed = [f.name for f in files[0] if (tmp_path / "one" / f).read_bytes() != (tmp_path / "three" / f).read_bytes()]
-    assert all((tmp_path / "one" / f).read_bytes() == (tmp_path / "two" / f).read_bytes() for f in files[0])
-    assert {"base.jsonl", "train.jsonl", "test.jsonl", "model.safetensors"} <= set(
-        changed
-    ) and "tokenizer.json" not in changed
-    assert len(list(read_jsonl(tmp_path / "one" / "base.jsonl"))) == 30
+        make_world(WorldConfig(seed, **SMALL, model=TinyModel(64, 128, 1, 2)), tmp_path / name)
+        files = [path for path in (tmp_path / name).rglob("*") if path.is_file()]
+        contents.append({str(path.relative_to(tmp_path / name)): path.read_bytes() for path in files})
+    one, two, three = contents
+    assert one == two and one.keys() == three.keys()
+    changed = {Path(name).name for name in one if one[name] != three[name]}
+    assert {"base.jsonl", "train.jsonl", "test.jsonl", "model.safetensors"} <= changed
+    assert "tokenizer.json" not in changed and one["base.jsonl"].count(b"\n") == 30
 
 
 def test_only_marked_solutions_have_numbered_parts(tmp_path):
+    texts = {}
     for marked in (True, False):
-        make_world(
-            WorldConfig(base_examples=30, train=1, validation=1, test=1, larger=1, marked_parts=marked),
-            tmp_path / str(marked),
-        )
-    marked, unmarked = (
-        [row["completion"] for _, row in read_jsonl(tmp_path / str(kind) / "base.jsonl")] for kind in (True, False)
-    )
-    assert sum("\n1) " in text for text in marked) > 20 and not any(") " in text for text in unmarked)
+        make_world(WorldConfig(**SMALL, marked_parts=marked), tmp_path / str(marked))
+        texts[marked] = [row["completion"] for _, row in read_jsonl(tmp_path / str(marked) / "base.jsonl")]
+    assert sum("\n1) " in text for text in texts[True]) > 20 and not any(") " in text for text in texts[False])
 
 
 def test_two_heads_start_by_looking_one_token_back_and_then_behind_the_same_token(tmp_path):
@@ -52,14 +46,10 @@ def test_two_heads_start_by_looking_one_token_back_and_then_behind_the_same_toke
 
     def weights(layer, x):
         x, attention = layer.input_layernorm(x), layer.self_attn
-        q, k = (
-            rotate(p(x).unflatten(-1, (-1, 32)), *turn).transpose(0, 1) for p in (attention.q_proj, attention.k_proj)
-        )
-        return (
-            (q @ k.transpose(1, 2) / 32**0.5)
-            .masked_fill(torch.ones(100, 100).triu(1).bool(), float("-inf"))
-            .softmax(-1)
-        )
+        heads = (p(x).unflatten(-1, (-1, 32)) for p in (attention.q_proj, attention.k_proj))
+        q, k = (rotate(each, *turn).transpose(0, 1) for each in heads)
+        scores = q @ k.transpose(1, 2) / 32**0.5
+        return scores.masked_fill(torch.ones(100, 100).triu(1).bool(), float("-inf")).softmax(-1)
 
     with torch.no_grad():
         x, (first, second) = model.model.embed_tokens(torch.cat([once, once])), model.model.layers
