@@ -13,7 +13,6 @@ runs/paper/recipe.yaml  STAGE/  replaced/STAGE-1/         of a recipe, whose sta
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import fcntl
 import json
 import logging
@@ -28,7 +27,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from dccot.core.config import read_yaml, to_yaml, with_new_names
+from dccot.core.config import read_yaml, to_plain, to_yaml, with_new_names
 from dccot.core.files import (
     LEASE_SECONDS,
     BadData,
@@ -40,7 +39,7 @@ from dccot.core.files import (
     write_atomic,
     write_jsonl_atomic,
 )
-from dccot.core.provenance import Checksums, record
+from dccot.core.provenance import Checksums, differences, record
 from dccot.core.runtime import Runtime
 
 log = logging.getLogger("dccot")
@@ -189,12 +188,12 @@ class Run:
         """Write provenance and settings; logs how the settings differ from the last start's. All ranks call this."""
         record(self.folder, config, inputs, runtime)
         if runtime.is_main:
-            text = to_yaml(config)
-            before = self.config_file.read_text() if self.config_file.exists() else text
-            if before != text:
-                changed = list(difflib.unified_diff(before.splitlines(), text.splitlines(), n=0, lineterm=""))
-                log.warning("%s continues with a changed configuration:\n%s", self, "\n".join(changed[2:]))
-            write_atomic(self.config_file, text)
+            now = to_plain(config)
+            before = with_new_names(read_yaml(self.config_file), now) if self.config_file.exists() else now
+            changed = [f"{key}: was {was!r}, is {new!r}" for key, was, new in differences(before, now)]
+            if changed:
+                log.warning("%s continues with a changed configuration:\n%s", self, "\n".join(changed))
+            write_atomic(self.config_file, to_yaml(config))
         runtime.barrier()
 
     def keep_rows(self, rows: Sequence[tuple[str, str]]) -> None:
