@@ -349,6 +349,8 @@ MUST_BE = {  # the start of pydantic's name for an error → what the value must
     "bool_": "true or false",
     "string_": "text",
     "list_": "a list",
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
     "dict_": "a mapping of names to values",
 }
 

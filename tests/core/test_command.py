@@ -13,18 +13,11 @@ def send(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-def test_sigterm_ends_a_command_with_the_code_that_says_continue(capsys):
+def test_signals_end_a_command_with_the_codes_that_queues_and_terminals_expect(capsys):
     assert run_cleanly(lambda: send(signal.SIGTERM)) == CONTINUE == 75
     assert "rerun the same command to resume" in capsys.readouterr().err
-
-
-def test_sigint_ends_a_command_as_a_terminal_expects():
     assert run_cleanly(lambda: send(signal.SIGINT)) == 130
-
-
-def test_sigusr1_does_not_end_a_command_that_has_nothing_to_save():
-    assert run_cleanly(lambda: send(signal.SIGUSR1)) == 0
-    assert not asked.save
+    assert run_cleanly(lambda: send(signal.SIGUSR1)) == 0 and not asked.save  # there is nothing to save
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -57,7 +50,7 @@ def test_handlers_are_put_back():
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
 
 
-def test_a_thread_can_run_a_command_too():
+def test_a_thread_can_also_run_a_command():
     codes = []
     thread = threading.Thread(target=lambda: codes.append(run_cleanly(lambda: None)))
     thread.start()

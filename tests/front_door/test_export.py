@@ -19,11 +19,15 @@ from dccot.eval.results import BenchmarkResult, Evaluation
 from dccot.lab.worlds.arithmetic import make_tokenizer
 from dccot.model.weights import create_checkpoint
 
-SHAPE = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 64, "tie_word_embeddings": False,
-}  # fmt: skip
-SFT = "model: {path: runs/old/base}\nsteps: 80\nseed: 7\ndata: {train: private/sft.jsonl}\noptimizer: {learning_rate: 0.0006}\n"
+SHAPE = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48}
+SHAPE |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+SHAPE |= {"max_position_embeddings": 64, "tie_word_embeddings": False}
+SFT = """
+model: {path: runs/old/base}
+steps: 80
+data: {train: private/sft.jsonl}
+optimizer: {learning_rate: 0.0006}
+"""
 RL = """
 model: {path: runs/old/sft}
 steps: 3
@@ -35,14 +39,13 @@ rollout: {budget: 384, workers: 3}
 """
 
 
-def write_run(folder: Path, config: str, steps=(3,), seed: int = 0) -> Path:
+def write_run(folder: Path, config: str, steps=(3,)) -> Path:
     """A run as `dccot sft` and `dccot rl` leave it; `latest` is the last of `steps`."""
     tokenizer = make_tokenizer()
     for step in steps:
         checkpoint = folder / f"checkpoints/step_{step:06d}"
-        create_checkpoint(
-            {**SHAPE, "vocab_size": len(tokenizer)}, checkpoint / "hf", tokenizer=tokenizer, seed=seed + step
-        )
+        shape = {**SHAPE, "vocab_size": len(tokenizer)}
+        create_checkpoint(shape, checkpoint / "hf", tokenizer=tokenizer, seed=step)
         Checkpoint(checkpoint).write_manifest()
     (folder / "latest").write_text(f"step_{steps[-1]:06d}")
     (folder / "config.yaml").write_text(config)
@@ -51,11 +54,7 @@ def write_run(folder: Path, config: str, steps=(3,), seed: int = 0) -> Path:
 
 def evaluate(folder: Path, model: Path, right: list[float]) -> None:
     problems = {f"p{i}": share for i, share in enumerate(right)}
-    measures = {
-        "accuracy": problems,
-        "longest_path": dict.fromkeys(problems, 98.0),
-        "total_tokens": dict.fromkeys(problems, 177.0),
-    }
+    measures = {"accuracy": problems, "longest_path": dict.fromkeys(problems, 98.0)}
     result = BenchmarkResult("test", "AIME of the test", 4, {"correct": 3, "timed_out": 2}, measures)
     folder.mkdir()
     Evaluation(folder.name, str(model), "parallel", 448, {"test": result}).save(folder)
@@ -63,9 +62,7 @@ def evaluate(folder: Path, model: Path, right: list[float]) -> None:
 
 @pytest.fixture
 def runs(tmp_path) -> Path:
-    """base → sft → stage4, moved from runs/old since they were trained; stage4 and sft were evaluated, and stage4 at
-    another step.
-    """
+    """base → sft → stage4, moved from runs/old since they were trained; both were evaluated, stage4 at two steps."""
     runs = tmp_path / "moved"
     write_run(runs / "sft", SFT)
     write_run(runs / "stage4", RL, steps=(2, 3))
@@ -150,9 +147,7 @@ def test_a_folder_that_exists_is_left_alone(runs, tmp_path, capsys):
 
 def test_a_damaged_checkpoint_is_refused_and_leaves_nothing(runs, tmp_path, capsys):
     weights = runs / "stage4/checkpoints/step_000003/hf/model.safetensors"
-    weights.write_bytes(
-        weights.read_bytes()[:-1] + b"\0" if weights.read_bytes()[-1] else weights.read_bytes()[:-1] + b"\1"
-    )
+    weights.write_bytes(weights.read_bytes()[:-1] + (b"\0" if weights.read_bytes()[-1] else b"\1"))
     assert main(["export", str(runs / "stage4"), str(tmp_path / "out")]) != 0
     assert "does not match the manifest" in capsys.readouterr().err
     assert {file.name for file in tmp_path.iterdir()} == {"moved"}
@@ -169,27 +164,16 @@ class Hub(BaseHTTPRequestHandler):
             self.server.repository = json.loads(sent)
             answer = {"url": address}
         elif "/preupload/" in self.path:
-            answer = {
-                "files": [
-                    {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
-                    for f in json.loads(sent)["files"]
-                ]
-            }
+            how = {"uploadMode": "regular", "shouldIgnore": False}
+            answer = {"files": [{"path": file["path"], **how} for file in json.loads(sent)["files"]]}
         elif self.path == "/api/validate-yaml":  # the card's header
             answer = {"errors": [], "warnings": []}
         else:
             lines = [json.loads(line) for line in sent.splitlines()]
-            self.server.files = {
-                line["value"]["path"]: base64.b64decode(line["value"]["content"])
-                for line in lines
-                if line["key"] == "file"
-            }
-            answer = {
-                "success": True,
-                "commitOid": "0" * 40,
-                "commitUrl": f"{address}/commit/{0:040d}",
-                "hookOutput": "",
-            }
+            files = [line["value"] for line in lines if line["key"] == "file"]
+            self.server.files = {file["path"]: base64.b64decode(file["content"]) for file in files}
+            url = f"{address}/commit/{0:040d}"
+            answer = {"success": True, "commitOid": "0" * 40, "commitUrl": url, "hookOutput": ""}
         self._answer(answer)
 
     def do_GET(self):

@@ -1,6 +1,4 @@
-"""A finished stage knows what it was made from: other settings and other inputs are refused, and nothing is changed by
-that.
-"""
+"""A finished stage knows what it was made from: other settings and inputs are refused, and nothing is changed by that."""
 
 from __future__ import annotations
 
@@ -23,7 +21,8 @@ pytestmark = pytest.mark.slow
 RECIPE = """
 name: r
 output: OUT
-common: {sft: {steps: 2, batch: {examples: 2, token_budget: 2000}, sharding: {compute_dtype: float32}, checkpoint: {every: 9}, threads: 1}}
+common:
+  sft: {steps: 2, batch: {examples: 2, token_budget: 2000}, sharding.compute_dtype: float32, checkpoint.every: 9, threads: 1}
 prepare:
   world: {run: "dccot.lab.worlds.stages:arithmetic", set: {base_examples: 8, train: 4, validation: 2, test: 2, larger: 1,
     model: {hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 1}}}
@@ -54,9 +53,8 @@ def recipe(finished, tmp_path) -> Path:
 
 
 def everything(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"
-    }
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
+    return {str(path): path.read_bytes() for path in files}
 
 
 def refused(recipe: Path, capsys, *settings: str) -> str:
@@ -88,15 +86,12 @@ def test_changed_data_and_a_changed_model_are_refused_by_their_content(recipe, c
     run = recipe.parent / "r"
     before = (run / "world" / "base.jsonl").read_text()
     (run / "world" / "base.jsonl").write_text(before.replace("1", "2"))
-    assert "data.train has changed since the stage was finished   (base.data.train, again.data.train" in refused(
-        recipe, capsys
-    )
+    changed = "has changed since the stage was finished"
+    assert f"data.train {changed}   (base.data.train, again.data.train" in refused(recipe, capsys)
     (run / "world" / "base.jsonl").write_text(before)
     weights = run / "world" / "init" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    assert "model.path has changed since the stage was finished (model.safetensors)   (base.model.path)" in refused(
-        recipe, capsys
-    )
+    assert f"model.path {changed} (model.safetensors)   (base.model.path)" in refused(recipe, capsys)
 
 
 def test_an_input_that_is_gone_is_not_asked_for_by_a_finished_stage(recipe):
@@ -127,9 +122,8 @@ def test_redo_that_was_stopped_goes_on_when_the_same_command_is_given_again(reci
 
 
 def test_redo_of_a_stage_that_is_not_there_is_refused(recipe, capsys):
-    assert "--redo is 'bas'; it must be one of world, base, again, last; did you mean 'base'?" in refused(
-        recipe, capsys, "--redo", "bas"
-    )
+    said = refused(recipe, capsys, "--redo", "bas")
+    assert "--redo is 'bas'; it must be one of world, base, again, last; did you mean 'base'?" in said
 
 
 def test_other_code_is_said_and_not_refused(recipe, capsys):

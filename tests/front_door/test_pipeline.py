@@ -39,10 +39,8 @@ def test_a_stage_starts_from_the_one_before_and_settings_win_in_order(recipe_fil
     assert [plan.start for plan in plans] == ["MODEL", "M", f"{recipe.folder}/sft", f"{recipe.folder}/stage1"]
     config = plans[2].load()
     assert (config.model.path, config.steps, config.reward.cutoff) == (f"{recipe.folder}/sft", 3, 100)
-    assert (config.rollout.budget, config.rollout.workers) == (
-        300,
-        2,
-    )  # of a group of settings only what is named is replaced
+    # of a group of settings only what is named is replaced
+    assert (config.rollout.budget, config.rollout.workers) == (300, 2)
     assert config.data.train == str(tmp_path / "runs" / "r" / "world" / "train.jsonl")
     assert (config.seed, recipe.seed) == (7, 5)
 
@@ -103,12 +101,12 @@ NOT_SIZES = {  # the keys besides sizes in which the miniature differs from the 
     "report.title": "says that it is the miniature",
     "report.kind": "ids of its problems tell their kind",
 }
-SIZES = {
-    "steps", "examples", "token_budget", "threads", "budget", "n", "max_prompt_tokens", "first", "cutoff", "context", "max_sequences",
-    "gpu_memory", "prompts", "prompts_rolled_out", "learning_rate", "warmup_steps", "every", "samples", "keep", "keep_hf_every", "dtype",
-    "compute_dtype", "max_rollout_batches",
-    "activation_checkpointing", "whole",
-}  # fmt: skip
+NAMES_OF_SIZES = """
+steps examples token_budget threads budget n max_prompt_tokens first cutoff context max_sequences gpu_memory prompts
+prompts_rolled_out learning_rate warmup_steps every samples keep keep_hf_every dtype compute_dtype max_rollout_batches
+activation_checkpointing whole
+"""
+SIZES = set(NAMES_OF_SIZES.split())
 PLACES = {"name", "output", "seed", "model", "path", "train", "problems", "benchmarks", "source", "validation"}
 PLACES |= {"parallel", "sequential", "task"}  # the question is part of where problems come from
 
