@@ -92,8 +92,8 @@ JOBS: dict[str, Callable[..., bool | str | None]] = {"grade": grade, "form": for
 
 
 def work(tasks: Connection, memory_mb: int) -> None:
-    """A worker's loop until it is killed. It dies with the keeper, is the OOM killer's first choice, and never allocates
-    far past the limit at once.
+    """A worker's loop until it is killed. It dies with the keeper, is the OOM killer's first choice, and never
+    allocates far past the limit at once.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:

@@ -1,7 +1,7 @@
 """The SFT set: sequential solutions, rewritten into the parallel format, and a report on the result.
 
     dccot data sequential configs/data/sequential.yaml model=MODEL problems=runs/data/deepscaler.jsonl
-    torchrun --nproc_per_node 8 -m dccot.data.cli sequential configs/data/sequential.yaml …      every rank takes its share
+    torchrun --nproc_per_node 8 -m dccot.data.cli sequential configs/data/sequential.yaml …    every rank has its share
     dccot data rewrite configs/data/rewrite.yaml source=runs/data/sequential.jsonl output=runs/data/sft.jsonl
     dccot data check runs/data/sft.jsonl [--tokenizer MODEL] [--json]
 
@@ -153,10 +153,11 @@ def _keep_first_correct(problems: Sequence[Problem], config: SequentialConfig) -
     rows = _logged(config.output)
     correct = [row for row in rows if row["verdict"] == Verdict.CORRECT]
     first = {row["id"]: row for row in sorted(correct, key=lambda row: row["attempt"], reverse=True)}
-    kept = []
-    for problem, row in ((problem, first[problem.id]) for problem in problems if problem.id in first):
-        known = {"id": problem.id, "question": problem.question, "gold": problem.gold}
-        kept.append({**known, "solution": row["text"], "attempt": row["attempt"], "tokens": row["tokens"]})
+    solved = [problem for problem in problems if problem.id in first]
+    kept = [
+        {**asdict(problem), "solution": row["text"], "attempt": row["attempt"], "tokens": row["tokens"]}
+        for problem, row in ((problem, first[problem.id]) for problem in solved)
+    ]
     write_jsonl_atomic(config.output, kept)
     verdicts = dict(Counter(row["verdict"] for row in rows))
     return SequentialSummary(len(problems), len(kept), verdicts, sum(row["tokens"] for row in rows))
@@ -306,18 +307,13 @@ async def rewrite(config: RewriteConfig, progress: Progress = _silent) -> Summar
             instruction = Path(own).read_text(encoding="utf-8") if own else prompt_text("rewrite.txt")
             rewriter = by_endpoint(await stack.enter_async_context(Endpoint(config.endpoint)), instruction)
         judge = stack.enter_context(task_of(config).open_judge())
-        summary = await rewrite_all(solutions, rewriter, judge, config, progress=progress)
+        summary = await rewrite_all(solutions, rewriter, judge, config, progress)
     write_atomic(Path(config.output).with_suffix(".summary.json"), json.dumps(asdict(summary), indent=1) + "\n")
     return summary
 
 
 async def rewrite_all(
-    solutions: Sequence[Solution],
-    rewriter: Rewriter,
-    judge: Judge,
-    config: RewriteConfig,
-    *,
-    progress: Progress = _silent,
+    solutions: Sequence[Solution], rewriter: Rewriter, judge: Judge, config: RewriteConfig, progress: Progress = _silent
 ) -> Summary:
     """Retry every solution until it is accepted or out of attempts, then write the accepted ones. Safe to kill and call
     again.
@@ -350,10 +346,8 @@ async def rewrite_all(
             raise group.exceptions[0] from None
     texts = {row["id"]: row["text"].strip() for row in rows if row["outcome"] == ACCEPTED}
     accepted = [solution for solution in solutions if solution.problem.id in texts]
-    write_jsonl_atomic(
-        config.output,
-        ({**asdict(s.problem), "completion": texts[s.problem.id], "source": s.text} for s in accepted),
-    )
+    set_rows = ({**asdict(s.problem), "completion": texts[s.problem.id], "source": s.text} for s in accepted)
+    write_jsonl_atomic(config.output, set_rows)
     return _summary(solutions, rows, config.attempts)
 
 
@@ -389,18 +383,13 @@ NAMED_WORKER = re.compile(r"\bworkers?[ _#]?(\d+)\b|\b(?:the )?other workers?\b"
 RESULT = re.compile(r"(?<![\w\\])([A-Za-z]\w*(?:_\{\w+\})?(?:\([^()=]{1,20}\))?)\s*=\s*(-?\d+(?:\.\d+)?(?:/\d+)?)")
 
 
-@dataclass
-class Spread:
-    """Minimum, median, mean and maximum of a quantity."""
-
-    values: list[float] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, float]:
-        v = self.values
-        return {"min": min(v), "median": statistics.median(v), "mean": statistics.fmean(v), "max": max(v)} if v else {}
-
-    def __str__(self) -> str:
-        return "   ".join(f"{name} {value:,.4g}" for name, value in self.to_json().items()) or "none"
+MEASURES = {
+    "total": "length",
+    "longest_path": "longest path",
+    "parallelism": "parallelism",
+    "balance": "worker balance",
+    "verbatim": "verbatim in source",
+}  # → its name for people
 
 
 @dataclass
@@ -409,11 +398,7 @@ class SetReport:
     examples: int = 0
     ill_formed: Counter = field(default_factory=Counter)
     rounds: Counter = field(default_factory=Counter)
-    total: Spread = field(default_factory=Spread)
-    longest_path: Spread = field(default_factory=Spread)
-    parallelism: Spread = field(default_factory=Spread)
-    balance: Spread = field(default_factory=Spread)
-    verbatim: Spread = field(default_factory=Spread)
+    measures: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MEASURES})
     leaks: list[str] = field(default_factory=list)  # "id, round, worker: what"
 
     def __str__(self) -> str:
@@ -422,18 +407,21 @@ class SetReport:
             "examples": f"{self.examples:,}",
             "ill-formed": f"{sum(self.ill_formed.values()):,}{flaws}",
             "rounds": ", ".join(f"{n:,} × {number}" for number, n in sorted(self.rounds.items())) or "none",
-            "length": f"{self.total}   ({self.unit})",
-            "longest path": self.longest_path,
-            "parallelism": self.parallelism,
-            "worker balance": self.balance,
-            "verbatim in source": self.verbatim,
-            "leaks": f"{len(self.leaks):,}",
         }
-        shown = [f"  {leak}" for leak in self.leaks[:10]] + ["  …"] * (len(self.leaks) > 10)
-        return "\n".join([f"{name:<20}{value}" for name, value in lines.items()] + shown)
+        for name, shown in MEASURES.items():
+            spread = "   ".join(f"{each} {value:,.4g}" for each, value in _spread(self.measures[name]).items())
+            lines[shown] = (spread or "none") + (f"   ({self.unit})" if name == "total" else "")
+        lines["leaks"] = f"{len(self.leaks):,}"
+        leaks = [f"  {leak}" for leak in self.leaks[:10]] + ["  …"] * (len(self.leaks) > 10)
+        return "\n".join([f"{name:<20}{value}" for name, value in lines.items()] + leaks)
 
     def to_json(self) -> dict:
-        return {name: value.to_json() if isinstance(value, Spread) else value for name, value in self.__dict__.items()}
+        counts = {"unit": self.unit, "examples": self.examples, "ill_formed": self.ill_formed, "rounds": self.rounds}
+        return counts | {name: _spread(values) for name, values in self.measures.items()} | {"leaks": self.leaks}
+
+
+def _spread(v: Sequence[float]) -> dict[str, float]:
+    return {"min": min(v), "median": statistics.median(v), "mean": statistics.fmean(v), "max": max(v)} if v else {}
 
 
 def check_set(path: str | Path, *, workers: int = 3, tokenizer: Any = None) -> SetReport:
@@ -468,15 +456,14 @@ def _measure(report: SetReport, parsed: Parsed, row: dict, size: Callable[[str],
         total += size(round_.director) + sum(lengths)
         path += size(round_.director) + max(lengths)
         known += "\n" + round_.director
-        report.balance.values.append(min(lengths) / max(1, max(lengths)))
+        report.measures["balance"].append(min(lengths) / max(1, max(lengths)))
         if source is not None:
-            report.verbatim.values += [verbatim_share(text, source) for text in texts]
+            report.measures["verbatim"] += [verbatim_share(text, source) for text in texts]
         place = f"{row['id']}, round {number}"
         report.leaks += [f"{place}, worker {worker}: {what}" for worker, what in leaks_in(texts, known)]
         known += "\n" + "\n".join(texts)
-    report.total.values.append(total)
-    report.longest_path.values.append(path)
-    report.parallelism.values.append(total / max(1, path))
+    for name, value in (("total", total), ("longest_path", path), ("parallelism", total / max(1, path))):
+        report.measures[name].append(value)
 
 
 def leaks_in(workers: list[str], known: str) -> Iterable[tuple[int, str]]:

@@ -13,11 +13,8 @@ SOURCE = "<think>\none two three four five six seven eight nine ten eleven twelv
 
 
 def completion(*blocks: tuple[str, str, str]) -> str:
-    return (
-        "<think>"
-        + "".join("\nlet us split" + BLOCK.format(*block) for block in blocks)
-        + "\nso</think><answer>\\boxed{1}</answer>"
-    )
+    rounds = "".join("\nlet us split" + BLOCK.format(*block) for block in blocks)
+    return f"<think>{rounds}\nso</think><answer>\\boxed{{1}}</answer>"
 
 
 def sft_file(folder, rows):
@@ -31,12 +28,12 @@ def test_lengths_rounds_and_balance_by_hand(tmp_path):
     bad = {"id": "c", "question": "q", "completion": "<think>alone</think><answer>1</answer>"}
     report = check_set(sft_file(tmp_path, [one, two, bad]))
     assert (report.examples, report.ill_formed, report.rounds) == (3, {"no_spawn": 1}, {1: 1, 2: 1})
-    assert report.balance.values == [1 / 4, 1.0, 1.0]
+    assert report.measures["balance"] == [1 / 4, 1.0, 1.0]
     # Words, inserted tags left out: "<think>\nlet us split<spawn_workers>" 4, "\nlet us split<spawn_workers>" 3,
     # "\nso</think>…" 1.
     director, later, end = 4, 3, 1
-    assert report.total.values == [director + 7 + end, director + 3 + later + 6 + end]
-    assert report.longest_path.values == [director + 4 + end, director + 1 + later + 2 + end]
+    assert report.measures["total"] == [director + 7 + end, director + 3 + later + 6 + end]
+    assert report.measures["longest_path"] == [director + 4 + end, director + 1 + later + 2 + end]
 
 
 @pytest.mark.parametrize(
@@ -78,12 +75,8 @@ def test_later_rounds_know_the_earlier_ones(tmp_path):
 
 
 def test_command_prints_the_report_for_people_and_for_programs(tmp_path, capsys):
-    row = {
-        "id": "a",
-        "question": "q",
-        "completion": completion(("two three four five six", "b", "as worker 1 says")),
-        "source": SOURCE,
-    }
+    row = {"id": "a", "question": "q", "source": SOURCE}
+    row["completion"] = completion(("two three four five six", "b", "as worker 1 says"))
     path = sft_file(tmp_path, [row])
     assert main(["check", str(path)]) == 0
     assert "leaks               1\n  a, round 1, worker 3: names 'worker 1'" in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """A hundred answers made to hang, starve, crash or deceive a grader, and a way to see whether it endures them.
 
-endure(20_000, hostile_share=0.05, config=GradingConfig(seconds=1))      → what became of every answer, processes and memory
+endure(20_000, hostile_share=0.05, config=GradingConfig(seconds=1))      → what became of answers, processes and memory
 """
 
 from __future__ import annotations
