@@ -1,6 +1,7 @@
 """Objectives against values worked out by hand, and their gradients against finite differences."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -37,21 +38,19 @@ def close(left: Tensor, *right: float) -> None:
     torch.testing.assert_close(left, of(*right), rtol=1e-12, atol=1e-12)
 
 
-def test_dapo_by_hand():
-    #             inside   above 1.28, A>0   above, A<0   below 0.8, A>0   below 0.8, A<0
-    ratio = logs(1.1, 1.5, 1.5, 0.5, 0.5)
-    advantage = of(2, 2, -2, 2, -2)
-    close(dapo(ratio, of(0, 0, 0, 0, 0), advantage, **CLIP), -2.2, -2.56, 3.0, -1.0, 1.6)
+BY_HAND = {  # loss, ratios to an old log-prob of 0, advantages, expected
+    # inside; above 1.28 with A > 0 and A < 0; below 0.8 with A > 0 and A < 0
+    "dapo": (partial(dapo, **CLIP), (1.1, 1.5, 1.5, 0.5, 0.5), (2, 2, -2, 2, -2), (-2.2, -2.56, 3.0, -1.0, 1.6)),
+    "even clip": (partial(grpo, clip=0.2), (1.5, 1.5, 0.5, 0.5), (1, -1, 1, -1), (-1.2, 1.5, -0.5, 0.8)),
+    "dual clip": (partial(dapo, **CLIP, dual_clip=3.0), (10, 10, 2), (-1, 1, -1), (3.0, -1.28, 2.0)),
+    "no dual clip": (partial(dapo, **CLIP), (10, 10, 2), (-1, 1, -1), (10.0, -1.28, 2.0)),
+}
 
 
-def test_grpo_clips_evenly_on_both_sides_by_hand():
-    close(grpo(logs(1.5, 1.5, 0.5, 0.5), of(0, 0, 0, 0), of(1, -1, 1, -1), clip=0.2), -1.2, 1.5, -0.5, 0.8)
-
-
-def test_dual_clip_bounds_what_a_negative_advantage_costs_by_hand():
-    ratio, advantage = logs(10, 10, 2), of(-1, 1, -1)
-    close(dapo(ratio, of(0, 0, 0), advantage, **CLIP, dual_clip=3.0), 3.0, -1.28, 2.0)
-    close(dapo(ratio, of(0, 0, 0), advantage, **CLIP), 10.0, -1.28, 2.0)
+@pytest.mark.parametrize("case", BY_HAND)
+def test_clipped_objectives_by_hand(case):
+    loss, ratios, advantages, expected = BY_HAND[case]
+    close(loss(logs(*ratios), torch.zeros(len(ratios)).double(), of(*advantages)), *expected)
 
 
 def test_cispo_by_hand_with_an_absolute_cap_of_five():
@@ -80,34 +79,13 @@ def test_cispo_gradient_is_that_of_the_surrogate_with_its_ratio_frozen():
 
 
 @given(st.lists(st.tuples(st.floats(-5, -0.01), st.floats(-3, 3)), min_size=1, max_size=8))
-def test_cispo_at_ratio_one_has_the_gradient_of_reinforce(values):
-    logprob, advantage = (of(*column) for column in zip(*values))
-    leaf = logprob.clone().requires_grad_()
-    cispo(leaf, logprob, advantage, ratio_cap=5.0).sum().backward()
-    torch.testing.assert_close(leaf.grad, -advantage)
-
-
-@given(st.lists(st.tuples(st.floats(-5, -0.01), st.floats(-3, 3)), min_size=1, max_size=8))
-def test_one_optimizer_step_per_batch_makes_all_objectives_agree(values):
+def test_one_optimizer_step_per_batch_makes_every_objective_reinforce(values):
     """Then the policy is the old policy, the ratio is 1, and nothing is clipped."""
     logprob, advantage = (of(*column) for column in zip(*values))
-    gradients = []
     for kind in OBJECTIVES:
         leaf = logprob.clone().requires_grad_()
         OBJECTIVES[kind](ObjectiveConfig(kind), leaf, leaf.detach(), advantage).sum().backward()
-        gradients.append(leaf.grad)
-    torch.testing.assert_close(gradients[0], gradients[1])
-    torch.testing.assert_close(gradients[1], gradients[2])
-
-
-def test_clipped_tokens_have_no_gradient_in_dapo_and_a_bounded_one_in_cispo():
-    old, advantage = of(0, 0, 0), of(1, 1, -1)
-    leaf = logs(1.2, 2.0, 0.5).requires_grad_()
-    dapo(leaf, old, advantage, **CLIP).sum().backward()
-    close(leaf.grad, -1.2, 0.0, 0.0)
-    leaf = logs(1.2, 50.0, 0.5).requires_grad_()
-    cispo(leaf, old, advantage, ratio_cap=5.0).sum().backward()
-    close(leaf.grad, -1.2, -5.0, 0.5)
+        torch.testing.assert_close(leaf.grad, -advantage)
 
 
 def test_log_ratio_is_clamped_to_twenty_so_nothing_overflows():
@@ -123,11 +101,6 @@ def test_log_ratio_is_clamped_to_twenty_so_nothing_overflows():
 def test_kl_k3_by_hand():
     """π_ref/π_θ − log(π_ref/π_θ) − 1 for ratios 2, 1/2 and 1."""
     close(kl_k3(of(0, 0, 0), logs(2.0, 0.5, 1.0)), 2 - math.log(2) - 1, 0.5 + math.log(2) - 1, 0.0)
-
-
-@given(st.floats(-8, 0), st.floats(-8, 0))
-def test_kl_k3_is_never_negative(logprob, reference):
-    assert float(kl_k3(of(logprob), of(reference))) >= 0
 
 
 def test_kl_k3_is_the_kl_divergence_in_expectation():
@@ -168,11 +141,8 @@ def test_clip_fraction_counts_tokens_whose_gradient_the_bound_took_or_limited():
     assert clipped(ObjectiveConfig("dapo"), ratio, old, advantage).tolist() == [True, False, False, True, False]
     assert clipped(ObjectiveConfig("grpo"), logs(1.25, 1.15), of(0, 0), of(1, 1)).tolist() == [True, False]
     assert clipped(ObjectiveConfig("cispo"), logs(5.1, 4.9), of(0, 0), of(1, -1)).tolist() == [True, False]
-
-
-def test_dual_clip_counts_as_clipped():
-    config = ObjectiveConfig("dapo", dual_clip=3.0)
-    assert clipped(config, logs(3.1, 2.9), of(0, 0), of(-1, -1)).tolist() == [True, False]
+    dual = ObjectiveConfig("dapo", dual_clip=3.0)
+    assert clipped(dual, logs(3.1, 2.9), of(0, 0), of(-1, -1)).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("kind", OBJECTIVES)
@@ -198,13 +168,10 @@ def reinforce(config: ObjectiveConfig, logprob: Tensor, old_logprob: Tensor, adv
 careful = Objective(reinforce, clipped=lambda config, logprob, old_logprob, advantage: advantage < 0)
 
 
-def test_a_loss_of_ones_own_is_named_by_module_and_function_and_clips_nothing():
+def test_a_loss_of_ones_own_is_named_by_module_and_function_and_clips_what_it_says():
     config = load_config(ObjectiveConfig, None, [f"kind={__name__}:reinforce", "kl_coefficient=0", "dual_clip=3"])
     close(objective_loss(config, of(-1.0, -2.0), of(0, 0), of(3, -1), of(0, 0), None), 3.0, -2.0)
     assert clipped(config, of(-1.0, -2.0), of(0, 0), of(3, -1)).tolist() == [False, False]
-
-
-def test_an_objective_of_ones_own_says_what_it_clips():
     config = ObjectiveConfig(f"{__name__}:careful")
     assert clipped(config, of(-1.0, -2.0), of(0, 0), of(3, -1)).tolist() == [False, True]
 

@@ -20,6 +20,7 @@ from dccot.train.rewards import FILTERS, Graded, Group, RewardConfig, advantages
 from dccot.train.rl import RL
 
 PAPER = RewardConfig("correctness_format", correct_only=0.5, length_penalty=0.1, cutoff=2000)
+HARSH = RewardConfig("correctness_format", correct_only=0.5, length_penalty=0.9, cutoff=0)
 HLP = RewardConfig("high_length_penalty", correct_only=0.01, length_penalty=0.9, cutoff=2000)
 
 
@@ -28,40 +29,29 @@ def rollout(verdict: str | None = "correct", flaw: str | None = None, length: in
 
 
 @pytest.mark.parametrize(
-    ("verdict", "flaw", "length", "expected"),
+    ("config", "budget", "verdict", "flaw", "length", "expected"),
     [
-        ("correct", None, 2000, 1.0),  # no penalty up to the cutoff
-        ("correct", None, 4750, 1.0 - 0.1 * 2750 / 5500),  # half of it half-way
-        ("correct", None, 7500, 0.9),
-        ("correct", "no_spawn", 2000, 0.5),
-        ("correct", "no_spawn", 7500, 0.4),
-        ("wrong", None, 100, 0.0),
-        ("wrong", None, 7500, 0.0),  # never below 0
-        ("unparsable", "open_think", 7500, 0.0),
+        (PAPER, 7500, "correct", None, 2000, 1.0),  # no penalty up to the cutoff
+        (PAPER, 7500, "correct", None, 4750, 1.0 - 0.1 * 2750 / 5500),  # half of it half-way
+        (PAPER, 7500, "correct", None, 7500, 0.9),
+        (PAPER, 7500, "correct", "no_spawn", 2000, 0.5),
+        (PAPER, 7500, "correct", "no_spawn", 7500, 0.4),
+        (PAPER, 7500, "wrong", None, 100, 0.0),
+        (PAPER, 7500, "wrong", None, 7500, 0.0),  # never below 0
+        (PAPER, 7500, "unparsable", "open_think", 7500, 0.0),
+        (HARSH, 7500, "correct", "no_spawn", 7500, 0.0),
+        (HLP, 12000, "correct", None, 1500, 1.0),
+        (HLP, 12000, "correct", None, 7000, 1.0 - 0.9 * 5000 / 10000),
+        (HLP, 12000, "correct", None, 12000, 0.1),
+        (HLP, 12000, "correct", "no_spawn", 100, 0.01),
+        (HLP, 12000, "correct", "no_spawn", 12000, 0.01),  # what is ill-formed is not penalised further
+        (HLP, 12000, "wrong", None, 100, 0.0),
+        (PAPER, 7500, "timed_out", None, 100, None),  # what could not be judged has no reward
+        (PAPER, 7500, "crashed", None, 100, None),
     ],
 )
-def test_correctness_format_reward_by_hand(verdict, flaw, length, expected):
-    assert reward_of(rollout(verdict, flaw, length), PAPER, budget=7500) == pytest.approx(expected, abs=1e-12)
-
-
-def test_the_penalty_never_makes_a_reward_negative():
-    harsh = RewardConfig("correctness_format", correct_only=0.5, length_penalty=0.9, cutoff=0)
-    assert reward_of(rollout(flaw="no_spawn", length=7500), harsh, budget=7500) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("verdict", "flaw", "length", "expected"),
-    [
-        ("correct", None, 1500, 1.0),
-        ("correct", None, 7000, 1.0 - 0.9 * 5000 / 10000),
-        ("correct", None, 12000, 0.1),
-        ("correct", "no_spawn", 100, 0.01),
-        ("correct", "no_spawn", 12000, 0.01),  # what is ill-formed is not penalised further
-        ("wrong", None, 100, 0.0),
-    ],
-)
-def test_high_length_penalty_reward_by_hand(verdict, flaw, length, expected):
-    assert reward_of(rollout(verdict, flaw, length), HLP, budget=12000) == pytest.approx(expected, abs=1e-12)
+def test_rewards_by_hand(config, budget, verdict, flaw, length, expected):
+    assert reward_of(rollout(verdict, flaw, length), config, budget) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize(("flaw", "expected"), [(None, 1.0 - 0.9 * 5000 / 10000), ("no_answer", 0.0)])
@@ -95,11 +85,6 @@ def test_a_sequential_baseline_is_graded_on_what_follows_its_thinking(prompt, te
     with Grader(GradingConfig(workers=1)) as rl.judge:
         [graded] = rl.grade([asked])
     assert reward_of(graded, config.reward, config.rollout.budget) == expected
-
-
-@pytest.mark.parametrize("verdict", ["timed_out", "crashed"])
-def test_an_answer_that_could_not_be_judged_has_no_reward(verdict):
-    assert reward_of(rollout(verdict), PAPER, budget=7500) is None
 
 
 def test_an_ungraded_rollout_is_an_error_and_not_a_zero():
