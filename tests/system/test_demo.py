@@ -25,13 +25,17 @@ model: "{run}/base"
 train: "{run}/world/problems/train.jsonl"
 benchmarks: ["{run}/world/problems/test.jsonl"]
 common:
-  eval: {budget: 24, max_prompt_tokens: 256, n: 3, engine: {dtype: float32, context: 512, max_sequences: 8, kv_cache_gb: 0.1}}
+  eval: {budget: 24, max_prompt_tokens: 256, n: 3,
+    engine: {dtype: float32, context: 512, max_sequences: 8, kv_cache_gb: 0.1}}
 prepare:
-  world: {run: "dccot.lab.worlds.stages:arithmetic", set: {base_examples: 40, train: 8, validation: 2, test: 3, larger: 1,
+  world: {run: "dccot.lab.worlds.stages:arithmetic", set: {
+    base_examples: 40, train: 8, validation: 2, test: 3, larger: 1,
     model: {hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 1}}}
-  base: {run: sft, config: mini/base.yaml, start: world/init, set: {steps: 80, checkpoint.every: 5, data.train: "{run}/world/base.jsonl"}}
+  base: {run: sft, config: mini/base.yaml, start: world/init, set: {
+    steps: 80, checkpoint.every: 5, data.train: "{run}/world/base.jsonl"}}
 stages:
-  stage1: {run: rl, config: rl/stage1.yaml, set: {steps: 1, filter: none, batch: {prompts_rolled_out: 2, prompts: 2}, rollout.budget: 24,
+  stage1: {run: rl, config: rl/stage1.yaml, set: {steps: 1, filter: none,
+    batch: {prompts_rolled_out: 2, prompts: 2}, rollout.budget: 24,
     sharding: {compute_dtype: float32, activation_checkpointing: false}, prompt.max_prompt_tokens: 256,
     reward.cutoff: 8, validation.every: 0, engine: {dtype: float32, context: 512, max_sequences: 8, kv_cache_gb: 0.1}}}
   eval_base: {run: eval, set: {model: base, method: sequential}}

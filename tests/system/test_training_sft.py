@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -59,15 +58,7 @@ def two_ranks(world) -> Path:
     ]
     runs.append([*arguments(world, "long_whole", LONG), BY_SIGNALS])
     (world / "runs.json").write_text(json.dumps(runs))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        str(PROGRAM),
-        str(world / "runs.json"),
-    ]
+    command = programs.torchrun(2, PROGRAM, world / "runs.json")
     done = programs.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return world
@@ -126,19 +117,9 @@ class Job:
 
     def __init__(self, world: Path, name: str, *settings: str):
         self.run, self.log = world / name, world / f"{name}.log"
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node=2",
-            "-m",
-            "dccot.train.sft",
-        ]
+        command = programs.torchrun(2, "dccot.train.sft", *arguments(world, name, LONG), *settings)
         with self.log.open("a") as said:
-            self.process = programs.Popen(
-                [*command, *arguments(world, name, LONG), *settings], stdout=said, stderr=said
-            )
+            self.process = programs.Popen(command, stdout=said, stderr=said)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 900
@@ -171,17 +152,8 @@ def test_a_run_that_is_told_to_save_and_then_to_stop_ends_in_the_same_bits(two_r
 
 
 def test_checkpoint_minutes_saves_by_the_clock(world):
-    assert (
-        main(
-            [
-                *arguments(world, "by_the_clock", STEPS),
-                "checkpoint.every=1000",
-                "checkpoint.minutes=1e-6",
-                "checkpoint.keep=99",
-            ]
-        )
-        == 0
-    )
+    by_the_clock = ("checkpoint.every=1000", "checkpoint.minutes=1e-6", "checkpoint.keep=99")
+    assert main([*arguments(world, "by_the_clock", STEPS), *by_the_clock]) == 0
     assert len(list((world / "by_the_clock" / "checkpoints").glob("step_*"))) == STEPS
 
 

@@ -15,10 +15,16 @@ from dccot.rollout.response import Response, Round, Segment
 from tests.support import programs
 
 ARCHITECTURE = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": False,
-    "initializer_range": 0.3,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 32, "initializer_range": 0.3},
+    **{
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    },
+}
 
 
 @pytest.fixture(scope="session")

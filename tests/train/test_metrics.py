@@ -230,7 +230,8 @@ def test_weights_and_biases_gets_the_rows_of_metrics_jsonl_and_a_restart_continu
 
 
 def test_without_the_setting_weights_and_biases_is_not_even_imported(tmp_path):
-    program = "import sys; from dccot.core.run import Run; from dccot.train.recorder import Recorder; Recorder(Run(sys.argv[1]), 0, True).close()"
+    program = "import sys; from dccot.core.run import Run; from dccot.train.recorder import Recorder; "
+    program += "Recorder(Run(sys.argv[1]), 0, True).close()"
     subprocess.run([sys.executable, "-c", f"{program}; assert 'wandb' not in sys.modules", tmp_path], check=True)
 
 

@@ -82,9 +82,8 @@ def test_what_does_not_fit_is_said_with_what_to_change(capsys):
 def test_copies_and_tensor_parallel_are_the_configurations_unless_given(tmp_path, capsys):
     """Four copies on 8 GPUs, hence two GPUs per copy: 4 bytes of 1.78 billion parameters are 3.6 GB on each."""
     path = tmp_path / "four.yaml"
-    path.write_text(
-        f"base: {Path('configs/rl/stage4.yaml').resolve()}\nsharding: {{replicate: 4}}\nengine: {{tensor_parallel: 2}}\n"
-    )
+    groups = "sharding: {replicate: 4}\nengine: {tensor_parallel: 2}\n"
+    path.write_text(f"base: {Path('configs/rl/stage4.yaml').resolve()}\n{groups}")
     assert main(["1.5B", str(path), "--gpus", "8"]) == 0
     assert "master weights 3.6" in (said := capsys.readouterr().out) and "engine weights 1.8" in said
     assert main(["1.5B", str(path), "--gpus", "8", "--replicate", "1", "--tensor-parallel", "1"]) == 0

@@ -46,9 +46,8 @@ def test_processes_with_the_same_id_on_two_machines_stay_apart_and_gpus_are_name
         by_hand(tmp_path, rank, 0, *labels, operator("launch", 1.0), operator("kernel", 2.0, pid=rank, tid=7))
     events = opened(merge(tmp_path))
     processes = names(events, "process_name")
-    assert sorted((processes[e["pid"]], e["name"]) for e in events if e["ph"] == "X") == [
-        ("rank 0 · CPU", "launch"), ("rank 0 · GPU 0", "kernel"), ("rank 1 · CPU", "launch"), ("rank 1 · GPU 1", "kernel"),
-    ]  # fmt: skip
+    of_rank = [[(f"rank {rank} · CPU", "launch"), (f"rank {rank} · GPU {rank}", "kernel")] for rank in (0, 1)]
+    assert sorted((processes[e["pid"]], e["name"]) for e in events if e["ph"] == "X") == of_rank[0] + of_rank[1]
 
 
 def test_threads_with_the_same_id_on_two_ranks_get_different_ones(tmp_path):
