@@ -1,10 +1,8 @@
-"""How far the engine's log-probs are from the trainer's on the tokens that the engine sampled, and how far both are
-from fp32.
+"""How far the engine's log-probs of the tokens it sampled are from the trainer's, and how far both are from fp32.
 
     python -m dccot.lab.bench.gap MODEL problems.jsonl --n 16 --tokens 128 [--dtype bfloat16]
 
-Same weights, same tokens; only rounding differs. `train/objectives.py` corrects for the rest if rollout_ratio_cap is
-set.
+Same weights, same tokens; only rounding differs. `train/objectives.py` corrects for it if rollout_ratio_cap is set.
 """
 
 from __future__ import annotations
@@ -40,10 +38,8 @@ def sampled(model: Path, problems: Path, n: int, engine: EngineConfig, rollout: 
     prompt = PromptConfig("raw_sequential")
     with open_engine(model, engine) as opened:
         asked = Task(prompt).prompts(load_problems(problems)[:n], opened.tokenizer)
-        return [
-            rollout.response
-            for rollout in roll_out(opened, asked, missing_pairs(asked, [0]), prompt, rollout, seed=(0,))
-        ]
+        rolled = roll_out(opened, asked, missing_pairs(asked, [0]), prompt, rollout, seed=(0,))
+        return [each.response for each in rolled]
 
 
 @torch.no_grad()
@@ -75,10 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         responses = sampled(arguments.model, arguments.problems, arguments.n, engine, rollout)
         forests = pack(responses, TOKENS_AT_ONCE).forests()
         theirs = torch.cat([forest.logprob[forest.targets] for forest in forests])
-        ours, exact = (
-            logprobs(arguments.model, dtype, forests, rollout.temperature)
-            for dtype in (DTYPES[arguments.dtype], torch.float32)
-        )
+        under = lambda dtype: logprobs(arguments.model, dtype, forests, rollout.temperature)
+        ours, exact = under(DTYPES[arguments.dtype]), under(torch.float32)
         print(f"|Δ log p| of {len(theirs):,} tokens at temperature {rollout.temperature}, {arguments.dtype}")
         print(difference("  engine and trainer", theirs, ours))
         print(difference("  engine and fp32", theirs, exact))
