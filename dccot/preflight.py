@@ -244,8 +244,10 @@ def _completed(before: dict[str, Any], now: dict[str, Any], defaults: dict[str, 
     groups = [name for name in before if isinstance(before[name], dict) and isinstance(now.get(name), dict)]
     inner = {name: _completed(before[name], now[name], defaults.get(name) or {}) for name in groups}
     added = {name: defaults[name] for name in now if name in defaults and name not in before}
-    named = {"task": now["task"]} if "task" in added else {}  # before tasks had names, a stage did what its task does
-    return added | named | before | inner
+    named = {}
+    if "task" in added:  # before tasks had names, a stage did what its task does, and `by` named the task's rewriting
+        named = {name: now[name] for name in ("task", "by") if name == "task" or (name in now and now[name] is None)}
+    return added | before | named | inner
 
 
 def _settings(plan: StagePlan, config: Any, needs: list[Need]) -> dict[str, Any]:
