@@ -128,16 +128,12 @@ class Checkpointer:
         return self._underway.result() if self._underway is not None else []
 
     def costs(self) -> dict[str, float]:
-        """Consecutive failures and, if a checkpoint completed since the last call, its seconds until complete and
-        seconds waited for.
-        """
+        """Failures in a row and, if a checkpoint completed since the last call, what it took."""
         costs, self._costs = self._costs, {}
         return {"checkpoint/failures": float(self._failures), **costs}
 
     def close(self) -> None:
-        """Finish a checkpoint that is being written before the process group is destroyed, even if training ends in an
-        error.
-        """
+        """Finish what is being written before the process group is destroyed, even after an error."""
         if self._underway is not None and (error := self._underway.exception()):
             log.error("the checkpoint being written was lost: %s", _first_line(error))
         self._writer.shutdown()
@@ -159,9 +155,7 @@ class Checkpointer:
     def _complete(
         self, step: int, written: Future, shape: Transformer, state: str, start: float, waited: float, last: bool
     ) -> list[str]:
-        """In the background: when every rank has written its shards, rank 0 adds the rest and renames the
-        checkpoint.
-        """
+        """In the background: when every rank has written its shards, rank 0 adds the rest and renames."""
         partial, final = self.run.partial(step), self.run.checkpoint_folder(step)
         # a full disk surfaces as OSError, RuntimeError, SafetensorError or CheckpointException
         error = written.exception()

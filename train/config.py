@@ -174,9 +174,7 @@ class RLConfig(TrainingConfig):
 
 
 def open_model(config: RLConfig | SFTConfig) -> tuple[Path, ModelConfig, PreTrainedTokenizerBase]:
-    """Folder, configuration and tokenizer of the model a run starts from; rejected, before any weights are loaded, if
-    they do not fit the settings.
-    """
+    """Folder, configuration and tokenizer of the model a run starts from; rejected if they do not fit the settings."""
     folder = resolve_model(config.model.path)
     model, tokenizer = open_folder(folder, config.prompt, config.rollout.workers)
     if isinstance(config, RLConfig):

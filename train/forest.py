@@ -194,9 +194,7 @@ class _Item:
 
 
 def _size(response: Response) -> tuple[int, int, int]:
-    """(tokens after the prompt, pairs after the prompt, longest position) of a response's forest, by arithmetic on
-    lengths.
-    """
+    """(tokens after the prompt, pairs after the prompt, longest position) of a response, from lengths alone."""
     depth, tokens, pairs = len(response.prompt), 0, 0
     longest = depth
     for segment, _, branch in _layout(response):
@@ -217,9 +215,7 @@ def longest_position(response: Response) -> int:
 def _items(
     responses: Sequence[Response], token_budget: int, ranks: int, share_prompts: bool, max_positions: int | None
 ) -> list[_Item]:
-    """Units of packing: neighbours with the same prompt, as many as leave enough for the other ranks, or single
-    responses.
-    """
+    """Units of packing: neighbours that share a prompt, as many as leave enough for other ranks, or single ones."""
     sizes = [_size(response) for response in responses]
     limit = min(token_budget, sum(len(r.prompt) + tokens for r, (tokens, _, _) in zip(responses, sizes)) // ranks)
     items: list[_Item] = []

@@ -84,9 +84,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def parameters(model: ModelConfig, where: str = "", shards: int = 1) -> int:
-    """Parameters whose name contains `where`, or of the first of `shards` shards of each: FSDP divides the first
-    dimension, rounded up.
-    """
+    """Parameters with `where` in their names, or their first of `shards`: FSDP divides the first side, rounded up."""
     shapes = [shape for name, shape in parameter_shapes(model).items() if where in name]
     return sum(-(-shape[0] // shards) * math.prod(shape[1:]) for shape in shapes)
 

@@ -153,9 +153,7 @@ def objective_loss(
     rollout_logprob: Tensor,
     reference_logprob: Tensor | None,
 ) -> Tensor:
-    """Per-token loss in full: policy term (corrected for the rollout gap if rollout_ratio_cap is set) plus KL to the
-    reference.
-    """
+    """Per-token loss in full: policy term, corrected for the rollout gap if so configured, plus KL to the reference."""
     loss = objective_of(config).loss(config, logprob, old_logprob, advantage)
     if config.rollout_ratio_cap is not None:
         loss = loss * ratio_of(old_logprob, rollout_logprob).clamp(max=config.rollout_ratio_cap)

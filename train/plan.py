@@ -125,9 +125,7 @@ def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan
 
 
 def engine_at_work(model: ModelConfig, engine: EngineConfig) -> float:
-    """Bytes of the engine's largest forward pass, in an MLP, or of its fp32 logits and their sampling, whichever is
-    more.
-    """
+    """Bytes of the engine's largest forward pass: in an MLP, or its fp32 logits and their sampling."""
     hidden, inside = 2 * model.hidden_size, 3 * model.intermediate_size / engine.tensor_parallel
     return max(2 * engine.batched_tokens * (hidden + inside), 3 * 4 * engine.max_sequences * model.vocab_size)
 

@@ -120,9 +120,7 @@ def _legend(names: Iterable[str]) -> str:
 
 
 def open_wandb(run: Run, project: str, settings: Mapping[str, Any]) -> Any:
-    """A Weights & Biases run for this run folder; restarts continue it. Keys and offline mode come from the environment
-    (WANDB_…).
-    """
+    """Its run for this folder, which restarts continue. Keys and offline mode come from the environment (WANDB_…)."""
     import wandb
 
     if not run.wandb_id.is_file():

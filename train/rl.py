@@ -53,9 +53,7 @@ log = logging.getLogger(__name__)
 
 
 def train(config: RLConfig, engine: TrainingEngine | None = None) -> None:
-    """Run the stage to the end. A given engine is used (its weights are replaced) and left running; otherwise the stage
-    starts its own.
-    """
+    """Run the stage to the end, with its own engine or a given one, whose weights are replaced and which stays up."""
     with Runtime.start(config.timeout_seconds) as runtime, ExitStack() as stack:
         rl = RL(config, runtime, stack, engine)
         rl.sync()
@@ -292,9 +290,7 @@ class RL(Trainer[RLConfig]):
         return list(roll_out(self.engine, mine, pairs, self.config.prompt, config, seed=seed, watch=watch))
 
     def _judged(self, mine: list[Rollout]) -> list[Rollout]:
-        """All ranks' rollouts, graded where they were generated, in an order that does not depend on which finished
-        first.
-        """
+        """All ranks' rollouts, graded where they were made, in an order that no speed decides."""
         if self.runtime.rank % self.config.engine.tensor_parallel:
             mine = []  # the ranks of one replica hold the same responses
         grade(mine, self.judge, thinking_counts=self.config.prompt.parallel)

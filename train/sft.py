@@ -48,9 +48,7 @@ class Example:
 def demonstration(
     completion: str, prompt: list[int], tokenizer, tags: TagIds, *, parallel: bool, open_think: bool
 ) -> Response:
-    """A completion as the response that inference would have produced; raises IllFormed if a parallel one is not
-    well-formed.
-    """
+    """A completion as the response that inference would have produced; IllFormed if a parallel one is not."""
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)

@@ -53,9 +53,7 @@ class Trainer(Generic[C]):
         self.optimizer = make_optimizer(self.model, config.optimizer)
 
     def resume(self, stack: ExitStack) -> dict[str, Any]:
-        """Restore the newest checkpoint, open what the run writes to, and return the state that was saved with the
-        weights.
-        """
+        """Restore the newest checkpoint and open what the run writes to; returns the state saved with the weights."""
         config, main = self.config, self.runtime.is_main
         self.checkpointer = Checkpointer(self.run, config.checkpoint, self.runtime, source=self.source)
         stack.callback(self.checkpointer.close)
@@ -125,9 +123,7 @@ class Trainer(Generic[C]):
         self.progress.show(step + 1, console_line(step + 1, self.config.steps, metrics))
 
     def note_bad(self, step: int, reports: Sequence[StepReport], save: Callable[[Path], None]) -> None:
-        """Save the batch of a step with skipped updates in bad/, for replay. Stop after too many such steps in a
-        row.
-        """
+        """Save the batch of skipped updates in bad/, for replay; stop after too many such steps in a row."""
         bad, folder, limit = [each for each in reports if not each.applied], self.run.bad, self.config.max_bad_steps
         self.bad_in_a_row = self.bad_in_a_row + 1 if bad else 0
         if bad and self.config.replay is None and self.runtime.is_main:

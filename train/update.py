@@ -99,9 +99,7 @@ def accumulate(
 def apply_gradients(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss: float, learning_rate: float, max_grad_norm: float
 ) -> tuple[float, bool]:
-    """Clip and step unless loss or gradient is not finite; returns the gradient's norm and whether the step was
-    taken.
-    """
+    """Clip and step unless loss or gradient is not finite; returns the gradient's norm and whether it stepped."""
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     size = float(norm)
