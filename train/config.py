@@ -146,9 +146,8 @@ class RLConfig(TrainingConfig):
     name: str = "rl"
     steps: Positive = 200
     filter: Annotated[str, known(FILTERS)] = "include_easy"  # remove_easy, none, or your own module:function
-    advantage: Annotated[str, known(ADVANTAGES)] = (
-        "std"  # (R − mean) / std; mean: R − mean; or your own module:function
-    )
+    # (R − mean) / std; mean: R − mean; or your own module:function
+    advantage: Annotated[str, known(ADVANTAGES)] = "std"
     keep_rollouts: Positive = 100  # newest steps whose rollouts are kept on disk
     data: RLData = field(default_factory=RLData)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

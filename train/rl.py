@@ -75,9 +75,8 @@ def train(config: RLConfig, engine: TrainingEngine | None = None) -> None:
                 rl.reference_logprobs(mini_batches)
                 tokens = TokenMetrics(config.objective, runtime)
                 reports = [rl.update(mini_batch, tokens) for mini_batch in mini_batches]
-                policy = tokens.reduce() | rl.update_metrics(
-                    reports, [forest for each in mini_batches for forest in each.forests]
-                )
+                trained = [forest for mini_batch in mini_batches for forest in mini_batch.forests]
+                policy = tokens.reduce() | rl.update_metrics(reports, trained)
                 rl.sync()
             rl.save(step, batch, reports)
             if rl.due(step, config.validation.every):
@@ -191,17 +190,12 @@ class RL(Trainer[RLConfig]):
 
     def pack(self, batch: Batch) -> list[MiniBatch]:
         """This rank's forests and all responses' advantages, for each update."""
-        config, packed = self.config.batch, []
+        config, ranks, packed = self.config.batch, self.runtime.ranks, []
+        cost, positions = pair_cost(self.model.config), self.model.config.max_position
+        budget, share = config.token_budget, config.share_prompts
         for graded in batch.mini_batches(config.optimizer_steps):
             responses = [each.response for each in graded]
-            packing = pack(
-                responses,
-                config.token_budget,
-                self.runtime.ranks,
-                share_prompts=config.share_prompts,
-                pair_cost=pair_cost(self.model.config),
-                max_positions=self.model.config.max_position,
-            )
+            packing = pack(responses, budget, ranks, share_prompts=share, pair_cost=cost, max_positions=positions)
             advantages = torch.tensor([each.advantage for each in graded], device=self.runtime.device)
             packed.append(MiniBatch(packing.forests(self.runtime.rank), advantages))
         return packed
@@ -258,9 +252,8 @@ class RL(Trainer[RLConfig]):
         with self.phases("validate"):
             config = replace(self.config.rollout, top_p=self.config.validation.top_p)
             samples, seed = range(self.config.validation.samples), (self.config.seed, step, "validation")
-            return validation_metrics(
-                self._judged(self._sample(self.validation, samples, config, seed, Heartbeat(self.phases)))
-            )
+            mine = self._sample(self.validation, samples, config, seed, Heartbeat(self.phases))
+            return validation_metrics(self._judged(mine))
 
     def data_metrics(self, batch: Batch) -> dict[str, float]:
         sampled = sum(rollout.response.sampled_tokens for rollout in batch.rolled_out)
