@@ -209,8 +209,19 @@ FAULTS = [
 ]  # fmt: skip
 
 
+def first_failure(tree: Path, tests: str) -> str | None:
+    """The test that fails first, with its reason; None: all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", *tests.split()]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "CI": "1", "COLUMNS": "300"}
+    done = programs.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=1800)
+    failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode and not failures:
+        raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-1000:]}")
+    return failures[0].split("::")[-1][:160] if failures else None
+
+
 def plant(fault: Fault, tree: Path) -> str:
-    """caught by a test, survived, or why the fault could not be planted."""
+    """Caught, and by which test; survived; or why the fault could not be planted."""
     path = tree / fault.file
     whole = path.read_text() if path.exists() else ""
     if (found := whole.count(fault.before)) != 1:
@@ -219,27 +230,25 @@ def plant(fault: Fault, tree: Path) -> str:
     if missing:
         return f"not planted: no {', '.join(missing)}"
     path.write_text(whole.replace(fault.before, fault.after))
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", *fault.tests.split()]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "CI": "1"}
     try:
-        done = programs.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=900)
+        failure = first_failure(tree, fault.tests)
     finally:
         path.write_text(whole)
-    failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    if done.returncode not in (0, 1) or (done.returncode == 1 and not failures):
-        return f"not judged: {(done.stdout + done.stderr)[-300:]}"
-    return f"caught by {failures[0].split(' - ')[0].split('::')[-1]}" if failures else "SURVIVED"
+    return f"caught by {failure}" if failure else "SURVIVED"
 
 
 def main(words: list[str]) -> int:
     chosen = [fault for fault in FAULTS if not words or any(word in str(fault) for word in words)]
-    bad = 0
+    bad, sound = 0, dict[str, str | None]()  # tests → what fails without any fault
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(programs.ROOT, tree, symlinks=True, ignore=LEFT_OUT)
         for number, fault in enumerate(chosen, 1):
             start = time.monotonic()
-            said = plant(fault, tree)
+            if fault.tests not in sound:
+                sound[fault.tests] = first_failure(tree, fault.tests)
+            broken = sound[fault.tests]
+            said = f"not planted: {broken} fails without it" if broken else plant(fault, tree)
             bad += not said.startswith("caught")
             change = f"{fault.before.strip()} → {fault.after.strip()}"
             print(f"| {number} | {fault.file} | `{change}` | {said} | {time.monotonic() - start:.0f} s |", flush=True)

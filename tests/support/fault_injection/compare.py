@@ -10,12 +10,7 @@ from tensorboard.util import tb_logging
 
 from dccot.core.files import read_jsonl
 
-SETTINGS = (
-    "optimizer.learning_rate=0.0003",
-    "checkpoint.keep=2",
-    "checkpoint.keep_hf_every=null",
-    "profile.steps=[]",
-)  # of these runs
+SETTINGS = ("optimizer.learning_rate=0.0003", "checkpoint.keep=2", "checkpoint.keep_hf_every=null", "profile.steps=[]")
 OF_THE_MACHINE = ("time/", "speed/", "memory/", "checkpoint/")  # metrics that differ from run to run
 
 
@@ -26,15 +21,13 @@ def differences(run: Path, whole: Path, steps: int) -> list[str]:
         return [f"there is no {last}"]
     found = []
     for folder in ("hf", "dcp"):
-        ours, theirs = ({p.name: _sha(p) for p in sorted((each / "checkpoints" / last / folder).iterdir()) if p.name != ".metadata"}
-                        for each in (run, whole))  # fmt: skip
+        ours, theirs = (_files(each / "checkpoints" / last / folder) for each in (run, whole))
         if not ours or ours != theirs:
             found.append(f"{folder}/ of {last} is not bit-identical")
-    for name in sorted(
-        {f"rollouts/{path.name}" for each in (run, whole) for path in (each / "rollouts").glob("*.jsonl")}
-    ):
-        if not ((run / name).exists() and (whole / name).exists()) or _sha(run / name) != _sha(whole / name):
-            found.append(f"{name} differs or is missing")
+    ours, theirs = (_files(each / "rollouts") for each in (run, whole))
+    found += [
+        f"rollouts/{name} differs or is missing" for name in sorted({n for n, _ in ours.items() ^ theirs.items()})
+    ]
     ours, theirs = (_comparable([row for _, row in read_jsonl(each / "metrics.jsonl")]) for each in (run, whole))
     if [row["step"] for row in ours] != list(range(steps)):
         found.append(f"metrics.jsonl holds steps {[row['step'] for row in ours]}")
@@ -45,9 +38,8 @@ def differences(run: Path, whole: Path, steps: int) -> list[str]:
         if name.startswith("time/checkpoint_"):  # told once per checkpoint, some of which were killed
             continue
         mine, other = ours.get(name, []), theirs.get(name, [])
-        if [step for step, _ in mine] != [step for step, _ in other] or (
-            not name.startswith(OF_THE_MACHINE) and mine != other
-        ):
+        same_steps = [step for step, _ in mine] == [step for step, _ in other]
+        if not same_steps or (not name.startswith(OF_THE_MACHINE) and mine != other):
             found.append(f"TensorBoard series {name} differs: steps {[step for step, _ in mine]}")
     return found
 
@@ -63,5 +55,7 @@ def _comparable(rows: list[dict]) -> list[dict]:
     return [{name: value for name, value in row.items() if not name.startswith(OF_THE_MACHINE)} for row in rows]
 
 
-def _sha(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _files(folder: Path) -> dict[str, str]:
+    """Name → checksum; without torch's index, which is pickled."""
+    files = [path for path in folder.glob("*") if path.name != ".metadata"]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

@@ -24,6 +24,7 @@ from dccot.core.config import ConfigError, load_config
 from dccot.core.files import BadData, read_jsonl, write_jsonl_atomic
 from dccot.data.problems import load_problems
 from dccot.lab.worlds.exact_task import make_task
+from tests.support.programs import torchrun
 from tests.support.tag_soup import disagreements
 
 KEY = "sk-planted-9b2e7c41d6"
@@ -47,6 +48,16 @@ class Trial:
     def good(self) -> bool:
         return self.tried == self.survived and not self.problems
 
+    @classmethod
+    def once(cls, fault: str, seen: str, good: bool, otherwise: object) -> Trial:
+        """A fault that was tried once."""
+        return cls(fault, 1, int(good), seen, [] if good else [str(otherwise)])
+
+    @classmethod
+    def each(cls, fault: str, seen: str, tried: int, problems: list[str]) -> Trial:
+        """One that was tried several times, with a problem for each that was not survived."""
+        return cls(fault, tried, tried - len(problems), seen, problems[:5])
+
 
 def run(command: Sequence[str], under: Sequence[str], log: Path, **environment: str) -> tuple[int, str]:
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -56,33 +67,14 @@ def run(command: Sequence[str], under: Sequence[str], log: Path, **environment: 
     return code, log.read_text()
 
 
-# --- bad numbers, stuck things: two ranks with a real engine
-# ------------------------------------------------------------------------
-
-
 def numbers_and_stalls(out: Path, under: Sequence[str]) -> list[Trial]:
     out.mkdir(parents=True)
     make_task(out)
-    program = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "-m",
-        "tests.support.fault_injection.inside",
-        str(out),
-    ]
-    code, said = run(program, under, out / "said.log")
+    code, said = run(torchrun(2, "tests.support.fault_injection.inside", out)[1:], under, out / "said.log")
     trials = [Trial(**row) for _, row in read_jsonl(out / "trials.jsonl")] if (out / "trials.jsonl").exists() else []
-    return (
-        trials
-        if code == 0
-        else [*trials, Trial("bad numbers and stalls", 1, 0, "", [f"exit code {code}: {said[-500:]}"])]
+    return trials + (
+        [Trial.once("bad numbers and stalls", "", False, f"exit code {code}: {said[-500:]}")] if code else []
     )
-
-
-# --- hostile answers
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def hostile_answers(out: Path, under: Sequence[str]) -> list[Trial]:
@@ -98,10 +90,6 @@ def hostile_answers(out: Path, under: Sequence[str]) -> list[Trial]:
         return [Trial("hostile answers to the grader", 20_000, 0, "", [said[-300:]])]
     seen = f"5% hostile; processes {processes[0]} → {processes[1]}, memory {memory[0]:.0f} → {memory[1]:.0f} MB"
     return [Trial("hostile answers to the grader", 20_000, 20_000 - lost, seen, faults)]
-
-
-# --- what is refused in the first seconds
-# -------------------------------------------------------------------------------------------
 
 
 def refused(main: Callable, argv: list[str]) -> tuple[int | None, str, float]:
@@ -156,7 +144,7 @@ def configurations(out: Path, under: Sequence[str]) -> list[Trial]:
         if code != 2 or said.count("\n") != 1 or expected not in said or "Traceback" in said:
             problems.append(f"{override}: exit code {code}, said {said[:200]!r}")
     seen = f"one line each, before any weight is read; slowest {slowest:.1f} s"
-    return [Trial("configurations that cannot run", len(cases), len(cases) - len(problems), seen, problems)]
+    return [Trial.each("configurations that cannot run", seen, len(cases), problems)]
 
 
 def data_files(out: Path, under: Sequence[str]) -> list[Trial]:
@@ -194,26 +182,14 @@ def data_files(out: Path, under: Sequence[str]) -> list[Trial]:
         except BadData as error:
             if "\n" in str(error) or str(path) not in str(error):
                 problems.append(f"{name}: {error}")
-    tried = len(lines) + len(files)
-    return [
-        Trial(
-            "data files that are broken", tried, tried - len(problems), "file and line named, no stack trace", problems
-        )
-    ]
-
-
-# --- fuzzing
-# ------------------------------------------------------------------------------------------------------------------------
+    seen = "file and line named, no stack trace"
+    return [Trial.each("data files that are broken", seen, len(lines) + len(files), problems)]
 
 
 def tag_soups(out: Path, under: Sequence[str], count: int = 200_000) -> list[Trial]:
     wrong, well_formed = disagreements(count)
     seen = f"parser and an independent oracle agree; {well_formed:,} were well-formed"
-    return [
-        Trial(
-            "tag soups", count, count - len(wrong), seen, [f"K={k}: {text!r}: {a} / {b}" for text, k, a, b in wrong[:5]]
-        )
-    ]
+    return [Trial.each("tag soups", seen, count, [f"K={k}: {text!r}: {a} / {b}" for text, k, a, b in wrong])]
 
 
 def mutated_files(out: Path, under: Sequence[str]) -> list[Trial]:
@@ -248,12 +224,8 @@ def mutated_files(out: Path, under: Sequence[str]) -> list[Trial]:
                 problems.append(f"{type(error).__name__} from {bytes(spoiled)!r}")
             slowest = max(slowest, time.monotonic() - start)
         seen = f"a result or one clear line; slowest {slowest:.2f} s"
-        trials.append(Trial(name, MUTATED, MUTATED - len(problems), seen, problems[:5]))
+        trials.append(Trial.each(name, seen, MUTATED, problems))
     return trials
-
-
-# --- secrets
-# ------------------------------------------------------------------------------------------------------------------------
 
 
 class Unfriendly(BaseHTTPRequestHandler):
@@ -272,12 +244,9 @@ class Unfriendly(BaseHTTPRequestHandler):
         status = self.server.statuses[Unfriendly.counter % len(self.server.statuses)]
         body = json.dumps({"type": "error", "error": {"type": "trouble", "message": f"the key {key} is not welcome"}})
         self.send_response(status)
-        for name, value in {
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            "retry-after": "0.1",
-        }.items():
-            self.send_header(name, value)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.send_header("retry-after", "0.1")
         self.end_headers()
         self.wfile.write(body.encode())
 
@@ -297,20 +266,21 @@ class Endpoint(ThreadingHTTPServer):
 def rewriting_with_a_key(out: Path, under: Sequence[str]) -> list[Trial]:
     """Both protocols, every kind of error, the SDKs' debug logs on: the key reaches the server and nothing else."""
     out.mkdir(parents=True)
-    rows = [
-        {"id": f"p{n}", "question": f"q{n}", "gold": "7", "solution": "<think>\nso</think>\\boxed{7}"} for n in range(6)
-    ]
-    write_jsonl_atomic(out / "source.jsonl", rows)
+    row = {"question": "q", "gold": "7", "solution": "<think>\nso</think>\\boxed{7}"}
+    write_jsonl_atomic(out / "source.jsonl", [{"id": f"p{n}"} | row for n in range(6)])
     (out / "rewrite.yaml").write_text("attempts: 2\n")
     problems, tried = [], 0
     for protocol, variable in (("openai", "OPENAI_API_KEY"), ("anthropic", "ANTHROPIC_API_KEY")):
         for name, statuses in {"refused": [401], "mixed": [500, 429, 400, 529], "lost": [404]}.items():
             server, tried, before = Endpoint(statuses), tried + 1, Unfriendly.counter
             url = f"http://127.0.0.1:{server.server_port}" + ("/v1" if protocol == "openai" else "")
-            settings = [
-                f"source={out / 'source.jsonl'}", f"output={out / f'{protocol}_{name}.jsonl'}", f"endpoint.protocol={protocol}",
-                f"endpoint.base_url={url}", f"endpoint.key_variable={variable}", "endpoint.model=m", "endpoint.patience_seconds=2",
-            ]  # fmt: skip
+            settings = [f"source={out / 'source.jsonl'}", f"output={out / f'{protocol}_{name}.jsonl'}"]
+            settings += [
+                f"endpoint.protocol={protocol}",
+                f"endpoint.base_url={url}",
+                f"endpoint.key_variable={variable}",
+            ]
+            settings += ["endpoint.model=m", "endpoint.patience_seconds=2"]
             command = ["-m", "dccot.data.cli", "rewrite", str(out / "rewrite.yaml"), *settings]
             debug = {"OPENAI_LOG": "debug", "ANTHROPIC_LOG": "debug", "PYTHONASYNCIODEBUG": "1", **PLANTED}
             _, said = run(command, (), out / f"{protocol}_{name}.log", **debug)
@@ -320,7 +290,7 @@ def rewriting_with_a_key(out: Path, under: Sequence[str]) -> list[Trial]:
             if KEY in said:
                 problems.append(f"{protocol} {name}: the key is in what was printed")
     seen = "never printed, with the SDKs' debug logs on"
-    return [Trial("planted key, endpoint that repeats it in errors", tried, tried - len(problems), seen, problems)]
+    return [Trial.each("planted key, endpoint that repeats it in errors", seen, tried, problems)]
 
 
 def planted_keys_in(out: Path) -> Trial:
@@ -328,7 +298,7 @@ def planted_keys_in(out: Path) -> Trial:
     files = [path for path in out.rglob("*") if path.is_file()]
     holding = [str(path) for path in files if KEY.encode() in path.read_bytes()]
     seen = "no file, log, checkpoint or trace of these trials holds the key"
-    return Trial("planted key in any file", len(files), len(files) - len(holding), seen, holding)
+    return Trial.each("planted key in any file", seen, len(files), holding)
 
 
 FAULTS: dict[str, Callable[[Path, Sequence[str]], list[Trial]]] = {

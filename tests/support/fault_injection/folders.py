@@ -25,11 +25,13 @@ from tests.support.fault_injection.compare import series
 from tests.support.fault_injection.faults import Trial, run
 from tests.support.fault_injection.sft_task import make_sft_task
 
-FAKETIME = (
-    "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1",
-    "/usr/lib/aarch64-linux-gnu/faketime/libfaketime.so.1",
-)
-AN_HOUR_AGO = "import sys, time; now = time.time; time.time = lambda: now() - 3600\nfrom dccot.train.sft import main; sys.exit(main(sys.argv[1:]))"
+FAKETIME = [f"/usr/lib/{machine}-linux-gnu/faketime/libfaketime.so.1" for machine in ("x86_64", "aarch64")]
+AN_HOUR_AGO = """
+import sys, time
+now, time.time = time.time, lambda: now() - 3600
+from dccot.train.sft import main
+sys.exit(main(sys.argv[1:]))
+"""
 STRAYS = ("step_000001_keep", "step_000002.bak", "step_backup", "notes")
 RECIPE = """
 name: r
@@ -63,16 +65,8 @@ def deleted_source(out: Path, under: Sequence[str]) -> list[Trial]:
     included.
     """
     source = shutil.copytree(out / "model", out / "source")
-    command = [
-        *under,
-        sys.executable,
-        "-m",
-        "dccot.train.sft",
-        str(out / "sft.yaml"),
-        "name=orphan",
-        "steps=40",
-        f"model.path={source}",
-    ]
+    settings = ["name=orphan", "steps=40", f"model.path={source}"]
+    command = [*under, sys.executable, "-m", "dccot.train.sft", str(out / "sft.yaml"), *settings]
     with (out / "orphan.log").open("w") as log:
         training = subprocess.Popen(command, stdout=log, stderr=log)
     while training.poll() is None and not (out / "orphan" / "latest").exists():
@@ -80,20 +74,11 @@ def deleted_source(out: Path, under: Sequence[str]) -> list[Trial]:
     gone_at = newest(out / "orphan").name
     shutil.rmtree(source)
     code, last = training.wait(), newest(out / "orphan")
-    same = (
-        code == 0 and (last / "hf" / "tokenizer.json").read_bytes() == (out / "model" / "tokenizer.json").read_bytes()
-    )
+    saved, given = (folder / "tokenizer.json" for folder in (last / "hf", out / "model"))
+    same = code == 0 and saved.read_bytes() == given.read_bytes()
     good = same and Checkpoint(last).damage() is None and len(AutoTokenizer.from_pretrained(last / "hf")) > 0
-    problems = [] if good else [f"exit code {code}, {last}"]
-    return [
-        Trial(
-            "source folder deleted",
-            1,
-            int(good),
-            f"deleted at {gone_at}; {last.name} is whole, with its tokenizer",
-            problems,
-        )
-    ]
+    seen = f"deleted at {gone_at}; {last.name} is whole, with its tokenizer"
+    return [Trial.once("source folder deleted", seen, good, f"exit code {code}, {last}")]
 
 
 def stray_folders(out: Path, under: Sequence[str]) -> list[Trial]:
@@ -104,22 +89,11 @@ def stray_folders(out: Path, under: Sequence[str]) -> list[Trial]:
         shutil.copytree(newest(out / "littered") / "hf", checkpoints / stray)
     code, said = sft(out, "littered", 6, under, log="littered_again")
     left = [stray for stray in STRAYS if (checkpoints / stray / "config.json").is_file()]
-    good = (
-        code == 0
-        and "was not written" not in said
-        and newest(out / "littered").name == "step_000006"
-        and len(left) == len(STRAYS)
-    )
+    went_on = code == 0 and "was not written" not in said and newest(out / "littered").name == "step_000006"
+    good = went_on and len(left) == len(STRAYS)
     problems = [] if good else [f"exit code {code}, left {left}: {said[-300:]}"]
-    return [
-        Trial(
-            "stray folder beside checkpoints",
-            len(STRAYS),
-            len(left),
-            "not read, not deleted; saving and resuming work",
-            problems,
-        )
-    ]
+    seen = "not read, not deleted; saving and resuming work"
+    return [Trial("stray folder beside checkpoints", len(STRAYS), len(left), seen, problems)]
 
 
 def flipped_bit(out: Path, under: Sequence[str]) -> list[Trial]:
@@ -141,7 +115,7 @@ def flipped_bit(out: Path, under: Sequence[str]) -> list[Trial]:
         if code != 2 or "is damaged (the checksum of hf/model.safetensors does not match the manifest)" not in said:
             problems.append(f"{name}: exit code {code}: {said[-300:]}")
     seen = f"met by {', '.join(commands)}: refused, file named"
-    return [Trial("flipped bit in weights", len(commands), len(commands) - len(problems), seen, problems)]
+    return [Trial.each("flipped bit in weights", seen, len(commands), problems)]
 
 
 def changed_data(out: Path, under: Sequence[str]) -> list[Trial]:
@@ -164,13 +138,7 @@ def changed_data(out: Path, under: Sequence[str]) -> list[Trial]:
     if begun or code != 2 or "was trained on other data: row 7 'p6' has changed" not in again or "LLM engine" in again:
         problems.append(f"RL: exit codes {begun}, {code}: {said[-200:]} {again[-300:]}")
     return [
-        Trial(
-            "data changed before continuing",
-            2,
-            2 - len(problems),
-            "SFT and RL: the row named, before an engine starts",
-            problems,
-        )
+        Trial.each("data changed before continuing", "SFT and RL: the row named, before an engine starts", 2, problems)
     ]
 
 
@@ -183,17 +151,13 @@ def changed_recipe(out: Path, under: Sequence[str]) -> list[Trial]:
     command, problems = ["-m", "dccot.pipeline", str(recipe)], []
     code, said = run(command, under, out / "logs" / "recipe.log")
     if code:
-        return [Trial("recipe changed after it was finished", 1, 0, "", [f"exit code {code}: {said[-300:]}"])]
+        return [Trial.once("recipe changed after it was finished", "", False, f"exit code {code}: {said[-300:]}")]
     data, weights = folder / "world" / "base.jsonl", folder / "world" / "init" / "model.safetensors"
     cases = {
         "another seed": (["seed=3"], None, "seed was"),
         "other steps": (["sft.steps=3"], None, "steps was 2 when the stage was finished and is 3 now"),
         "other data": ([], data, "data.train has changed"),
-        "other weights": (
-            [],
-            weights,
-            "model.path has changed since the stage was finished (model.safetensors)",
-        ),
+        "other weights": ([], weights, "model.path has changed since the stage was finished (model.safetensors)"),
     }
     before = (folder / "recipe.yaml").read_bytes()
     for number, (name, (settings, file, expected)) in enumerate(cases.items()):
@@ -209,9 +173,7 @@ def changed_recipe(out: Path, under: Sequence[str]) -> list[Trial]:
     if code or said.count("done before") != 2:
         problems.append(f"as it was: exit code {code}: {said[-300:]}")
     seen = f"{', '.join(cases)}: refused, named, recipe.yaml as it was; the same recipe is passed over"
-    return [
-        Trial("recipe changed after it was finished", len(cases) + 1, len(cases) + 1 - len(problems), seen, problems)
-    ]
+    return [Trial.each("recipe changed after it was finished", seen, len(cases) + 1, problems)]
 
 
 def clock_set_back(out: Path, under: Sequence[str]) -> list[Trial]:
@@ -226,11 +188,10 @@ def clock_set_back(out: Path, under: Sequence[str]) -> list[Trial]:
     shown = series(out / "clock")
     loss = next((values for name, values in shown.items() if name.endswith("loss per token")), [])
     good = code == 0 and [row["step"] for row in rows] == list(range(6)) == [step for step, _ in loss]
-    problems = [] if good else [f"exit code {code}, TensorBoard has steps {[step for step, _ in loss]}: {said[-300:]}"]
     how = "the process's clock (libfaketime)" if library else "Python's clock"
-    return [
-        Trial("clock set back an hour", 1, int(good), f"{how}; TensorBoard shows both lives, every step once", problems)
-    ]
+    seen = f"{how}; TensorBoard shows both lives, every step once"
+    otherwise = f"exit code {code}, TensorBoard has steps {[step for step, _ in loss]}: {said[-300:]}"
+    return [Trial.once("clock set back an hour", seen, good, otherwise)]
 
 
 class Bomb:
@@ -248,19 +209,15 @@ def pickle_bomb(out: Path, under: Sequence[str]) -> list[Trial]:
     off.
     """
     sft(out, "bombed", 2, under)
-    crater, problems = out / "crater", []
+    crater = out / "crater"
     for step in (out / "bombed" / "checkpoints").glob("step_*"):
         (step / "dcp" / ".metadata").write_bytes(pickle.dumps(Bomb(crater)))
         (step / "manifest.json").unlink()
         Checkpoint(step).write_manifest()
     code, said = sft(out, "bombed", 4, under, log="bombed_again")
-    if code != 2 or ".metadata is refused" not in said or crater.exists():
-        problems.append(f"exit code {code}, crater {crater.exists()}: {said[-300:]}")
-    return [
-        Trial(
-            "pickle bomb in a run folder", 1, 1 - len(problems), "refused in one line, nothing was executed", problems
-        )
-    ]
+    good = code == 2 and ".metadata is refused" in said and not crater.exists()
+    otherwise = f"exit code {code}, crater {crater.exists()}: {said[-300:]}"
+    return [Trial.once("pickle bomb in a run folder", "refused in one line, nothing was executed", good, otherwise)]
 
 
 TRIALS = (deleted_source, stray_folders, flipped_bit, changed_data, changed_recipe, clock_set_back, pickle_bomb)
@@ -274,5 +231,5 @@ def folders(out: Path, under: Sequence[str]) -> list[Trial]:
         try:
             trials += trial(out, under)
         except (OSError, ValueError, json.JSONDecodeError) as error:  # what a failed command left out
-            trials.append(Trial(trial.__name__.replace("_", " "), 1, 0, "", [f"{type(error).__name__}: {error}"]))
+            trials.append(Trial.once(trial.__name__.replace("_", " "), "", False, f"{type(error).__name__}: {error}"))
     return trials

@@ -55,40 +55,25 @@ def _nan_gradient(settings: Settings, engine: VllmEngine) -> Trial:
 
     config, before = settings("nan", "steps=4", "checkpoint.keep=9"), rl.RL
     rl.RL = Spoiled
-    try:
-        rl.train(config, engine)
-    finally:
-        rl.RL = before
+    rl.train(config, engine)
+    rl.RL = before
     run = Path(config.output) / "nan"
-    weights = [
-        load_file(run / "checkpoints" / f"step_{step:06d}" / "hf" / "model.safetensors") for step in (1, 2, 3, 4)
-    ]
+    weights = [load_file(run / f"checkpoints/step_{step:06d}/hf/model.safetensors") for step in (1, 2, 3, 4)]
     same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in pairwise(weights)]
     skipped = [row["policy/skipped_updates"] for _, row in read_jsonl(run / "metrics.jsonl")]
     kept = [path.name for path in sorted((run / "bad").glob("*"))]
     good = same == [True, False, False] and skipped == [0, 2, 2, 2] and kept == ["step_000001.jsonl"]
-    return Trial("gradient not finite", 1, int(good), "step skipped and counted, weights unchanged, batch kept, next step taken",
-                 [] if good else [f"{same} {skipped} {kept}"])  # fmt: skip
+    seen = "step skipped and counted, weights unchanged, batch kept, next step taken"
+    return Trial.once("gradient not finite", seen, good, f"{same} {skipped} {kept}")
 
 
 def _always_nan(settings: Settings, engine: VllmEngine) -> Trial:
     """Every loss is NaN: after max_bad_steps the run ends and says why."""
     before, rl.objective_loss = rl.objective_loss, lambda objective, logprob, *more: logprob * float("nan")
-    try:
-        rl.train(settings("always_nan", "max_bad_steps=1"), engine)
-        said = "it went on"
-    except RuntimeError as error:
-        said = str(error)
-    finally:
-        rl.objective_loss = before
+    said = _error_of(lambda: rl.train(settings("always_nan", "max_bad_steps=1"), engine))
+    rl.objective_loss = before
     good = said.startswith("2 steps in a row had a loss or gradient that is not finite (max_bad_steps is 1)")
-    return Trial(
-        "loss never finite",
-        1,
-        int(good),
-        "stopped with an explanation that names max_bad_steps",
-        [] if good else [said],
-    )
+    return Trial.once("loss never finite", "stopped with an explanation that names max_bad_steps", good, said)
 
 
 def _bad_weight(settings: Settings, engine: VllmEngine) -> Trial:
@@ -106,8 +91,8 @@ def _bad_weight(settings: Settings, engine: VllmEngine) -> Trial:
     rl.RL = before
     # one on each rank
     good = "model.embed_tokens.weight holds 2 values that are not finite" in said and "phase sync" in said
-    return Trial("synced weight not finite", 1, int(good), "refused before the engine used it; weight, rank and phase named",
-                 [] if good else [said])  # fmt: skip
+    seen = "refused before the engine used it; weight, rank and phase named"
+    return Trial.once("synced weight not finite", seen, good, said)
 
 
 def _stalled_engine(settings: Settings, engine: VllmEngine) -> Trial:
@@ -115,14 +100,9 @@ def _stalled_engine(settings: Settings, engine: VllmEngine) -> Trial:
     said = _error_of(lambda: rl.train(settings("stalled"), engine))
     engine.config.stall_seconds = usual
     rank = os.environ["RANK"]
-    good = (
-        f"rank {rank}: no call finished" in said
-        and "pending: p" in said
-        and f"rank {rank}, step 0, phase rollout" in said
-    )
-    return Trial(
-        "engine stalled", 1, int(good), "error names rank, phase and pending request ids", [] if good else [said]
-    )
+    signs = (f"rank {rank}: no call finished", "pending: p", f"rank {rank}, step 0, phase rollout")
+    good = all(sign in said for sign in signs)
+    return Trial.once("engine stalled", "error names rank, phase and pending request ids", good, said)
 
 
 def _stuck_collective(settings: Settings, engine: VllmEngine) -> Trial:
@@ -139,7 +119,7 @@ def _stuck_collective(settings: Settings, engine: VllmEngine) -> Trial:
     rl.RL = Slow
     said = _error_of(lambda: rl.train(settings("stuck"), engine))
     good = os.environ["RANK"] == "1" or ("imed out" in said and "rank 0, step 0, phase grade" in said)
-    return Trial("collective stuck", 1, int(good), "time-out error names rank, step and phase", [] if good else [said])
+    return Trial.once("collective stuck", "time-out error names rank, step and phase", good, said)
 
 
 INSIDE = (_nan_gradient, _always_nan, _bad_weight, _stalled_engine, _stuck_collective)
@@ -157,14 +137,8 @@ def main(out: Path) -> None:
     """What each of the two ranks runs: one engine, one trial after another."""
     torch.set_num_threads(1)
     runtime = Runtime.start(TIMEOUT_SECONDS)
-    small = [
-        f"timeout_seconds={TIMEOUT_SECONDS}",
-        "steps=3",
-        "batch.prompts_rolled_out=2",
-        "batch.prompts=2",
-        "profile.steps=[]",
-        "checkpoint.keep_hf_every=null",
-    ]
+    small = [f"timeout_seconds={TIMEOUT_SECONDS}", "steps=3", "batch.prompts_rolled_out=2", "batch.prompts=2"]
+    small += ["profile.steps=[]", "checkpoint.keep_hf_every=null"]
 
     def settings(name: str, *more: str) -> RLConfig:
         return load_config(RLConfig, out / "rl.yaml", [f"name={name}", *small, *more])

@@ -34,10 +34,10 @@ MEGABYTES = 48
 OPTIONS = "loop,noauto_da_alloc,commit=300,data=writeback"
 STEPS = 40
 PROGRAM = ("-m", "dccot.train.sft")
-CARELESS = (
-    "-c",
-    "import os, sys; os.fsync = lambda file: None; from dccot.train.sft import main; sys.exit(main(sys.argv[1:]))",
+WITHOUT_FSYNC = (
+    "import os, sys\nos.fsync = lambda file: None\nfrom dccot.train.sft import main\nsys.exit(main(sys.argv[1:]))"
 )
+CARELESS = ("-c", WITHOUT_FSYNC)
 
 
 class CannotMount(Exception): ...
@@ -64,9 +64,8 @@ def make_image(image: Path) -> None:
 
 
 def device_of(place: Path) -> str:
-    return Path(
-        next(line.split()[0] for line in Path("/proc/mounts").read_text().splitlines() if line.split()[1] == str(place))
-    ).name
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    return next(Path(device).name for device, where, *_ in mounts if where == str(place))
 
 
 def copy_as_after_a_cut(image: Path, copy: Path, device: str) -> bool:
@@ -81,6 +80,10 @@ def copy_as_after_a_cut(image: Path, copy: Path, device: str) -> bool:
     return before == writes() and before[1] == "0"
 
 
+def settings_of(out: Path, disk: Path) -> list[str]:
+    return [str(out / "sft.yaml"), "name=run", f"output={disk}", f"steps={STEPS}"]
+
+
 def cut_off(
     out: Path, copies: int, seed: int, under: Sequence[str], program: Sequence[str] = PROGRAM
 ) -> list[tuple[Path, int]]:
@@ -90,22 +93,12 @@ def cut_off(
     rng, found = random.Random(seed), list[tuple[Path, int]]()
 
     def reported() -> int:
-        return max(
-            (int(step) for step in re.findall(r"checkpoint of step (\d+) is complete", (out / "run.log").read_text())),
-            default=0,
-        )
+        steps = re.findall(r"checkpoint of step (\d+) is complete", (out / "run.log").read_text())
+        return max(map(int, steps), default=0)
 
     make_image(out / "disk.img")
     with mounted(out / "disk.img", out / "disk") as disk, (out / "run.log").open("w") as log:
-        command = [
-            *under,
-            sys.executable,
-            *program,
-            str(out / "sft.yaml"),
-            "name=run",
-            f"output={disk}",
-            f"steps={STEPS}",
-        ]
+        command = [*under, sys.executable, *program, *settings_of(out, disk)]
         training = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         while training.poll() is None and not (disk / "run" / "metrics.jsonl").exists():
             time.sleep(0.01)
@@ -123,9 +116,8 @@ def cut_off(
             finally:
                 os.killpg(training.pid, signal.SIGCONT)
         if training.wait():
-            raise ValueError(
-                f"the run on the image ended with exit code {training.returncode}: {(out / 'run.log').read_text()[-300:]}"
-            )
+            said = (out / "run.log").read_text()[-300:]
+            raise ValueError(f"the run on the image ended with exit code {training.returncode}: {said}")
         shutil.copytree(disk / "run", out / "whole", symlinks=True)
     return found
 
@@ -142,11 +134,8 @@ def wrong_with(run_folder: Path, reported: int) -> list[str]:
     if step and not (run_folder / "checkpoints" / f"step_{step:06d}").is_dir():
         found.append(f"latest names step {step}, which is not there")
     metrics = run_folder / "metrics.jsonl"
-    rows = (
-        [row["step"] for _, row in read_jsonl(metrics, report=lambda text: None)]
-        if metrics.exists() and metrics.stat().st_size
-        else []
-    )
+    written = read_jsonl(metrics, report=lambda text: None) if metrics.exists() and metrics.stat().st_size else ()
+    rows = [row["step"] for _, row in written]
     if rows[:step] != list(range(step)):
         found.append(f"checkpoint of step {step}, but metrics.jsonl holds steps {rows}")
     return found
@@ -159,11 +148,8 @@ def power_cuts(out: Path, under: Sequence[str], copies: int = 20, continued: int
         (out / "careless").mkdir(parents=True)
         make_sft_task(out)
         shutil.copyfile(out / "sft.yaml", out / "careless" / "sft.yaml")
-        broken = [
-            copy
-            for copy, wrong, _ in judged(out / "careless", cut_off(out / "careless", control, 1, under, CARELESS))
-            if wrong
-        ]
+        careless = cut_off(out / "careless", control, 1, under, CARELESS)
+        broken = [copy for copy, wrong, _ in judged(out / "careless", careless) if wrong]
         taken = cut_off(out, copies, 0, under)
     except CannotMount as error:
         return [Trial(fault, 0, 0, f"not tried here: {error}")]
@@ -177,30 +163,23 @@ def power_cuts(out: Path, under: Sequence[str], copies: int = 20, continued: int
     bad = len({problem.split(":")[0] for problem in problems})
     if control and not broken:
         problems.append("the control, a run without fsync, survived as well: the trial shows nothing")
-    seen = f"steps {min(steps)} to {max(steps)} complete at the cut, all there, no row missing; {continued} continued to the same bits; "
-    return [
-        Trial(
-            fault, len(taken), len(taken) - bad, seen + f"without fsync {len(broken)} of {control} are broken", problems
-        )
-    ]
+    seen = f"steps {min(steps)} to {max(steps)} complete at the cut, all there, no row missing; {continued} continued "
+    seen += f"to the same bits; without fsync {len(broken)} of {control} are broken"
+    return [Trial(fault, len(taken), len(taken) - bad, seen, problems)]
 
 
 def judged(out: Path, taken: Sequence[tuple[Path, int]]) -> Iterator[tuple[Path, list[str], int]]:
     """Each copy, what is wrong with it, and the step that was complete."""
     for copy, reported in taken:
         with mounted(copy, out / "disk") as disk:
-            wrong = (
-                wrong_with(disk / "run", reported)
-                if (disk / "run").exists()
-                else [f"no run, step {reported} reported"] * bool(reported)
-            )
+            nothing = [f"no run, step {reported} reported"] * bool(reported)
+            wrong = wrong_with(disk / "run", reported) if (disk / "run").exists() else nothing
         yield copy, wrong, reported
         copy.unlink()
 
 
 def continues_to_the_same_end(out: Path, disk: Path, name: str, under: Sequence[str]) -> list[str]:
-    command = ["-m", "dccot.train.sft", str(out / "sft.yaml"), "name=run", f"output={disk}", f"steps={STEPS}"]
-    code, said = run(command, under, out / "logs" / f"{name}.log")
+    code, said = run([*PROGRAM, *settings_of(out, disk)], under, out / "logs" / f"{name}.log")
     last = f"checkpoints/step_{STEPS:06d}/hf/model.safetensors"
     if code or (disk / "run" / last).read_bytes() != (out / "whole" / last).read_bytes():
         return [f"continued with exit code {code}, or to another end: {said[-300:]}"]

@@ -81,11 +81,8 @@ class Killer(Phases):
         self.first = step if self.first is None else self.first
         super().begin_step(step)
         if self.armed and self.kill.moment == FULL_DISK:
-            full = step in (self.first + 1, self.first + 2)
-            resource.setrlimit(
-                resource.RLIMIT_FSIZE,
-                (self.FULL_DISK_BYTES if full else resource.RLIM_INFINITY, resource.RLIM_INFINITY),
-            )
+            full, unlimited = step in (self.first + 1, self.first + 2), resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.FULL_DISK_BYTES if full else unlimited, unlimited))
 
     @property
     def warm(self) -> bool:
@@ -115,14 +112,8 @@ class Killer(Phases):
         below = [pid for pid in descendants(agent) if pid != os.getpid()]
         latest = self.log.parent / "faulted" / "latest"
         newest = int(latest.read_text().removeprefix("step_")) if latest.exists() else 0
-        row = {
-            **asdict(self.kill),
-            "first": self.first,
-            "step": self.step,
-            "newest": newest,
-            "time": time.time(),
-            "pids": below,
-        }
+        row = asdict(self.kill) | {"first": self.first, "step": self.step, "newest": newest}
+        row |= {"time": time.time(), "pids": below}
         out = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.write(out, json.dumps(row).encode() + b"\n")
         if self.kill.victim == "job":
@@ -136,10 +127,8 @@ def _parent(pid: int) -> int:
 
 
 def main(argv: list[str]) -> int:
-    kills, restart = (
-        json.loads(os.environ.get("DCCOT_KILLS", "[]")),
-        int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-    )
+    kills = json.loads(os.environ.get("DCCOT_KILLS", "[]"))
+    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     Killer.log = Path(argv[0])
     Killer.kill = Kill(**kills[restart]) if restart < len(kills) else None
     trainer.Phases = Killer

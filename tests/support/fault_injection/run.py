@@ -35,7 +35,7 @@ from dccot.core.run import Checkpoint
 from dccot.lab.worlds.exact_task import make_task
 from tests.support.fault_injection.compare import SETTINGS, differences
 from tests.support.fault_injection.faults import FAULTS, PLANTED, Trial, planted_keys_in
-from tests.support.fault_injection.folders import folders
+from tests.support.fault_injection.folders import flip_a_bit, folders
 from tests.support.fault_injection.power import power_cuts
 from tests.support.fault_injection.rank import FILES, FULL_DISK, PHASES, Kill
 from tests.support.fault_injection.stops import STOPS
@@ -46,22 +46,11 @@ MADE_HERE = ".torture"  # marks a folder that may be emptied
 DAMAGES = ("a flipped bit", "a file cut short", "a missing file", "a broken manifest")
 
 
-# --- which kills, in which order
-# ------------------------------------------------------------------------------------------------
-
-
-ROSTER = [(phase, victim) for phase in PHASES[:4] for victim in ("rank 0", "rank 1", "job")] + [
-    ("checkpoint", "rank 1"),
-    ("writing shards", "rank 0"),
-    ("writing shards", "rank 1"),
-    ("writing weights", "rank 0"),
-    ("writing the manifest", "rank 0"),
-    ("before the rename", "job"),
-    ("between rename and latest", "rank 0"),
-    ("moving latest", "rank 0"),
-    ("moving latest", "job"),
-    ("deleting an old one", "rank 0"),
-]
+ROSTER = [(phase, victim) for phase in PHASES[:4] for victim in ("rank 0", "rank 1", "job")]
+ROSTER += [("checkpoint", "rank 1"), ("writing shards", "rank 0"), ("writing shards", "rank 1")]
+ROSTER += [("writing weights", "rank 0"), ("writing the manifest", "rank 0"), ("before the rename", "job")]
+ROSTER += [("between rename and latest", "rank 0"), ("moving latest", "rank 0"), ("moving latest", "job")]
+ROSTER += [("deleting an old one", "rank 0")]
 EXACT = ("before the rename", "between rename and latest", "moving latest")  # a delay would be past them
 
 
@@ -85,10 +74,6 @@ def in_launches(kills: Sequence[Kill], seed: int) -> list[list[Kill]]:
     return [launch for launch in launches if launch]
 
 
-# --- running
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 class FaultInjection:
     """The faulted run and the whole one, below one folder that holds the task (task.py)."""
 
@@ -103,15 +88,16 @@ class FaultInjection:
     def launch(self, name: str, kills: Sequence[Kill] = (), restarts: int = 0) -> int:
         """`dccot rl` on two ranks until it ends; returns its exit code. What it prints goes to logs/."""
         module = ["dccot.train.rl"] if name == "whole" else ["tests.support.fault_injection.rank", str(self.log)]
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={RANKS}",
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
+        command += [
             f"--max-restarts={restarts}",
+            "-m",
+            *module,
+            str(self.out / "rl.yaml"),
+            f"name={name}",
+            f"steps={self.steps}",
+            *self.settings,
         ]
-        command += ["-m", *module, str(self.out / "rl.yaml"), f"name={name}", f"steps={self.steps}", *self.settings]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         environment["DCCOT_KILLS"] = json.dumps([asdict(kill) for kill in kills])
         self.launches += 1
@@ -139,9 +125,8 @@ class FaultInjection:
             self.problems.append(f"launch {self.launches}: {newest.name} is damaged ({damage})")
         did = ", ".join(f"{kill.moment} ({kill.victim})" for kill in kills) or "nobody"
         at = newest.name if newest else "the start"
-        print(
-            f"  launch {self.launches:>2}, {time.monotonic() - start:.0f} s: killed at {did}; now at {at}", flush=True
-        )
+        took = f"{time.monotonic() - start:.0f} s"
+        print(f"  launch {self.launches:>2}, {took}: killed at {did}; now at {at}", flush=True)
 
     def _no_orphans(self, rows: Sequence[dict]) -> None:
         """What ran beside a killed rank must be gone: nobody is left to end it."""
@@ -158,9 +143,8 @@ class FaultInjection:
 
     def damage_newest(self, how: str) -> bool:
         """Only if there is one before it, that is the promise; says whether there was."""
-        folders = sorted(
-            path for path in (self.run / "checkpoints").glob("step_*") if Checkpoint(path).damage() is None
-        )
+        steps = (self.run / "checkpoints").glob("step_*")
+        folders = sorted(path for path in steps if Checkpoint(path).damage() is None)
         if len(folders) < 2:
             return False
         damage(folders[-1], how)
@@ -178,10 +162,8 @@ class FaultInjection:
         for number in range(1, len(rows)):
             back_to = [step for kills, _, step in self.damaged if kills == number]
             newest = back_to[-1] if back_to else rows[number - 1]["newest"]
-            if rows[number]["first"] < newest:
-                found.append(
-                    f"kill {number}: step {newest} was saved, the next restart began at {rows[number]['first']}"
-                )
+            if (first := rows[number]["first"]) < newest:
+                found.append(f"kill {number}: step {newest} was saved, the next restart began at {first}")
         return found
 
     def differences(self) -> list[str]:
@@ -193,9 +175,7 @@ def _is_ours(pid: int, since: float) -> bool:
     """Whether a process that was there at `since` still is; a number may have been given to another one."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        boot = next(
-            int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")
-        )
+        boot = int(Path("/proc/stat").read_text().partition("btime ")[2].split()[0])
     except OSError:
         return False
     return state != "Z" and boot + int(fields[18]) / os.sysconf("SC_CLK_TCK") < since + 1
@@ -205,19 +185,13 @@ def damage(folder: Path, how: str) -> None:
     """Spoil a checkpoint as disks and people do."""
     victim = next((folder / "dcp").glob("*.distcp"))
     if how == "a flipped bit":
-        content = bytearray(victim.read_bytes())
-        content[len(content) // 2] ^= 1
-        victim.write_bytes(content)
+        flip_a_bit(victim)
     elif how == "a file cut short":
         victim.write_bytes(victim.read_bytes()[:-1])
     elif how == "a missing file":
         victim.unlink()
     else:
         (folder / "manifest.json").write_text("{")
-
-
-# --- the trials of the run
-# --------------------------------------------------------------------------------------------------------
 
 
 def kill_again_and_again(out: Path, kills: Sequence[Kill], seed: int, under: Sequence[str] = ()) -> list[Trial]:
@@ -240,10 +214,8 @@ def kill_again_and_again(out: Path, kills: Sequence[Kill], seed: int, under: Seq
 
 
 def judge(injection: FaultInjection) -> list[Trial]:
-    rows, said = (
-        injection.kills(),
-        "".join(path.read_text() for path in sorted((injection.out / "logs").glob("*_faulted.log"))),
-    )
+    rows, logs = injection.kills(), sorted((injection.out / "logs").glob("*_faulted.log"))
+    said = "".join(path.read_text() for path in logs)
     wrong = injection.problems + injection.lost() + injection.differences()
     end = "final weights, optimizer, rollouts, metrics and TensorBoard series are those of the whole run"
     trials = []
@@ -279,9 +251,8 @@ def open_folder(out: Path, made_by: str) -> None:
     """
     mark = out / MADE_HERE
     if out.exists() and not mark.is_file() and any(out.iterdir()):
-        raise SystemExit(
-            f"{out} holds files that make torture did not write; choose another --output, or empty it yourself"
-        )
+        remedy = "choose another --output, or empty it yourself"
+        raise SystemExit(f"{out} holds files that make torture did not write; {remedy}")
     if not mark.is_file() or mark.read_text() != made_by:
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
@@ -304,18 +275,15 @@ def once(out: Path, name: str, trial: Callable[[Path], list[Trial]]) -> list[Tri
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="make torture", description="Kills, damages and starves a miniature run; says what it survived."
-    )
+    about = "Kills, damages and starves a miniature run; says what it survived."
+    parser = argparse.ArgumentParser(prog="make torture", description=about)
     parser.add_argument("--kills", type=int, default=len(ROSTER))
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/torture"), help="emptied if make torture made it with other code"
-    )
+    emptied = "emptied if make torture made it with other code"
+    parser.add_argument("--output", type=Path, default=Path("runs/torture"), help=emptied)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=["kills", *TRIALS], help="some of the trials")
-    parser.add_argument(
-        "--under", default="", metavar="COMMAND", help="what every long command is started with, e.g. 'nice -n 19'"
-    )
+    prefix = "what every long command is started with, e.g. 'nice -n 19'"
+    parser.add_argument("--under", default="", metavar="COMMAND", help=prefix)
     arguments = parser.parse_args(argv)
     out, under = arguments.output.resolve(), shlex.split(arguments.under)
     kills = draw_kills(arguments.kills, arguments.seed)
@@ -328,13 +296,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     trials.append(planted_keys_in(out))
     seconds = sum(trial.seconds for trial in trials)
     good = all(trial.good for trial in trials)
-    report = {
-        "good": good,
-        "seconds": round(seconds),
-        "cores": os.cpu_count(),
-        "seed": arguments.seed,
-        "trials": list(map(asdict, trials)),
-    }
+    report = {"good": good, "seconds": round(seconds), "cores": os.cpu_count(), "seed": arguments.seed}
+    report["trials"] = list(map(asdict, trials))
     (out / "report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False))
     print(f"\n{table(trials)}\n")
     for problem in (problem for trial in trials for problem in trial.problems):

@@ -25,22 +25,12 @@ def make_sft_task(out: Path, sizes: dict = SMALLEST, problems: dict = TWELVE, **
     }  # fmt: skip
     create_checkpoint(raw, out / "model", tokenizer=tokenizer, seed=0)
     for split, chosen in make_splits(0, problems).items():
-        texts = {problem: rewrite_parallel(problem, sequential_solution(problem)) for problem in chosen}
-        rows = [
-            {"id": p.id, "question": p.question, "completion": text}
-            for p, text in texts.items()
-            if flaw_of(text) is None
-        ]
+        texts = [(p, rewrite_parallel(p, sequential_solution(p))) for p in chosen]
+        rows = [{"id": p.id, "question": p.question, "completion": text} for p, text in texts if flaw_of(text) is None]
         write_jsonl_atomic(out / f"{split}.jsonl", rows)
-    config = {
-        "output": str(out),
-        "batch": {"examples": 2},
-        "threads": 1,
-        "model": {"path": str(out / "model")},
-        "data": {split: str(out / f"{split}.jsonl") for split in problems},
-        "optimizer": {"learning_rate": 0.005, "warmup_steps": 2},
-        "sharding": {"compute_dtype": "float32"},
-        "checkpoint": {"every": 1, "keep": 2},
-    }
+    config = {"output": str(out), "batch": {"examples": 2}, "threads": 1, "model": {"path": str(out / "model")}}
+    config |= {"data": {split: str(out / f"{split}.jsonl") for split in problems}}
+    config |= {"optimizer": {"learning_rate": 0.005, "warmup_steps": 2}, "sharding": {"compute_dtype": "float32"}}
+    config |= {"checkpoint": {"every": 1, "keep": 2}}
     (out / "sft.yaml").write_text(json.dumps(config | settings))
     return out / "sft.yaml"

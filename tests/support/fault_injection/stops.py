@@ -10,7 +10,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from dccot.train.phases import STALLED
 from tests.support.fault_injection.compare import SETTINGS, differences
 from tests.support.fault_injection.faults import Trial
 from tests.support.fault_injection.rank import descendants
+from tests.support.servers import free_port
 
 PATIENCE = 240.0  # seconds for anything to happen
 STEPS = 60
@@ -55,31 +55,19 @@ class Job:
         self.before = self.said()
         command = ["-m", module, str(out / config), f"name={name}", f"steps={steps}", *SETTINGS, *settings]
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-        launcher = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={ranks}",
-            *(torchrun or ()),
-        ]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        launcher += torchrun or ()
         with self.log.open("a") as said:
             streams = {"stdout": said, "stderr": said}
             if torchrun is not None:
                 self.processes = [subprocess.Popen([*under, *launcher, *command], env=variables, **streams)]
             else:
-                with socket.socket() as free:
-                    free.bind(("127.0.0.1", 0))
-                    variables |= {
-                        "WORLD_SIZE": str(ranks),
-                        "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": str(free.getsockname()[1]),
-                    }
-                self.processes = [
-                    subprocess.Popen([*under, *(wrap if rank else ()), sys.executable, *command],
-                                     env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **streams)
-                    for rank in range(ranks)
-                ]  # fmt: skip
+                variables |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+                self.processes = []
+                for rank in range(ranks):
+                    own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                    started = [*under, *(wrap if rank else ()), sys.executable, *command]
+                    self.processes.append(subprocess.Popen(started, env=own, **streams))
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks."""
@@ -87,9 +75,8 @@ class Job:
         found = {}
         for pid in below:
             try:
-                variables = dict(
-                    line.split("=", 1) for line in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in line
-                )
+                lines = Path(f"/proc/{pid}/environ").read_text().split("\0")
+                variables = dict(line.split("=", 1) for line in lines if "=" in line)
                 executable = Path(f"/proc/{pid}/cmdline").read_text()
             except OSError:
                 continue
@@ -112,11 +99,8 @@ class Job:
     def until(self, progress: Callable[[], int], wanted: int) -> bool:
         """Wait until `progress` has come to `wanted`; False if the job ended before, or nothing came of it."""
         deadline = time.monotonic() + PATIENCE
-        while (
-            progress() < wanted
-            and time.monotonic() < deadline
-            and all(process.poll() is None for process in self.processes)
-        ):
+        alive = lambda: all(process.poll() is None for process in self.processes)
+        while progress() < wanted and time.monotonic() < deadline and alive():
             time.sleep(0.02)
         return progress() >= wanted
 
@@ -149,34 +133,18 @@ def make_demonstrations(out: Path) -> None:
     completion = f"<think>\na<spawn_workers>{workers}</spawn_workers>z</think><answer>\\boxed{{3}}</answer>"
     rows = [{"id": str(i), "question": f"Say 3, case {i}.", "completion": completion} for i in range(40)]
     write_jsonl_atomic(out / "demonstrations.jsonl", rows)
-    paths = {
-        "output": str(out),
-        "model": {"path": str(out / "model")},
-        "data": {"train": str(out / "demonstrations.jsonl")},
-    }
-    rest = {
-        "batch": {"examples": 8, "token_budget": 300},
-        "threads": 1,
-        "sharding": {"compute_dtype": "float32"},
-        "checkpoint": {"every": 1},
-    }
-    (out / "sft.yaml").write_text(json.dumps(paths | rest))
-
-
-# --- signals
-# ------------------------------------------------------------------------------------------------------------------------
+    config = {"output": str(out), "threads": 1, "checkpoint": {"every": 1}, "sharding": {"compute_dtype": "float32"}}
+    config |= {"model": {"path": str(out / "model")}, "data": {"train": str(out / "demonstrations.jsonl")}}
+    config |= {"batch": {"examples": 8, "token_budget": 300}}
+    (out / "sft.yaml").write_text(json.dumps(config))
 
 
 def signals(out: Path, under: Sequence[str], launches: int = 7, seed: int = 0, steps: int = STEPS) -> list[Trial]:
     """Twice SIGUSR1, then SIGTERM, at random moments, to torchrun, to all ranks (as SLURM does), or to one; again; then
     to the end.
     """
-    whole, rng, problems, sent = (
-        whole_run(out, under, steps),
-        random.Random(seed),
-        list[str](),
-        {"SIGUSR1": 0, "SIGTERM": 0},
-    )
+    whole, rng = whole_run(out, under, steps), random.Random(seed)
+    problems, sent = list[str](), {"SIGUSR1": 0, "SIGTERM": 0}
     for launch in range(launches):
         job = Job(out, "signalled", *BY_SIGNALS, steps=steps, under=under, torchrun=["--shutdown-timeout=120"])
         began = job.logged()
@@ -188,16 +156,10 @@ def signals(out: Path, under: Sequence[str], launches: int = 7, seed: int = 0, s
             time.sleep(rng.random() * 0.5)
             newest, victims = job.newest(), rng.choice(["torchrun", "all ranks", "one rank"])
             pids = job.ranks()
-            if number == signal.SIGUSR1:
-                pids = pids if victims == "all ranks" else [rng.choice(pids)]
-            else:
-                pids = (
-                    [job.processes[0].pid]
-                    if victims == "torchrun"
-                    else pids
-                    if victims == "all ranks"
-                    else [rng.choice(pids)]
-                )
+            if victims == "torchrun" and number == signal.SIGTERM:
+                pids = [job.processes[0].pid]
+            elif victims != "all ranks":
+                pids = [rng.choice(pids)]
             for pid in pids:
                 os.kill(pid, number)
             sent[number.name] += 1
@@ -217,15 +179,12 @@ def signals(out: Path, under: Sequence[str], launches: int = 7, seed: int = 0, s
     ]
 
 
-# --- hangs
-# --------------------------------------------------------------------------------------------------------------------------
-
-
 def hangs(out: Path, under: Sequence[str], steps: int = 8) -> list[Trial]:
     """The engine of rank 1 never returns; then rank 1 itself stands still while rank 0 waits for it in a collective."""
     whole = whole_run(out, under, steps)
-    job = Job(out, "hung", "stall_seconds=30", "checkpoint.every=1", steps=steps, under=under, module="tests.support.fault_injection.hang",
-              torchrun=["--max-restarts=2", "--shutdown-timeout=5"])  # fmt: skip
+    options, module = ["--max-restarts=2", "--shutdown-timeout=5"], "tests.support.fault_injection.hang"
+    settings = "stall_seconds=30", "checkpoint.every=1"
+    job = Job(out, "hung", *settings, steps=steps, under=under, module=module, torchrun=options)
     [code], said = job.wait(), job.said()
     problems = [] if code == 0 else [f"exit code {code}; see {job.log}"]
     problems += differences(job.run, whole, steps)
@@ -237,16 +196,10 @@ def hangs(out: Path, under: Sequence[str], steps: int = 8) -> list[Trial]:
     for fault, signs in expected.items():
         missing = [sign for sign in signs if sign not in said]
         good = not missing and not problems
-        seen = (
-            "place in the code and pending ids said while it hung; ended, restarted by torchrun, same bits in the end"
-        )
+        seen = "place and pending ids said while it hung; ended, restarted by torchrun, same bits in the end"
         trials.append(Trial(fault, 1, int(good), seen, [f"{fault}: not said: {missing}"] if missing else []))
     trials[-1].problems += problems
     return trials
-
-
-# --- a disk that ranks do not share
-# ---------------------------------------------------------------------------------------------------
 
 
 def unshared(out: Path, under: Sequence[str], steps: int = 200) -> list[Trial]:
@@ -262,44 +215,22 @@ def unshared(out: Path, under: Sequence[str], steps: int = 200) -> list[Trial]:
     refused = not problems
     job = Job(out, "lost", steps=steps, torchrun=None, wrap=["unshare", "-m"], under=under, **SFT)
     job.until(job.newest, 3)
-    nowhere = [
-        "nsenter",
-        "-t",
-        str(job.ranks()[1]),
-        "-m",
-        "mount",
-        "-t",
-        "tmpfs",
-        "tmpfs",
-        str(job.run / "checkpoints"),
-    ]
-    subprocess.run(nowhere, check=True)
+    mount = ["-m", "mount", "-t", "tmpfs", "tmpfs", str(job.run / "checkpoints")]
+    subprocess.run(["nsenter", "-t", str(job.ranks()[1]), *mount], check=True)
     codes, said = job.wait(), job.said()
-    if (
-        0 in codes
-        or "4 checkpoints in a row were not written (checkpoint.max_failures is 3)" not in said
-        or "__1_0.distcp" not in said
-    ):
+    signs = "4 checkpoints in a row were not written (checkpoint.max_failures is 3)", "__1_0.distcp"
+    if 0 in codes or not all(sign in said for sign in signs):
         problems.append(f"exit codes {codes} when the disk went away; see {job.log}")
     if list((job.run / "checkpoints").glob(".*.partial")) or job.newest() < 3:
         problems.append("something half-written was left")
     if any(Job(out, "lost", steps=steps, under=under, torchrun=None, **SFT).wait()):
         problems.append("it did not continue when the disk was back")
     problems += differences(job.run, whole, steps)
+    seen = f"ended after max_failures with the missing file named; {END}"
     return [
         Trial("ranks that do not share a disk", 1, int(refused), "refused at the start; rank and machine named"),
-        Trial(
-            "a disk that one rank loses",
-            1,
-            int(not problems),
-            f"ended after max_failures with the missing file named; {END}",
-            problems,
-        ),
+        Trial("a disk that one rank loses", 1, int(not problems), seen, problems),
     ]
-
-
-# --- other numbers of ranks
-# -----------------------------------------------------------------------------------------------------------
 
 
 def rank_counts(out: Path, under: Sequence[str], steps: int = 30) -> list[Trial]:
@@ -316,18 +247,14 @@ def rank_counts(out: Path, under: Sequence[str], steps: int = 30) -> list[Trial]
     loss = max(abs(a["policy/loss"] / b["policy/loss"] - 1) for a, b in zip(ours, theirs))
     mine, other = (load_file(run / f"checkpoints/step_{steps:06d}/hf/model.safetensors") for run in (moved, whole))
     furthest = max(float((mine[name] - other[name]).abs().max()) for name in other)
-    seen = f"every step once; losses within {loss:.0e} and weights within {furthest:.0e} of those of 2 ranks throughout (SFT)"
+    seen = f"every step once; losses within {loss:.0e} and weights within {furthest:.0e} of those of 2 ranks (SFT)"
     if loss > 1e-4 or furthest > 1e-3:
         problems.append(f"further away than rounding explains: {seen}")
     return [Trial("ranks on resume 1 → 2 → 1", 2, 0 if problems else 2, seen, problems)]
 
 
-# --- a long run
-# -----------------------------------------------------------------------------------------------------------------------
-
-
-SMALLEST = ("batch.prompts_rolled_out=1", "batch.prompts=1", "batch.group_size=2", "batch.optimizer_steps=1", "rollout.budget=44",
-            "checkpoint.every=100", "keep_rollouts=20")  # fmt: skip
+SMALLEST = ("batch.prompts_rolled_out=1", "batch.prompts=1", "batch.group_size=2", "batch.optimizer_steps=1")
+SMALLEST += ("rollout.budget=44", "checkpoint.every=100", "keep_rollouts=20")
 
 
 def long_run(out: Path, under: Sequence[str], steps: int = 2000) -> list[Trial]:
@@ -338,10 +265,8 @@ def long_run(out: Path, under: Sequence[str], steps: int = 2000) -> list[Trial]:
     samples: list[tuple[int, int, int, int]] = []
     job.until(job.logged, 1)
     while job.processes[0].poll() is None:
-        if pids := job.ranks():
-            with_step = _resources(pids[0])
-            if with_step:
-                samples.append((job.logged(), *with_step))
+        if (pids := job.ranks()) and (taken := _resources(pids[0])):
+            samples.append((job.logged(), *taken))
         time.sleep(2)
     [code] = job.wait()
     settled = [each for each in samples if steps // 10 <= each[0] < steps]
@@ -349,13 +274,12 @@ def long_run(out: Path, under: Sequence[str], steps: int = 2000) -> list[Trial]:
     if code or len(settled) < 4:
         return [Trial("a long run", steps, 0, "", [f"exit code {code}, {len(settled)} samples; see {job.log}"])]
     quarter = len(settled) // 4
-    (rss, fds, threads), (rss_end, fds_end, threads_end) = (
-        [max(each[column] for each in part) for column in (1, 2, 3)] for part in (settled[:quarter], settled[-quarter:])
-    )
-    seen = f"memory {rss} → {rss_end} MB, descriptors {fds} → {fds_end}, threads {threads} → {threads_end} (first and last quarter, most)"
-    problems = (
-        [] if rss_end <= 1.02 * rss and fds_end <= fds and threads_end <= threads else [f"something grows: {seen}"]
-    )
+    most = lambda part: [max(each[column] for each in part) for column in (1, 2, 3)]
+    (rss, fds, threads), (rss_end, fds_end, threads_end) = most(settled[:quarter]), most(settled[-quarter:])
+    seen = f"memory {rss} → {rss_end} MB, descriptors {fds} → {fds_end}, threads {threads} → {threads_end} "
+    seen += "(first and last quarter, most)"
+    flat = rss_end <= 1.02 * rss and fds_end <= fds and threads_end <= threads
+    problems = [] if flat else [f"something grows: {seen}"]
     return [Trial("a long run", steps, 0 if problems else steps, seen, problems)]
 
 
@@ -368,10 +292,4 @@ def _resources(pid: int) -> tuple[int, int, int] | None:
         return None
 
 
-STOPS: dict[str, Callable[[Path, Sequence[str]], list[Trial]]] = {
-    "signals": signals,
-    "hangs": hangs,
-    "unshared": unshared,
-    "rank_counts": rank_counts,
-    "long_run": long_run,
-}
+STOPS = {trial.__name__: trial for trial in (signals, hangs, unshared, rank_counts, long_run)}
