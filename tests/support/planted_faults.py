@@ -1,6 +1,6 @@
 """Plants faults in a copy of this tree, one at a time, and shows that the tests named with each catch it.
 
-    python -m tests.support.planted_faults [WORD …]        only faults whose file, text or tests contain one of the words
+    python -m tests.support.planted_faults [WORD …]      only faults whose file, text or tests contain one of the words
 
 A fault is one line changed: a comparison flipped, a term dropped, two arguments swapped. Its text must be found exactly
 once in its file. Ends with exit code 1 if a fault survived or could not be planted.
@@ -79,7 +79,7 @@ FAULTS = [
         ("any(graded.correct and", "all(graded.correct and"),
         (" < sum(graded.judged", " <= sum(graded.judged"),
         ("statistics.stdev(rewards) + EPSILON", "statistics.pstdev(rewards) + EPSILON"),
-        ("known = [reward for reward in rewards if reward is not None]", "known = [reward or 0.0 for reward in rewards]"),
+        ("reward for reward in rewards if reward is not None]", "reward or 0.0 for reward in rewards]"),
         ("rollout.judged else None", "rollout.verdict else None"),
     ),
     *faults(
@@ -110,7 +110,10 @@ FAULTS = [
         ("fits = (room >= item.tokens)", "fits = (room > 0)"),
         ("responses[last.members[0]].prompt == response.prompt", "len(response.prompt) > 0"),
     ),
-    *faults("train/prefix_tree.py", "tests/train/test_prefix_tree.py", ("open_rows[-1][0] > common", "open_rows[-1][0] >= common")),
+    *faults(
+        "train/prefix_tree.py", "tests/train/test_prefix_tree.py",
+        ("open_rows[-1][0] > common", "open_rows[-1][0] >= common"),
+    ),
     *faults(
         "train/batch.py", "tests/train/test_rewards.py tests/train/test_metrics.py",
         ("kept[: self.wanted - len(self.groups)]", "kept[: self.wanted]"),
@@ -118,14 +121,14 @@ FAULTS = [
     *faults(
         "train/checkpoint.py",
         "tests/train/test_checkpoint.py tests/train/test_power_cut.py",
-        ("            os.replace(partial.folder, final.folder)\n            flush_to_disk(self.folder)\n", "            os.replace(partial.folder, final.folder)\n"),
+        ("            flush_to_disk(self.folder)\n", ""),
         ("in reversed(whole):", "in whole:"),
     ),
     *faults(
         "train/rl.py",
         "tests/system/test_training_rl.py",
         ("mini_batches[1:]", "mini_batches[2:]"),
-        ("advantages[forest.response[forest.targets].long()]", "advantages[forest.response[: len(forest.targets)].long()]"),
+        ("[forest.response[forest.targets].long()]", "[forest.response[: len(forest.targets)].long()]"),
     ),
     *faults(
         "kernels/mask.py",

@@ -38,8 +38,8 @@ name: r
 output: OUT
 common: {sft: {steps: 2, batch: {examples: 2}, threads: 1, sharding: {compute_dtype: float32}}}
 prepare:
-  world: {run: "dccot.lab.worlds.stages:arithmetic", set: {base_examples: 8, train: 4, validation: 2, test: 2, larger: 1,
-    model: {hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 1}}}
+  world: {run: "dccot.lab.worlds.stages:arithmetic", set: {base_examples: 8, train: 4, validation: 2, test: 2,
+    larger: 1, model: {hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 1}}}
 stages:
   sft: {run: sft, config: mini/base.yaml, start: world/init, set: {data.train: "{run}/world/base.jsonl"}}
 """

@@ -1,6 +1,7 @@
 """`dccot rl` with a killer inside: what every rank of a faulted run executes.
 
-    DCCOT_KILLS='[{"moment": "update", "victim": "rank 1", "fraction": 0.4}]' torchrun … -m tests.support.fault_injection.rank KILL_LOG
+    export DCCOT_KILLS='[{"moment": "update", "victim": "rank 1", "fraction": 0.4}]'
+    torchrun … -m tests.support.fault_injection.rank KILL_LOG
 
 One kill per restart: torchrun's n-th restart gets the n-th kill of the list, and a restart after the last one runs to
 the end. The training code is not touched. Phases are watched as they begin; what happens to files is seen by an audit

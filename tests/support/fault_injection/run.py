@@ -11,7 +11,8 @@ the same rollouts. The other faults are in faults.py, folders.py and power.py, w
 Interrupted and run again, it keeps the trials that were finished, unless the code, the seed or the kills are others.
 
     report.json   one row per fault: how often it was tried, how often survived, what was seen
-    NAME.json     the rows of one trial, written when it has finished            NAME/   its runs, and in logs/ what they printed
+    NAME.json     the rows of one trial, written when it has finished
+    NAME/         its runs, and in logs/ what they printed
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ def make_sft_task(out: Path, sizes: dict = SMALLEST, problems: dict = TWELVE, **
     """
     tokenizer = make_tokenizer()
     raw = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id,
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+        "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id,
         "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 2048, "tie_word_embeddings": True, **sizes,
     }  # fmt: skip
     create_checkpoint(raw, out / "model", tokenizer=tokenizer, seed=0)
