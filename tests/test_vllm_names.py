@@ -16,6 +16,10 @@ from typing import get_type_hints
 
 import pytest
 
+from dccot.rollout.director import Call
+from dccot.rollout.engine import Sampling, as_flags, vllm_options
+from dccot.rollout.response import Finish
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
@@ -161,11 +165,11 @@ def test_the_first_arguments_are_in_the_order_in_which_we_give_them():
 @pytest.mark.parametrize(("name", "where"), [("EngineArgs", "vllm.engine.arg_utils"), ("SamplingParams", "vllm")])
 def test_settings_that_we_give_exist(name, where):
     kind, given = find(f"{where}:{name}"), keywords(name)
-    known = (
-        {field.name for field in dataclasses.fields(kind)}
-        if dataclasses.is_dataclass(kind)
-        else set(kind.__struct_fields__)
-    )  # type: ignore[attr-defined]
+    if name == "SamplingParams":
+        call = Call((0, 0), [1], [], None, 1, Finish.BUDGET)
+        given |= Sampling(None).parameters(call, seed=0, temperature=1.0, top_p=1.0).keys()
+    as_dataclass = dataclasses.is_dataclass(kind)
+    known = {field.name for field in dataclasses.fields(kind)} if as_dataclass else set(kind.__struct_fields__)
     assert len(given) > 8 and given <= known, given - known
 
 
@@ -188,11 +192,13 @@ def test_options_that_dccot_serve_gives_are_known():
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from dccot.serve.launch import defaults
-
     known = set(make_arg_parser(FlexibleArgumentParser())._option_string_actions)
     for on_gpu in (True, False):
-        given = {flag for flag in [*defaults(on_gpu), "--tokenizer", "--served-model-name"] if flag.startswith("--")}
+        given = {
+            flag
+            for flag in [*as_flags(vllm_options(on_gpu)), "--tokenizer", "--served-model-name"]
+            if flag.startswith("--")
+        }
         assert given <= known, given - known
 
 
