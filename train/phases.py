@@ -87,7 +87,7 @@ class Phases:
             error.add_note(f"rank {self.rank}, step {self.step}, phase {name}, after {took:.1f} s")
             raise
         finally:
-            self._enter("what comes between phases")
+            self._enter("the code between phases")
         took = time.perf_counter() - start
         self.seconds[name] = self.seconds.get(name, 0.0) + took
         self._history[name].append(took)

@@ -112,7 +112,7 @@ def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan
     kv_per_token = 2 * model.layers * model.kv_heads * model.head_dim * 2 / parallel
     weights = 2 * total / parallel
     working = engine_at_work(model, config.engine)
-    # vLLM takes its share whatever the trainer holds beside it
+    # vLLM takes its share whatever the trainer holds
     room = config.engine.gpu_memory * gpu.memory * GB - weights - working
     kv_tokens = max(0, int(room / kv_per_token))
     sampling = {"engine weights": weights, "engine workspace": working, "KV cache": max(0.0, room)}
@@ -155,7 +155,7 @@ def advice(plan: Plan, gpu: Gpu, token_budget: int) -> list[str]:
         found.append(f"training does not fit: {remedy}")
     if always < room < plan.sampling_peak:
         share = int(100 * (1 - always / room)) / 100
-        found.append(f"sampling does not fit beside the trainer's weights: set engine.gpu_memory={share:g} or less")
+        found.append(f"sampling does not fit next to the trainer's weights: set engine.gpu_memory={share:g} or less")
     if plan.kv_cache_tokens < 100_000:
         remedy = "raise engine.tensor_parallel, engine.gpu_memory or the number of GPUs"
         found.append(f"little room for the KV cache: {remedy}")
