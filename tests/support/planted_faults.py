@@ -94,16 +94,19 @@ FAULTS = [
     ),
     *faults(
         "train/update.py",
-        "tests/train/test_update.py tests/train/test_packing.py",
+        "tests/train/test_update.py",
         ("(step + 1) / max(1, self.warmup_steps)", "step / max(1, self.warmup_steps)"),
         ("(self.decay_to - step) /", "(self.decay_to - step - 1) /"),
-        ("(losses.sum() / max(1, tokens)).backward()", "losses.mean().backward()"),
         ("math.isfinite(size) and math.isfinite(loss)", "math.isfinite(size) or math.isfinite(loss)"),
     ),
     *faults(
+        "train/update.py", "tests/train/test_two_ranks.py",
+        ("(losses.sum() / max(1, tokens)).backward()", "losses.mean().backward()"),
+    ),
+    *faults(
         "train/forest.py",
-        "tests/train/test_forest.py tests/train/test_packing.py",
-        ("sampled[-1][len(segment.inserted) :] = True", "sampled[-1][:] = True"),
+        "tests/train/test_forest.py",
+        ("sampled[len(segment.inserted) :] = True", "sampled[:] = True"),
         ("((worker, True, True) for worker", "((worker, True, False) for worker"),
         ("or response.final is not None:\n", "or True:\n"),
         ("pairs += length * depth + length", "pairs += length"),
@@ -200,7 +203,7 @@ FAULTS = [
     ),
     *faults(
         "data/problems.py",
-        "tests/data/test_stream.py tests/data/test_problems.py",
+        "tests/data/test_problems.py",
         ('f"{self.seed}/{self.epoch}"', 'f"{self.seed}"'),
         ("self.problems[self._order[self.position - 1]]", "self.problems[self.position - 1]"),
     ),
