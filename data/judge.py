@@ -54,9 +54,7 @@ class Judge(Protocol):
         return self.grade([(text, gold)])[0]
 
     def equivalence_classes(self, texts: Sequence[str]) -> list[int]:
-        """A class number per response, equal for equal answers: by the text of the answer block, unless a judge knows
-        better.
-        """
+        """A class number per response, equal for equal answers; here, by the text of the answer block."""
         numbers: dict[str, int] = {}
         return [numbers.setdefault((answer_block(text) or text).strip(), len(numbers)) for text in texts]
 

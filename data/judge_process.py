@@ -43,9 +43,7 @@ FORK = multiprocessing.get_context("fork")
 
 @lru_cache(maxsize=512)
 def parsed(text: str) -> list:
-    """What math-verify finds in a text: [], [expression, string] or [string]. Its own timeouts need SIGALRM and stay
-    off.
-    """
+    """What math-verify finds: [], [expression, string] or [string]. Its own timeouts need SIGALRM and stay off."""
     from math_verify import parse
 
     return parse(text, parsing_timeout=None)
@@ -72,9 +70,7 @@ def grade(text: str, golds: list[str]) -> str:
 
 
 def form(text: str) -> str | None:
-    """A text that two answers share only if they are the same expression; None if the answer does not even equal
-    itself.
-    """
+    """A text that answers share only if they are the same expression; None for one that does not equal itself."""
     from sympy import srepr
 
     answer = parsed(text)
@@ -143,9 +139,7 @@ class Keeper:
         self.grader = os.getppid()
 
     def serve(self) -> None:
-        """Answer tasks until the grader closes our stdin or is gone (another process may still hold its end of the
-        pipe).
-        """
+        """Answer tasks until the grader closes our stdin or is gone (others may still hold its end of the pipe)."""
         while os.getppid() == self.grader:
             if not select.select([sys.stdin], [], [], 2.0)[0]:
                 continue

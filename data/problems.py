@@ -42,9 +42,7 @@ class Fields:
 
 @dataclass(frozen=True)
 class HubSet:
-    """A problem set on the Hugging Face hub, read from the parquet version that the hub generates for every public
-    set.
-    """
+    """A problem set on the Hugging Face hub, read from the parquet version that the hub makes of every public set."""
 
     repo: str
     split: str
@@ -154,9 +152,7 @@ def _problem(row: dict, fields: Fields, index: int) -> Problem:
 
 
 def _gold(value: Any, fields: Fields) -> str | None:
-    """A gold answer as text; None if it is none. Whole floats lose their `.0`: parquet stores integers as floats when a
-    row is missing.
-    """
+    """A gold answer as text; None if it is none. Whole floats are integers, which parquet may store as floats."""
     if fields.gold_after is not None:  # a solution that ends with it, e.g. `… #### 1,234`
         _, found, after = value.rpartition(fields.gold_after) if isinstance(value, str) else ("", "", "")
         if not found:

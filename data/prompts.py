@@ -113,9 +113,7 @@ class PromptConfig:
         return self.wording.parallel
 
     def text(self, question: str, tokenizer: Any = None, earlier: Sequence[dict[str, str]] = ()) -> str:
-        """The prompt, in the tokenizer's own format; without one, as the paper writes it. A chat template also takes
-        `earlier` turns.
-        """
+        """The prompt in the tokenizer's format, or in the paper's; a chat template also takes `earlier` turns."""
         text = self.wording(question)
         if tokenizer is not None and self.chat_format_for(tokenizer) == "chat":
             text = OPENED.sub("", rendered(tokenizer, self.wording.message(question), self.system, earlier))
@@ -130,9 +128,7 @@ class PromptConfig:
         return f"{THINK_OPEN}\n" if self.open_think else ""
 
     def chat_format_for(self, tokenizer: Any) -> str:
-        """deepseek or chat, or plain where this kind of prompt has no chat tokens; ConfigError if the tokenizer does
-        not support it.
-        """
+        """deepseek, chat, or plain for a prompt without chat tokens; ConfigError if the tokenizer lacks them."""
         if not self.wording.is_chat:
             return "plain"
         missing = missing_chat_tokens(tokenizer)
@@ -153,9 +149,7 @@ class PromptConfig:
         )
 
     def ids(self, tokenizer: Any, question: str) -> list[int]:
-        """Token ids of the prompt. Chat prompts spell out BOS; the raw one gets whatever the tokenizer starts plain
-        text with.
-        """
+        """Token ids of the prompt. Chat prompts spell out BOS; the raw one starts as the tokenizer starts any text."""
         self.chat_format_for(tokenizer)
         smuggled = [token for token in (*CHAT_TOKENS, *special_tokens(tokenizer)) if token in question]
         if smuggled:
@@ -176,17 +170,13 @@ def missing_chat_tokens(tokenizer: Any) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=8)
 def special_tokens(tokenizer: Any) -> tuple[str, ...]:
-    """Texts that the tokenizer turns into control tokens anywhere; longest first, so that the message names the whole
-    token.
-    """
+    """Texts that the tokenizer turns into control tokens, longest first: messages name the whole token."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return tuple(sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True))
 
 
 def rendered(tokenizer: Any, message: str, system: str = "", earlier: Sequence[dict[str, str]] = ()) -> str:
-    """The tokenizer's chat template with one user message, up to where the assistant begins; a system message of
-    `earlier` comes first.
-    """
+    """The chat template with one user message, up to the assistant's; a system message of `earlier` comes first."""
     from jinja2 import TemplateError
 
     spoken = bool(earlier) and earlier[0]["role"] == "system"

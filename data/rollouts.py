@@ -68,9 +68,7 @@ def roll_out(
     seed: tuple[int | str, ...],
     watch: Watch | None = None,
 ) -> Iterator[Rollout]:
-    """These samples of these problems, ungraded, each as soon as it is finished, with its format checked by the rules
-    of its prompt.
-    """
+    """These samples, ungraded, each as soon as it is finished, its format checked by the rules of its prompt."""
     known = {problem.id: (problem, ids) for problem, ids in prompted}
     requests = [Request(problem, sample, known[problem][1], prompt.parallel) for problem, sample in pairs]
     with closing(generate(engine, requests, config, seed=seed, watch=watch)) as responses:

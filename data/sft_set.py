@@ -117,9 +117,7 @@ def solution_attempts(output: str | Path, replica: int | str) -> Path:
 
 
 def _logged(output: str | Path) -> list[dict]:
-    """Every attempt that any rank of any earlier run has finished; an unfinished last line, left by a kill, does not
-    count.
-    """
+    """Every attempt that any rank of any earlier run has finished; a last line cut by a kill does not count."""
     paths = sorted(Path(output).parent.glob(solution_attempts(output, "*").name))
     return [row for path in paths if path.stat().st_size for _, row in read_jsonl(path, report=lambda _: None)]
 
@@ -315,9 +313,7 @@ async def rewrite(config: RewriteConfig, progress: Progress = _silent) -> Summar
 async def rewrite_all(
     solutions: Sequence[Solution], rewriter: Rewriter, judge: Judge, config: RewriteConfig, progress: Progress = _silent
 ) -> Summary:
-    """Retry every solution until it is accepted or out of attempts, then write the accepted ones. Safe to kill and call
-    again.
-    """
+    """Retry every solution until it is accepted or out of attempts; write the accepted ones. Safe to kill and rerun."""
     with JsonlWriter(rewrite_attempts(config.output)) as log:
         rows = list(log.rows())
         tried = Counter(row["id"] for row in rows if row["outcome"] != FAILED)
@@ -467,9 +463,7 @@ def _measure(report: SetReport, parsed: Parsed, row: dict, size: Callable[[str],
 
 
 def leaks_in(workers: list[str], known: str) -> Iterable[tuple[int, str]]:
-    """(worker, what) for everything in a block's texts that its writer could not know. `known` is everything read
-    before the block.
-    """
+    """(worker, what) for everything in a block's texts that its writer could not know from what was `known` before."""
     before = _results(known)
     reached: dict[str, int] = {}  # result → the first worker that states it
     for index, text in enumerate(workers, start=1):

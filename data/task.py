@@ -107,9 +107,7 @@ def task_of(config: Any) -> Task:
 
 
 def settings_of(model: str | Path) -> tuple[PromptConfig, RolloutConfig]:
-    """How to prompt a model and sample from it: as its own run did, whichever checkpoint of it is meant; a plain
-    model folder gets the defaults.
-    """
+    """How to prompt a model and sample from it: as its run did, whichever checkpoint it is; or the defaults."""
     run, _ = Run.parse(model)
     task = find_task(run.settings().get("task", "math"))(run.group(PromptConfig, "prompt"))
     return task.prompting, run.group(RolloutConfig, "rollout")

@@ -292,9 +292,7 @@ def answered(value: int | str) -> str:
 
 
 def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0) -> str:
-    """The same words in the parallel format, the same for every attempt. A text that the rule cannot parse is returned
-    unchanged: acceptance rejects it.
-    """
+    """The same words in the parallel format, for every attempt alike. A text that it cannot parse stays as it is."""
     text = sequential_text
     parts = sorted(re.finditer(r"(\d)\) \w to \w\n(?:[a-zA-Z]: .+\n)+\1: \d\n", text), key=lambda part: part[1])
     workers = [part[0] for part in parts]
