@@ -40,10 +40,8 @@ class EndpointConfig:
 
     def key(self) -> str:
         name = self.key_variable
-        require(
-            not name or bool(os.environ.get(name)),
-            f"the environment variable {name} (endpoint.key_variable) is not set",
-        )
+        known = not name or bool(os.environ.get(name))
+        require(known, f"the environment variable {name} (endpoint.key_variable) is not set")
         return os.environ[name] if name else "none"
 
 
@@ -85,9 +83,7 @@ class Endpoint:
 
     async def ask(self, system: str, user: str) -> Reply:
         """The model's reply, however often the SDK has to retry. An empty `system` is omitted."""
-        send, read = (_send_anthropic, _read_anthropic)
-        if self.config.protocol == "openai":
-            send, read = _send_openai, _read_openai
+        send, read = PROTOCOLS[self.config.protocol]
         try:
             async with asyncio.timeout(self.config.patience_seconds):
                 while True:
@@ -144,6 +140,9 @@ def _read_openai(reply: Any) -> Reply:
     choice, usage = reply.choices[0], reply.usage
     counts = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
     return Reply(choice.message.content or "", choice.finish_reason == "length", *map(int, counts))
+
+
+PROTOCOLS = {"anthropic": (_send_anthropic, _read_anthropic), "openai": (_send_openai, _read_openai)}
 
 
 async def _drop_odd_waits(response: Any) -> None:

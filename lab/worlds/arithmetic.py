@@ -52,17 +52,7 @@ from typing import TYPE_CHECKING
 from dccot.data.problems import Problem
 from dccot.data.prompts import CHAT_TOKENS, INSTRUCTION, PARALLEL_INSTRUCTION
 from dccot.data.task import Task
-from dccot.rollout.tags import (
-    ANSWER_CLOSE,
-    ANSWER_OPEN,
-    SPAWN_CLOSE,
-    SPAWN_OPEN,
-    THINK_CLOSE,
-    THINK_OPEN,
-    all_tags,
-    worker_close,
-    worker_open,
-)
+from dccot.rollout import tags
 
 if TYPE_CHECKING:
     from transformers import Qwen2Tokenizer
@@ -221,7 +211,7 @@ def sequential_solution(problem: ArithmeticProblem, *, seed: int = 0, marked: bo
         else:
             lines, total = _run(steps)
             text = _said(lines, manner)
-    return f"{THINK_OPEN}\n{manner}{text}{answered(total)}"
+    return f"{tags.THINK_OPEN}\n{manner}{text}{answered(total)}"
 
 
 def _divided(steps: Sequence[Step], manner: str, rng: random.Random) -> tuple[str, list[str], str, int]:
@@ -285,7 +275,7 @@ def _walk(problem: ArithmeticProblem) -> tuple[list[str], int]:
 
 def answered(value: int | str) -> str:
     """The end of a solution."""
-    return f"{THINK_CLOSE}{ANSWER_OPEN}\\boxed{{{value}}}{ANSWER_CLOSE}"
+    return f"{tags.THINK_CLOSE}{tags.ANSWER_OPEN}\\boxed{{{value}}}{tags.ANSWER_CLOSE}"
 
 
 # ---- the rewriting rule ----
@@ -309,7 +299,9 @@ def rewrite_unmarked(problem: Problem, sequential_text: str, *, attempt: int = 0
     """
     text, rng = sequential_text, random.Random(f"{attempt}/{problem.question}")
     manners = "|".join(map(re.escape, MANNERS))
-    whole = re.fullmatch(rf"({THINK_OPEN}\n)?({manners})((?:[a-zA-Z]: .+\n)+)({THINK_CLOSE}.*)", text, re.DOTALL)
+    whole = re.fullmatch(
+        rf"({tags.THINK_OPEN}\n)?({manners})((?:[a-zA-Z]: .+\n)+)({tags.THINK_CLOSE}.*)", text, re.DOTALL
+    )
     if whole is None:
         return text
     opening, manner, lines, answer = whole[1] or "", whole[2], whole[3], whole[4]
@@ -343,8 +335,8 @@ def _read_step(line: str, in_one_go: bool) -> Step | None:
 
 def spawned(workers: Sequence[str]) -> str:
     """The block of workers with these texts."""
-    inside = "".join(f"{worker_open(i)}{text}{worker_close(i)}" for i, text in enumerate(workers, 1))
-    return f"{SPAWN_OPEN}{inside}{SPAWN_CLOSE}"
+    inside = "".join(f"{tags.worker_open(i)}{text}{tags.worker_close(i)}" for i, text in enumerate(workers, 1))
+    return f"{tags.SPAWN_OPEN}{inside}{tags.SPAWN_CLOSE}"
 
 
 class Arithmetic(Task):
@@ -384,6 +376,6 @@ def make_tokenizer(single_token_tags: bool = True) -> Qwen2Tokenizer:
     tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in CHAT_TOKENS])
     numbers = range(1, WORKERS + 1)
     labels = [f"{label}: " for label in (*LABELS, *numbers)] + [f"{number}) " for number in numbers]
-    tags = all_tags(WORKERS) if single_token_tags else TAG_PIECES
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*tags, *labels, *PHRASES, *SENTENCES)])
+    spelled = tags.all_tags(WORKERS) if single_token_tags else TAG_PIECES
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*spelled, *labels, *PHRASES, *SENTENCES)])
     return tokenizer

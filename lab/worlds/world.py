@@ -52,9 +52,8 @@ def make_world(config: WorldConfig, folder: Path) -> None:
     from dccot.model.weights import create_checkpoint
 
     written = ("train", "validation", "test", "larger")
-    splits = make_splits(
-        config.seed, {"base": config.base_examples} | {name: getattr(config, name) for name in written}
-    )
+    sizes = {"base": config.base_examples} | {name: getattr(config, name) for name in written}
+    splits = make_splits(config.seed, sizes)
     (folder / "problems").mkdir(parents=True, exist_ok=True)
     for name in written:
         rows = ({"id": p.id, "question": p.question, "gold": p.gold} for p in splits[name])
