@@ -24,6 +24,7 @@ from dccot.core.config import (
     require,
     required,
     to_yaml,
+    with_new_names,
 )
 from dccot.recipe import Recipe
 from dccot.train.config import RLConfig, SFTConfig
@@ -349,3 +350,11 @@ def test_a_name_that_stands_for_nothing_is_refused_and_never_falls_through(name,
     with pytest.raises(ConfigError) as caught:
         lookup(REGISTRY, name, "reward.kind")
     assert said in str(caught.value)
+
+
+def test_a_saved_configuration_is_read_under_todays_names():
+    old = {"batch": 8, "token_budget": 300, "validate_every": 5, "workers": 2, "advantage": {"normalise": "std"}}
+    new = {"batch": {"examples": 8, "token_budget": 300}, "validation": {"every": 5}, "rollout": {"workers": 2}}
+    assert with_new_names(old) == new | {"advantage": "std"}
+    assert with_new_names({"batch": {"prompts": 3}}) == {"batch": {"prompts": 3}}  # RL's has always been a group
+    assert with_new_names({"workers": 2}, today={"workers": 3}) == {"workers": 2}  # a name that is still in use
