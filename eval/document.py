@@ -1,8 +1,8 @@
 """A small document (headings, paragraphs, tables, figures, folds) and its two forms, each a template in pages/:
 
-    page = Document("Title", [Heading("Results"), "A paragraph.", Table(…), Figure(…)])
-    page.markdown(folder)       report.md: figures become PNG files in `folder`, a sibling of the text
-    page.html()                 report.html: figures become data URIs; the page's policy forbids any request
+    blocks = [Heading("Results"), "A paragraph.", Table(…), Figure(…)]
+    write_markdown("Title", blocks, folder)               figures become PNG files in `folder`, a sibling of the text
+    render("report.html", title="Title", blocks=blocks)   figures become data URIs; its policy forbids any request
 
 All text is escaped, whatever a name or a note contains.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -82,21 +82,13 @@ class Fold:
 Block = Heading | str | Table | Figure | Grid | Fold
 
 
-@dataclass
-class Document:
-    title: str
-    blocks: list[Block] = field(default_factory=list)
-
-    def markdown(self, figures: Path) -> str:
-        """The document as Markdown; writes its figures to `figures`, which the text refers to as a sibling folder."""
-        for block in self.blocks:
-            for figure in block.figures if isinstance(block, Grid) else [block] if isinstance(block, Figure) else []:
-                figures.mkdir(parents=True, exist_ok=True)
-                (figures / f"{figure.name}.png").write_bytes(figure.light)
-        return render("report.md", title=self.title, blocks=self.blocks, folder=figures.name)
-
-    def html(self) -> str:
-        return render("report.html", title=self.title, blocks=self.blocks)
+def write_markdown(title: str, blocks: Sequence[Block], figures: Path) -> str:
+    """The document as Markdown; writes its figures to `figures`, which the text refers to as a sibling folder."""
+    for block in blocks:
+        for figure in block.figures if isinstance(block, Grid) else [block] if isinstance(block, Figure) else []:
+            figures.mkdir(parents=True, exist_ok=True)
+            (figures / f"{figure.name}.png").write_bytes(figure.light)
+    return render("report.md", title=title, blocks=blocks, folder=figures.name)
 
 
 def render(page: str, **content: Any) -> str:

@@ -27,7 +27,7 @@ from dccot.core.files import BadData, read_jsonl
 from dccot.core.run import METRICS, RECIPE, Run
 from dccot.core.statistics import ByProblem, Estimate, over_problems
 from dccot.eval import latency, paper, plots, tables
-from dccot.eval.document import Block, Cell, Document, Figure, Grid, Heading, Row, Table
+from dccot.eval.document import Block, Cell, Figure, Grid, Heading, Row, Table, render, write_markdown
 from dccot.eval.results import BENCHMARKS, SUMMARY, Evaluation, rows_of
 
 ERRORS = (
@@ -70,12 +70,11 @@ def write_report(
         blocks += _latency(Path(folder))
     if training_runs:
         blocks += _training([Path(run) for run in training_runs])
-    document = Document(title, blocks)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "report.md").write_text(document.markdown(out / "figures"), encoding="utf-8")
+    (out / "report.md").write_text(write_markdown(title, blocks, out / "figures"), encoding="utf-8")
     page = out / "report.html"
-    page.write_text(document.html(), encoding="utf-8")
+    page.write_text(render("report.html", title=title, blocks=blocks), encoding="utf-8")
     return page
 
 
