@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor
@@ -139,18 +138,11 @@ def gather(model: Transformer) -> None:
             raise ValueError(f"{name} reaches the engine as {have}; it must be {needs}: gather it")
 
 
-def plan_checkpoint(model: Transformer, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes that this rank copies to the host for a checkpoint."""
+def plan_checkpoint(model: Transformer, optimizer: torch.optim.Optimizer) -> None:
     model_state, optimizer_state = get_state_dict(model, optimizer)
     planner = DefaultSavePlanner()
     planner.set_up_planner({"model": model_state, "optimizer": optimizer_state}, is_coordinator=True)
     planner.create_global_plan([planner.create_local_plan()])
-    copied = [*model.parameters(), *moments(optimizer)]
-    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in copied)
-
-
-def moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [value for state in optimizer.state.values() for value in state.values()]
 
 
 def rehearse(spec: dict) -> dict:
@@ -161,17 +153,14 @@ def rehearse(spec: dict) -> dict:
     runtime = FirstRank(0, spec["ranks"], torch.device("cuda", 0))
     config = load_training(spec["config"], spec["overrides"])
     with gpu:
-        step: RL | SFT
-        if isinstance(config, RLConfig):
-            step = rl_step(config, gpu, shape, runtime)
-        else:
-            step = sft_step(config, gpu, shape, runtime)
-        gpu.relabel(moments(step.optimizer), "AdamW moments")
+        on = (gpu, shape, runtime)
+        step: RL | SFT = rl_step(config, *on) if isinstance(config, RLConfig) else sft_step(config, *on)
+        gpu.relabel((value for state in step.optimizer.state.values() for value in state.values()), "AdamW moments")
         steady = {kind: size for kind, size in gpu.by_kind.items() if size}
         with gpu.phase("sync"), gpu.kind("gathered weights"):
             gather(step.model)
         with gpu.phase("checkpoint"), gpu.kind("checkpoint"):
-            host = plan_checkpoint(step.model, step.optimizer)
+            plan_checkpoint(step.model, step.optimizer)
     largest = largest_batch(config, shape.max_position)
     return {
         "tokens": largest.tokens,
@@ -180,7 +169,6 @@ def rehearse(spec: dict) -> dict:
         "peaks": {phase: {"total": total, "kinds": kinds} for phase, (total, kinds) in gpu.peaks.items()},
         "syncs": {phase: dict(places) for phase, places in gpu.syncs.items()},
         "micro_batches": gpu.entered,
-        "checkpoint_host": host,
         "seconds": time.perf_counter() - began,
     }
 
