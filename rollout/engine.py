@@ -10,7 +10,9 @@ engine is opened and not before, because vLLM takes seconds to import.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,6 +96,31 @@ class TrainingEngine(Engine, Protocol):
         """Release memory for training; `wake`, then `load`, before the next call."""
 
     def wake(self) -> None: ...
+
+
+class Pending(dict[str, Call]):
+    """The calls of an engine that are neither finished nor aborted; an error when none finishes for too long."""
+
+    def __init__(self, config: EngineConfig):
+        super().__init__()
+        self._config, self._last_finished = config, time.monotonic()
+
+    def begin(self, key: str, call: Call) -> None:
+        if key in self:
+            raise ValueError(f"call {key!r} is already running; keys must be unique among pending calls")
+        if not self:
+            self._last_finished = time.monotonic()
+        self[key] = call
+
+    def after_step(self, finished: Iterable[str], describe: Callable[[], str]) -> None:
+        now = time.monotonic()
+        for key in finished:
+            del self[key]
+            self._last_finished = now
+        if self and now - self._last_finished > self._config.stall_seconds:
+            waited = f"{now - self._last_finished:.0f} s (engine.stall_seconds is {self._config.stall_seconds:g})"
+            rank = os.environ.get("RANK", "0")
+            raise EngineStalled(f"rank {rank}: no call finished for {waited}; {len(self)} pending: {describe()}")
 
 
 class Sampling:

@@ -17,8 +17,7 @@ import os
 import queue
 import sys
 import threading
-import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
@@ -30,7 +29,7 @@ import httpx
 from dccot.core.config import ConfigError, warn_of_plain_http
 from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import Call, Completion
-from dccot.rollout.engine import EngineConfig, EngineStalled, Sampling
+from dccot.rollout.engine import EngineConfig, Pending, Sampling
 from dccot.rollout.tags import PROBE
 
 PULSE, RETRY = 10.0, 1.0  # seconds between checks of a healthy server, of a lost one
@@ -95,7 +94,7 @@ class Fleet:
         self.config = config
         self.tokenizer = open_tokenizer(model)
         self.replica, self.replicas = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self.context, self.sampled_tokens = 0, 0
+        self.context, self.sampled_tokens, self.pending = 0, 0, Pending(config)
         self._sampling = Sampling(self.tokenizer)
         self._jobs: dict[str, _Job] = {}
         self._results: queue.SimpleQueue[tuple[_Job, Completion | Exception]] = queue.SimpleQueue()
@@ -103,7 +102,7 @@ class Fleet:
         self._guards: list[asyncio.Task] = []
         self._waiting: list[_Job] = []  # of responses that have no server yet
         self._home: dict[str, _Server] = {}  # response → where it runs
-        self._order, self._last_finished = itertools.count(), time.monotonic()
+        self._order = itertools.count()
         self._weights: list[float] = []  # the first server's log-probs of the probe's tokens
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fleet", daemon=True)
@@ -120,10 +119,7 @@ class Fleet:
     def add(
         self, key: str, call: Call, *, seed: int, temperature: float, top_p: float = 1.0, priority: int = 0
     ) -> None:
-        if key in self._jobs:
-            raise ValueError(f"call {key!r} is already running; keys must be unique among pending calls")
-        if not self._jobs:
-            self._last_finished = time.monotonic()
+        self.pending.begin(key, call)
         rule = self._sampling.parameters(call, seed=seed, temperature=temperature, top_p=top_p)
         body = {"prompt": call.prompt, "priority": priority, "logprobs": 0, "return_token_ids": True} | rule | NEUTRAL
         self._jobs[key] = job = _Job(priority, next(self._order), key, call, body)
@@ -145,20 +141,12 @@ class Fleet:
             del self._jobs[job.key]
             finished.append((job.key, result))
             self.sampled_tokens += len(result.ids)
-        now = time.monotonic()
-        if finished:
-            self._last_finished = now
-        elif self._jobs and now - self._last_finished > self.config.stall_seconds:
-            raise EngineStalled(self._stall_report(now - self._last_finished))
+        self.pending.after_step((key for key, _ in finished), self._state)
         return finished
 
     @property
     def running(self) -> int:
         return sum(len(server.tasks) for server in self._servers)
-
-    @property
-    def pending(self) -> Mapping[str, Call]:
-        return {key: job.call for key, job in self._jobs.items()}
 
     def written(self) -> dict[str, list[int]]:
         """Nothing, for every pending call: a server returns text only when a call has finished."""
@@ -166,11 +154,13 @@ class Fleet:
 
     def abort(self, keys: Iterable[str]) -> None:
         jobs = [self._jobs.pop(key) for key in list(keys) if key in self._jobs]
+        for job in jobs:
+            del self.pending[job.key]
         if not self._loop.is_closed():  # a generator may be collected after its engine was shut down
             self._loop.call_soon_threadsafe(self._drop, jobs)
 
     def forget_prefixes(self) -> None:
-        """The servers keep theirs, which others may be using: it affects timing, and tokens at most by rounding."""
+        """The servers keep theirs, which others may be using: it affects timing, and tokens only by rounding."""
 
     def shutdown(self) -> None:
         self.abort(list(self._jobs))
@@ -184,10 +174,9 @@ class Fleet:
     def _wait(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def _stall_report(self, seconds: float) -> str:
-        servers = [f"{s.url} ({'up' if s.up else 'does not answer'}, {len(s.tasks)} calls)" for s in self._servers]
-        limit = f"engine.stall_seconds is {self.config.stall_seconds:g}"
-        return f"no call finished for {seconds:.0f} s ({limit}); {len(self._jobs)} pending: {', '.join(servers)}"
+    def _state(self) -> str:
+        states = [("up" if server.up else "does not answer", len(server.tasks)) for server in self._servers]
+        return ", ".join(f"{s.url} ({state}, {calls} calls)" for s, (state, calls) in zip(self._servers, states))
 
     # ---- the fleet's side: everything below runs on its thread ----
 

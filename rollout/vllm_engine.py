@@ -50,7 +50,7 @@ from dccot.core.runtime import PATIENCE, Runtime, free_memory, keep_freed_memory
 from dccot.model.tokenizer import open_tokenizer, tokenizer_folder
 from dccot.model.weights import open_tensors
 from dccot.rollout.director import Call, Completion
-from dccot.rollout.engine import EngineConfig, EngineStalled, Sampling, vllm_options
+from dccot.rollout.engine import EngineConfig, Pending, Sampling, vllm_options
 from dccot.rollout.tags import check_same_ids
 
 if TYPE_CHECKING:
@@ -96,11 +96,9 @@ class VllmEngine:
         check_same_ids(open_tokenizer(self.model), self.tokenizer, self.model)
         self._sampling = Sampling(self.tokenizer)
         self._network = self._engine.model_executor.driver_worker.worker.get_model()
-        self._pending: dict[str, Call] = {}
-        self.sampled_tokens = 0  # since the engine was built
+        self.pending, self.sampled_tokens = Pending(config), 0
         self._tied = bool(json.loads((Path(self.model) / "config.json").read_text()).get("tie_word_embeddings"))
         self._whole, self._asleep = True, False  # weights consistent; memory released
-        self._last_finished = time.monotonic()
 
     def add(
         self, key: str, call: Call, *, seed: int, temperature: float, top_p: float = 1.0, priority: int = 0
@@ -108,10 +106,7 @@ class VllmEngine:
         if not self._whole:
             state = "the engine's weights are gone or mixed (it slept, or a load failed)"
             raise RuntimeError(f"{state}: load all of them before generating")
-        if key in self._pending:
-            raise ValueError(f"call {key!r} is already running; keys must be unique among pending calls")
-        if not self._pending:
-            self._last_finished = time.monotonic()
+        self.pending.begin(key, call)
         rule = self._sampling.parameters(call, seed=seed, temperature=temperature, top_p=top_p)
         params = SamplingParams(
             **rule,
@@ -121,8 +116,11 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
-        self._engine.add_request(key, tokens_input(call.prompt), params, priority=priority)
-        self._pending[key] = call
+        try:
+            self._engine.add_request(key, tokens_input(call.prompt), params, priority=priority)
+        except Exception:
+            del self.pending[key]
+            raise
 
     def step(self) -> list[tuple[str, Completion]]:
         """One forward pass over all running calls."""
@@ -130,38 +128,28 @@ class VllmEngine:
         outputs = self._engine.step()
         torch.set_rng_state(state)
         finished = [(output.request_id, self._completion(output)) for output in outputs]
-        for key, _ in finished:
-            del self._pending[key]
         self.sampled_tokens += self.running + len(finished)
-        now = time.monotonic()
-        if finished:
-            self._last_finished = now
-        elif self._pending and now - self._last_finished > self.config.stall_seconds:
-            raise EngineStalled(self._stall_report(now - self._last_finished))
+        self.pending.after_step((key for key, _ in finished), self._progress)
         return finished
 
     @property
     def running(self) -> int:
         return len(self._engine.engine_core.engine_core.scheduler.running)
 
-    @property
-    def pending(self) -> dict[str, Call]:
-        return self._pending
-
     def written(self) -> dict[str, list[int]]:
         states = self._engine.output_processor.request_states.values()
         return {state.external_req_id: list(state.detokenizer.output_token_ids) for state in states}
 
     def abort(self, keys: Iterable[str]) -> None:
-        keys = [key for key in keys if key in self._pending]
+        keys = [key for key in keys if key in self.pending]
         self._engine.abort_request(keys)
         for key in keys:
-            del self._pending[key]
+            del self.pending[key]
 
     def load(self, parameters: Parameters) -> None:
         """Replace the weights by `parameters`, consumed one at a time."""
-        if self._pending:
-            calls = f"{len(self._pending)} running calls; finish or abort {_some(self._pending)}"
+        if self.pending:
+            calls = f"{len(self.pending)} running calls; finish or abort {_some(self.pending)}"
             raise RuntimeError(f"weights cannot change under {calls}")
         seen: set[str] = set()
         faults: list[Exception] = []
@@ -207,8 +195,8 @@ class VllmEngine:
                 yield "lm_head.weight", tensor
 
     def forget_prefixes(self) -> None:
-        if self._pending:
-            calls = f"{len(self._pending)} running calls: {_some(self._pending)}"
+        if self.pending:
+            calls = f"{len(self.pending)} running calls: {_some(self.pending)}"
             raise RuntimeError(f"the prefix cache is in use by {calls}")
         if not self._engine.reset_prefix_cache():
             self._engine.step()  # an asynchronous scheduler still holds blocks of calls that have just ended
@@ -228,7 +216,7 @@ class VllmEngine:
 
     def shutdown(self) -> None:
         """Release everything except a process group that existed before the engine. All weights are freed."""
-        self.abort(list(self._pending))
+        self.abort(list(self.pending))
         core = self._engine.engine_core.engine_core
         # before vLLM releases the memory that sleeps: a tensor still in it would be freed too late
         del self._network, self._engine
@@ -244,14 +232,12 @@ class VllmEngine:
 
     def _completion(self, output: Any) -> Completion:
         result = output.outputs[0]
-        stop = self._sampling.stop_of(self._pending[output.request_id], result.finish_reason, result.stop_reason)
+        stop = self._sampling.stop_of(self.pending[output.request_id], result.finish_reason, result.stop_reason)
         return Completion(list(result.token_ids), result.logprobs.logprobs, stop, output.num_cached_tokens or 0)
 
-    def _stall_report(self, seconds: float) -> str:
+    def _progress(self) -> str:
         written = {key: len(ids) for key, ids in self.written().items()}
-        calls = [f"{key} ({written.get(key, 0)}/{call.max_tokens} tokens)" for key, call in self._pending.items()]
-        limit = f"engine.stall_seconds is {self.config.stall_seconds:g}"
-        return f"rank {_rank()}: no call finished for {seconds:.0f} s ({limit}); {len(calls)} pending: {_some(calls)}"
+        return _some([f"{key} ({written.get(key, 0)}/{call.max_tokens} tokens)" for key, call in self.pending.items()])
 
 
 def engine_arguments(model: str, tokenizer: str, config: EngineConfig, distributed: bool, sleeps: bool) -> EngineArgs:

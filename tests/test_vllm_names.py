@@ -16,6 +16,7 @@ from typing import get_type_hints
 
 import pytest
 
+from dccot.lab.worlds import bigram
 from dccot.rollout.director import Call
 from dccot.rollout.engine import Sampling, as_flags, vllm_options
 from dccot.rollout.response import Finish
@@ -162,15 +163,17 @@ def test_the_first_arguments_are_in_the_order_in_which_we_give_them():
         assert tuple(parameters[:count]) == CALLED[where][:count], where
 
 
-@pytest.mark.parametrize(("name", "where"), [("EngineArgs", "vllm.engine.arg_utils"), ("SamplingParams", "vllm")])
-def test_settings_that_we_give_exist(name, where):
-    kind, given = find(f"{where}:{name}"), keywords(name)
-    if name == "SamplingParams":
-        call = Call((0, 0), [1], [], None, 1, Finish.BUDGET)
-        given |= Sampling(None).parameters(call, seed=0, temperature=1.0, top_p=1.0).keys()
-    as_dataclass = dataclasses.is_dataclass(kind)
-    known = {field.name for field in dataclasses.fields(kind)} if as_dataclass else set(kind.__struct_fields__)
-    assert len(given) > 8 and given <= known, given - known
+def test_settings_that_we_give_exist():
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+
+    call = Call((0, 0), [1], [], "<spawn_workers>", 1, Finish.BUDGET)
+    rule = Sampling(bigram.tokenizer("single")).parameters(call, seed=0, temperature=1.0, top_p=1.0)
+    for known, given in (
+        ({field.name for field in dataclasses.fields(EngineArgs)}, keywords("EngineArgs") | {*vllm_options(False)}),
+        (set(SamplingParams.__struct_fields__), keywords("SamplingParams") | {*rule}),
+    ):
+        assert len(given) > 8 and given <= known, given - known
 
 
 def test_choices_that_we_make_exist():
@@ -194,11 +197,8 @@ def test_options_that_dccot_serve_gives_are_known():
 
     known = set(make_arg_parser(FlexibleArgumentParser())._option_string_actions)
     for on_gpu in (True, False):
-        given = {
-            flag
-            for flag in [*as_flags(vllm_options(on_gpu)), "--tokenizer", "--served-model-name"]
-            if flag.startswith("--")
-        }
+        more = ["--tokenizer", "--served-model-name", "--uvicorn-log-level", "--disable-uvicorn-access-log"]
+        given = {flag for flag in [*as_flags(vllm_options(on_gpu)), *more] if flag.startswith("--")}
         assert given <= known, given - known
 
 

@@ -278,14 +278,6 @@ def test_a_caller_that_stops_early_leaves_the_engine_empty(engine):
     engine.forget_prefixes()  # would be refused if blocks were still held
 
 
-def test_two_calls_cannot_have_the_same_name(engines):
-    engine = engines["single"]
-    twice = [requests(engine, 1)[0]] * 2
-    with pytest.raises(ValueError, match=r"call 'p0/0/0.0' is already running"):
-        list(generate(engine, twice, CONFIG, seed=(0,)))
-    assert not engine.pending
-
-
 def test_a_stalled_engine_names_what_it_is_waiting_for(engines, monkeypatch):
     engine = engines["single"]
     monkeypatch.setattr(engine.config, "stall_seconds", 0.0)

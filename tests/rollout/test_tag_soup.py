@@ -9,7 +9,7 @@ from tests.support.tag_soup import answer_oracle, disagreements, oracle, sequent
 
 pytestmark = pytest.mark.slow
 
-COUNT = 60_000
+COUNT = 20_000
 
 
 def test_parser_and_oracle_agree_on_every_soup():

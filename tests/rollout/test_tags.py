@@ -13,7 +13,6 @@ from dccot.rollout.tags import (
     IllFormed,
     ParsedRound,
     TagIds,
-    all_tags,
     answer_block,
     flaw_of,
     overshoots,
@@ -57,26 +56,6 @@ def test_a_well_formed_text_falls_into_the_parts_it_was_built_from(built, after)
     parsed = parse("".join(pieces) + after, workers)
     assert (parsed.rounds, parsed.final) == (rounds, final)
     assert parsed.answer == pieces[-2].strip()
-
-
-@given(responses(), st.data())
-def test_a_text_without_one_of_its_tags_is_ill_formed(built, data):
-    workers, pieces, _, _ = built
-    lost = data.draw(st.sampled_from([i for i, piece in enumerate(pieces) if TAG_PATTERN.fullmatch(piece)]))
-    assert flaw_of("".join(pieces[:lost] + pieces[lost + 1 :]), workers) is not None
-
-
-@given(responses(), st.data())
-def test_a_text_with_one_more_tag_is_ill_formed(built, data):
-    workers, pieces, _, _ = built
-    place, tag = data.draw(st.integers(0, len(pieces))), data.draw(st.sampled_from(all_tags(workers + 1)))
-    assert flaw_of("".join([*pieces[:place], tag, *pieces[place:]]), workers) is not None
-
-
-@given(responses(), st.sampled_from([1, 2, 3, 5, 11]))
-def test_the_number_of_workers_is_part_of_the_rule(built, other):
-    workers, pieces, _, _ = built
-    assert (flaw_of("".join(pieces), other) is None) == (workers == other)
 
 
 END, EMPTY = "</think><answer>4</answer>", "<spawn_workers></spawn_workers>"

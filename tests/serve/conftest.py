@@ -1,5 +1,5 @@
-"""`dccot serve`, the plugin by vLLM's own means, and the in-process engine whose tokens theirs must be: one of each for
-the session.
+"""`dccot serve`, vLLM's own command with our plugin, and the in-process engine whose tokens theirs must be: one of each
+for the session.
 
 Both serve the same weights. The first folder declares its tokenizer as published Llama folders do, which transformers
 opens without white space unless it is repaired; the other has a chat template of its own instead of DeepSeek's chat
@@ -36,19 +36,12 @@ def edit(path: Path, **changes) -> None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
-    """Untrained, spawns and answers. The tags of its workers are spelled with several tokens, the others are single
-    ones.
-    """
-    folder = tiny.save(
-        tmp_path_factory.mktemp("models") / NAME,
-        "mixed",
-        tiny.Chances(spawn=1 / 16, eos=1 / 20, answer=1 / 16),
-        context=CONTEXT,
-    )
-    weights = {
-        name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if not name.endswith(".bias")
-    }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    """Untrained, spawns and answers. Its workers' tags are spelled with several tokens, the others are single ones."""
+    chances = tiny.Chances(spawn=1 / 16, eos=1 / 20, answer=1 / 16)
+    folder = tiny.save(tmp_path_factory.mktemp("models") / NAME, "mixed", chances, context=CONTEXT)
+    weights = load_file(folder / "model.safetensors")
+    unbiased = {name: tensor for name, tensor in weights.items() if not name.endswith(".bias")}
+    save_file(unbiased, folder / "model.safetensors", metadata={"format": "pt"})
     edit(folder / "config.json", model_type="llama", architectures=["LlamaForCausalLM"])
     edit(folder / "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
     ends = tiny.tokenizer("mixed").encode(tiny.EOS + OTHER_EOS)
@@ -69,11 +62,8 @@ def chat_model(model) -> Path:
 @pytest.fixture(scope="session")
 def servers(model, chat_model, tmp_path_factory):
     """(`dccot serve`, vLLM's own command with our plugin); the last test of test_fleet.py kills the second."""
-    folder, limits = (
-        tmp_path_factory.mktemp("servers"),
-        ("--budget", str(BUDGET), "--max-n", "4", "--max-requests", "8"),
-    )
-    started = [dccot_serve(model, folder / "dccot", *limits)]
+    folder = tmp_path_factory.mktemp("servers")
+    started = [dccot_serve(model, folder / "dccot", *f"--budget {BUDGET} --max-n 4 --max-requests 8".split())]
     started += [vllm_serve(chat_model, folder / "plain", plugin=f"rollout.budget={BUDGET}")]
     try:
         yield [server.ready() for server in started]

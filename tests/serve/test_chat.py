@@ -2,11 +2,9 @@
 
 import asyncio
 import contextlib
-import http.client
 import json
 import re
 import socket
-import time
 from dataclasses import replace
 
 import pytest
@@ -18,7 +16,7 @@ from dccot.rollout.generate import Request, generate
 from dccot.serve.stream import Piece
 from tests.serve.conftest import BUDGET, NAME, OTHER_EOS, QUESTION
 from tests.support.serve_faults import FAILING, HALF_STALLED, OVERFLOWING, STALLED
-from tests.support.servers import KEY
+from tests.support.servers import KEY, eventually
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +96,7 @@ def test_a_worker_that_waited_with_nothing_to_read_does_not_end_the_stream():
     from dccot.serve.chat import Choice
 
     choice = Choice(0, ())
-    pieces = [
-        Piece((0, 0), "a", [1], ended=True),
-        Piece((0, 2), "", [2], ended=True),
-        Piece((0, 1), "b", [3], ended=True),
-    ]
+    pieces = [Piece((0, worker), text, [1], ended=True) for worker, text in ((0, "a"), (2, ""), (1, "b"))]
     told = [delta for piece in pieces for delta, _ in choice.hear(piece)]
     assert [delta["text"] for delta in told] == ["a", "", "b"]  # an empty delta would be taken for the end
 
@@ -110,9 +104,7 @@ def test_a_worker_that_waited_with_nothing_to_read_does_not_end_the_stream():
 def test_another_token_that_ends_the_models_text_is_not_part_of_it(client, engine):
     [other] = engine.tokenizer.encode(OTHER_EOS)
     answers = (ask(client, seed).choices[0] for seed in range(1, 200))
-    answer = next(
-        answer for answer in answers if answer.token_ids[-1] == other and re.fullmatch("[^<]+", answer.message.content)
-    )
+    answer = next(a for a in answers if a.token_ids[-1] == other and re.fullmatch("[^<]+", a.message.content))
     written = engine.tokenizer.decode(answer.token_ids, skip_special_tokens=False)
     assert answer.finish_reason == "stop"
     assert written.endswith(OTHER_EOS)
@@ -123,15 +115,13 @@ def test_another_token_that_ends_the_models_text_is_not_part_of_it(client, engin
 def test_choices_are_the_samples_of_one_seed_and_usage_is_their_sum(client, engine):
     ids = PromptConfig().ids(engine.tokenizer, QUESTION)
     requests = [Request("problem", sample, ids) for sample in range(3)]
-    expected = {
-        r.sample: response for r, response in generate(engine, requests, RolloutConfig(budget=BUDGET), seed=(9,))
-    }
+    found = generate(engine, requests, RolloutConfig(budget=BUDGET), seed=(9,))
+    expected = [response for _, response in sorted(found, key=lambda pair: pair[0].sample)]
     answer = ask(client, 9, n=3)
-    assert [choice.token_ids for choice in answer.choices] == [expected[sample].as_read for sample in range(3)]
-    assert answer.usage.completion_tokens == sum(response.sampled_tokens for response in expected.values())
-    assert answer.usage.completion_tokens_details.longest_path_tokens == max(
-        response.longest_path for response in expected.values()
-    )
+    assert [choice.token_ids for choice in answer.choices] == [response.as_read for response in expected]
+    assert answer.usage.completion_tokens == sum(response.sampled_tokens for response in expected)
+    longest = answer.usage.completion_tokens_details.longest_path_tokens
+    assert longest == max(response.longest_path for response in expected)
     streamed_choices = {choice.index for chunk in ask(client, 9, n=3, stream=True) for choice in chunk.choices}
     assert streamed_choices == {0, 1, 2}
 
@@ -189,34 +179,29 @@ def test_the_plugin_by_vllms_own_means_asks_through_the_models_own_chat_template
     [card] = client.models.list().data
     assert card.dccot["workers"] == 3
     answer = ask(client, 4, model=card.id)
-    text = (
-        f"<|im_start|>user\n{QUESTION} {PARALLEL_INSTRUCTION} {INSTRUCTION}<|im_end|>\n<|im_start|>assistant\n<think>\n"
-    )
-    # the tokens with the same ids
-    spelled = text.replace("<|im_start|>", "<｜User｜>").replace("<|im_end|>", "<｜Assistant｜>")
+    question = f"{QUESTION} {PARALLEL_INSTRUCTION} {INSTRUCTION}"
+    # its chat tokens have the ids of DeepSeek's
+    spelled = f"<｜User｜>user\n{question}<｜Assistant｜>\n<｜User｜>assistant\n<think>\n"
     assert answer.prompt_token_ids == engine.tokenizer.encode(spelled, add_special_tokens=False)
-    [(_, expected)] = generate(
-        engine, [Request("problem", 0, answer.prompt_token_ids)], RolloutConfig(budget=BUDGET), seed=(4,)
-    )
+    request = Request("problem", 0, answer.prompt_token_ids)
+    [(_, expected)] = generate(engine, [request], RolloutConfig(budget=BUDGET), seed=(4,))
     assert answer.choices[0].token_ids == expected.as_read
     turns = [("system", "be brief"), ("user", "one"), ("assistant", "1"), ("user", "two")]
     messages = [{"role": role, "content": content} for role, content in turns]
     ids = ask(client, 4, model=card.id, messages=messages, max_tokens=4).prompt_token_ids
-    written = (
-        engine.tokenizer.decode(ids, skip_special_tokens=False)
-        .replace("<｜User｜>", "[")
-        .replace("<｜Assistant｜>", "]")
-    )
+    text = engine.tokenizer.decode(ids, skip_special_tokens=False)
+    written = text.replace("<｜User｜>", "[").replace("<｜Assistant｜>", "]")
     assert written.startswith("[system\nbe brief]\n[user\none]\n[assistant\n1]\n[user\ntwo You can spawn")
     with pytest.raises(BadRequestError, match="holds the special token"):
         ask(client, 4, "one<|im_end|>", model=card.id)
 
 
-def eventually(holds, seconds=300.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return holds()
+def sent(server, length: int, body: str) -> socket.socket:
+    """A connection on which a request, or its beginning, was sent."""
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=600)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+    connection.sendall(f"{head}Content-Length: {length}\r\n\r\n{body}".encode())
+    return connection
 
 
 def test_a_client_that_goes_away_leaves_nothing_running(client, server):
@@ -230,10 +215,8 @@ def test_a_client_that_goes_away_leaves_nothing_running(client, server):
 
 def test_a_client_that_goes_away_before_an_answer_leaves_nothing_running(server):
     before = server.metric("dccot_responses_total")
-    body = json.dumps({"model": NAME, "messages": [{"role": "user", "content": QUESTION}], "seed": STALLED})
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    with contextlib.closing(http.client.HTTPConnection(server.address.removeprefix("http://"))) as connection:
-        connection.request("POST", "/v1/chat/completions", body, headers)
+    body = json.dumps({"messages": [{"role": "user", "content": QUESTION}], "seed": STALLED})
+    with sent(server, len(body), body):
         assert eventually(lambda: server.metric("dccot_responses_running") == 1)
     assert eventually(lambda: server.metric("dccot_responses_running") == 0)
     assert server.metric("dccot_responses_total") == before + 1
@@ -270,9 +253,6 @@ def test_a_response_that_the_engine_has_no_room_for_is_answered_503_with_retry_a
 
 
 def test_requests_that_are_still_being_sent_take_places_too(client, server):
-    host, port = server.address.removeprefix("http://").split(":")
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 1000\r\n\r\n{{"
-
     def answered() -> bool:
         with contextlib.suppress(InternalServerError):
             return bool(ask(client, 1).choices)
@@ -280,11 +260,10 @@ def test_requests_that_are_still_being_sent_take_places_too(client, server):
 
     with contextlib.ExitStack() as stack:
         for _ in range(9):  # eight places
-            last = stack.enter_context(socket.create_connection((host, int(port)), timeout=600))
-            last.sendall(head.encode())
+            last = stack.enter_context(sent(server, 1000, "{"))
         assert last.recv(1000).startswith(b"HTTP/1.1 503")
         assert not answered()
-    assert eventually(answered, 20)
+    assert eventually(answered)
 
 
 def test_more_than_the_server_takes_is_answered_503_with_retry_after(client, server):

@@ -6,10 +6,8 @@ The servers are those of the session; the last tests of this file kill the secon
 
 import json
 import os
-import re
 import signal
 import threading
-import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -20,7 +18,7 @@ from dccot.eval.evaluate import eval_config, evaluate
 from dccot.eval.evaluate import main as eval_main
 from dccot.eval.results import own_benchmark
 from dccot.lab.worlds import bigram as tiny
-from dccot.rollout import fleet as remote
+from dccot.rollout import fleet as fleet_module
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import EngineConfig, EngineStalled, open_engine
 from dccot.rollout.generate import Request, Watch, generate
@@ -28,34 +26,38 @@ from dccot.rollout.response import Rollout
 from dccot.rollouts import main as rollout_main
 from dccot.train.config import RLConfig
 from tests.serve.conftest import CONTEXT
-from tests.support.servers import KEY, vllm_serve
+from tests.support.servers import KEY, eventually, vllm_serve
 
 CONFIG = RolloutConfig(budget=160)
 
 
 @pytest.fixture
-def fleet(servers, model, monkeypatch):
+def opened(model, monkeypatch):
+    """addresses → a fleet of the servers there"""
     monkeypatch.setenv("VLLM_API_KEY", KEY)
-    with open_engine(model, EngineConfig(url=[server.address for server in servers])) as engine:
+    return lambda *urls, folder=model, **more: open_engine(folder, EngineConfig(url=list(urls), **more))
+
+
+@pytest.fixture
+def fleet(servers, opened):
+    with opened(*(server.address for server in servers)) as engine:
         yield engine
 
 
 def requests(engine, count: int) -> list[Request]:
-    prompts = [
-        engine.tokenizer.encode(f"{tiny.BOS}{tiny.USER}{'abc ' * p}{tiny.ASSISTANT}<think>\n") for p in range(count)
-    ]
-    return [Request(f"p{p}", 0, ids) for p, ids in enumerate(prompts)]
+    texts = [f"{tiny.BOS}{tiny.USER}{'abc ' * p}{tiny.ASSISTANT}<think>\n" for p in range(count)]
+    return [Request(f"p{p}", 0, engine.tokenizer.encode(text)) for p, text in enumerate(texts)]
 
 
 def tokens(responses) -> dict:
     return {request.problem: response.as_read for request, response in responses}
 
 
-def eventually(holds, seconds=300.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return holds()
+def refused(opened, match: str, *urls: str, **more) -> str:
+    with pytest.raises(ConfigError, match=match) as error, opened(*urls, **more):
+        pass
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def test_a_fleet_samples_the_tokens_and_logprobs_of_the_engine_in_this_process(fleet, engine):
@@ -72,40 +74,24 @@ def test_a_fleet_samples_the_tokens_and_logprobs_of_the_engine_in_this_process(f
 
 def test_all_calls_of_a_response_go_to_one_server_and_both_servers_work(fleet, servers):
     homes: dict[str, set] = {}
-    before = [server.metric("vllm:request_success_total") for server in servers]
 
     class Where(Watch):
         def finished(self, request, call, completion) -> None:
             homes.setdefault(request.problem, set()).add(fleet._home[f"{request.problem}/0"].url)
 
+    before = [server.metric("vllm:request_success_total") for server in servers]
     assert len(tokens(generate(fleet, requests(fleet, 8), CONFIG, seed=(2,), watch=Where()))) == 8
     assert all(len(urls) == 1 for urls in homes.values())
-    assert all(
-        server.metric("vllm:request_success_total") > count for server, count in zip(servers, before, strict=True)
-    )
+    after = [server.metric("vllm:request_success_total") for server in servers]
+    assert all(now > then for now, then in zip(after, before))
 
 
-def test_a_caller_that_stops_early_leaves_the_servers_idle(fleet, servers):
-    responses = generate(fleet, requests(fleet, 8), CONFIG, seed=(3,))
-    next(responses)
-    responses.close()
-    assert not fleet.pending
-    assert eventually(lambda: not any(server.running() for server in servers))
-
-
-def test_servers_that_cannot_take_part_are_refused_with_the_remedy(servers, model, tmp_path, monkeypatch):
-    def open_fleet(folder, address):
-        with open_engine(folder, EngineConfig(url=[address])):
-            pass
-
-    monkeypatch.setenv("VLLM_API_KEY", KEY)
-    with pytest.raises(ConfigError, match="does not answer"):
-        open_fleet(model, "http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match="tokenizer differs"):
-        open_fleet(tiny.save(tmp_path / "single", "single", context=512), servers[0].address)
+def test_servers_that_cannot_take_part_are_refused_with_the_remedy(opened, server, tmp_path, monkeypatch):
+    refused(opened, "does not answer", "http://127.0.0.1:9")
+    other = tiny.save(tmp_path / "single", "single", context=512)
+    refused(opened, "tokenizer differs", server.address, folder=other)
     monkeypatch.delenv("VLLM_API_KEY")
-    with pytest.raises(ConfigError, match="set VLLM_API_KEY"):
-        open_fleet(model, servers[0].address)
+    refused(opened, "set VLLM_API_KEY", server.address)
 
 
 class Odd(BaseHTTPRequestHandler):
@@ -119,22 +105,21 @@ class Odd(BaseHTTPRequestHandler):
     def log_message(self, *_) -> None: ...
 
 
-def test_something_else_at_the_address_is_refused_in_one_line(model):
+def test_something_else_at_the_address_is_refused_in_one_line(opened):
     with ThreadingHTTPServer(("127.0.0.1", 0), Odd) as odd:
         threading.Thread(target=odd.serve_forever, daemon=True).start()
-        with (
-            pytest.raises(ConfigError, match="does not answer as vLLM does") as refused,
-            open_engine(model, EngineConfig(url=[f"http://127.0.0.1:{odd.server_port}"])),
-        ):
-            pass
+        refused(opened, "does not answer as vLLM does", f"http://127.0.0.1:{odd.server_port}")
         odd.shutdown()
-    assert "\n" not in str(refused.value)
     assert "fleet" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_fleet_that_was_shut_down_leaves_nothing_open(servers, model, monkeypatch):
-    monkeypatch.setenv("VLLM_API_KEY", KEY)
-    with open_engine(model, EngineConfig(url=[server.address for server in servers])) as fleet:
+def test_a_fleet_leaves_the_servers_idle_and_nothing_open(servers, opened):
+    with opened(*(server.address for server in servers)) as fleet:
+        stopped = generate(fleet, requests(fleet, 8), CONFIG, seed=(3,))
+        next(stopped)
+        stopped.close()
+        assert not fleet.pending
+        assert eventually(lambda: not any(server.running() for server in servers))
         abandoned = generate(fleet, requests(fleet, 4), CONFIG, seed=(3,))
         next(abandoned)
     abandoned.close()
@@ -142,14 +127,11 @@ def test_a_fleet_that_was_shut_down_leaves_nothing_open(servers, model, monkeypa
     assert "fleet" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_calls_on_a_server_that_hangs_run_elsewhere_and_it_is_used_again_when_it_goes_on(
-    engine, servers, model, monkeypatch
-):
-    monkeypatch.setenv("VLLM_API_KEY", KEY)
-    monkeypatch.setattr(remote, "PATIENCE", 3.0)
-    monkeypatch.setattr(remote, "PULSE", 0.5)
+def test_calls_on_a_server_that_hangs_run_elsewhere_and_it_is_used_again(engine, servers, opened, monkeypatch):
+    monkeypatch.setattr(fleet_module, "PATIENCE", 3.0)
+    monkeypatch.setattr(fleet_module, "PULSE", 0.5)
     hanging, found = servers[1].process.pid, []
-    with open_engine(model, EngineConfig(url=[server.address for server in servers])) as fleet:
+    with opened(*(server.address for server in servers)) as fleet:
         asked = requests(fleet, 16)
         try:
             for request, response in generate(fleet, asked, CONFIG, seed=(6,), concurrency=8):
@@ -165,17 +147,11 @@ def test_calls_on_a_server_that_hangs_run_elsewhere_and_it_is_used_again_when_it
 
 
 @pytest.mark.thorough
-def test_a_server_with_other_weights_is_refused(server, model, tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_API_KEY", KEY)
-    other = vllm_serve(
-        tiny.save(tmp_path / "other", "mixed", temperature=1.2, context=CONTEXT), tmp_path / "server"
-    ).ready()
+def test_a_server_with_other_weights_is_refused(server, opened, tmp_path):
+    folder = tiny.save(tmp_path / "other", "mixed", temperature=1.2, context=CONTEXT)
+    other = vllm_serve(folder, tmp_path / "server").ready()
     try:
-        with (
-            pytest.raises(ConfigError, match=f"{other.address} serves .* with other weights"),
-            open_engine(model, EngineConfig(url=[server.address, other.address])),
-        ):
-            pass
+        refused(opened, f"{other.address} serves .* with other weights", server.address, other.address)
     finally:
         other.stop()
 
@@ -183,20 +159,15 @@ def test_a_server_with_other_weights_is_refused(server, model, tmp_path, monkeyp
 @pytest.mark.thorough
 def test_eval_and_rollout_write_with_a_fleet_what_they_write_without(engine, servers, model, tmp_path, monkeypatch):
     def lines(folder) -> list:
-        rows = [
-            Rollout.from_json(json.loads(line))
-            for path in folder.rglob("*.jsonl")
-            for line in path.read_text().splitlines()
-        ]
+        texts = [line for path in folder.rglob("*.jsonl") for line in path.read_text().splitlines()]
+        rows = [Rollout.from_json(json.loads(text)) for text in texts]
         return sorted((row.problem, row.sample, row.response.as_read, row.verdict) for row in rows)
 
     monkeypatch.setenv("VLLM_API_KEY", KEY)
-    url = f"engine.url=[{','.join(server.address for server in servers)}]"
     problems = tmp_path / "problems.jsonl"
-    problems.write_text(
-        "".join(json.dumps({"id": name, "question": f"why {name}", "gold": "4"}) + "\n" for name in "abc")
-    )
-    given = ["--n", "2", "--budget", "100", url]
+    rows = [{"id": name, "question": f"why {name}", "gold": "4"} for name in "abc"]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["--n", "2", "--budget", "100", f"engine.url=[{','.join(server.address for server in servers)}]"]
     assert eval_main([str(model), "--problems", str(problems), *given, "--out", str(tmp_path / "fleet")]) == 0
     evaluate(model, [own_benchmark(problems, 2)], eval_config("parallel", 100), tmp_path / "here", engine=engine)
     assert lines(tmp_path / "fleet") == lines(tmp_path / "here") != []
@@ -207,15 +178,8 @@ def test_eval_and_rollout_write_with_a_fleet_what_they_write_without(engine, ser
 
 def test_training_with_a_fleet_is_refused():
     with pytest.raises(ConfigError, match=r"engine\.url is set"):
-        load_config(
-            RLConfig,
-            "configs/rl/stage1.yaml",
-            ["model.path=m", "data.train=t.jsonl", "engine.url=[http://a:8000,http://b:8000]"],
-        )
-
-
-def port_of(server) -> int:
-    return int(re.search(r"\d+$", server.address)[0])
+        given = ["model.path=m", "data.train=t.jsonl", "engine.url=[http://a:8000,http://b:8000]"]
+        load_config(RLConfig, "configs/rl/stage1.yaml", given)
 
 
 def killed_half_way(fleet, engine, victim) -> None:
@@ -233,26 +197,21 @@ def killed_half_way(fleet, engine, victim) -> None:
 
 @pytest.mark.thorough
 def test_a_killed_server_costs_no_response_and_one_with_raw_logprobs_in_its_place_is_refused(
-    fleet, engine, servers, model, chat_model, tmp_path, capfd
+    fleet, engine, servers, opened, chat_model, tmp_path, capfd
 ):
     killed_half_way(fleet, engine, servers[1])
-    raw = vllm_serve(chat_model, tmp_path, port=port_of(servers[1]), processed=False)
+    raw = vllm_serve(chat_model, tmp_path, port=servers[1].port, processed=False)
+    said: list[str] = []
+
+    def complained() -> bool:
+        said.append(capfd.readouterr().err)
+        return "is not used" in "".join(said)
+
     try:
         raw.ready()
-        said = ""
-
-        def refused() -> bool:
-            nonlocal said
-            said += capfd.readouterr().err
-            return "is not used" in said
-
-        assert eventually(refused), said
-        assert "processed_logprobs" in said
-        with (
-            pytest.raises(ConfigError, match="raw log-probs; start it with --logprobs-mode processed_logprobs"),
-            open_engine(model, EngineConfig(url=[raw.address])),
-        ):
-            pass
+        assert eventually(complained), said
+        assert "processed_logprobs" in "".join(said)
+        refused(opened, "raw log-probs; start it with --logprobs-mode processed_logprobs", raw.address)
         tokens(generate(fleet, requests(fleet, 4), CONFIG, seed=(5,)))
         sampled, probes = (raw.metric(f"vllm:{name}_total") for name in ("generation_tokens", "request_success"))
         assert sampled <= probes, "it is asked now and then what it is, for one token, and samples no call"
@@ -261,18 +220,17 @@ def test_a_killed_server_costs_no_response_and_one_with_raw_logprobs_in_its_plac
 
 
 @pytest.mark.thorough
-def test_a_server_that_returns_is_used_again(engine, server, model, chat_model, tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_API_KEY", KEY)
+def test_a_server_that_returns_is_used_again(engine, server, opened, chat_model, tmp_path):
     other = vllm_serve(chat_model, tmp_path / "first").ready()
-    with open_engine(model, EngineConfig(url=[server.address, other.address])) as fleet:
+    with opened(server.address, other.address) as fleet:
         killed_half_way(fleet, engine, other)
-        other = vllm_serve(chat_model, tmp_path / "again", port=port_of(other)).ready()
+        other = vllm_serve(chat_model, tmp_path / "again", port=other.port).ready()
         asked = requests(fleet, 24)
         assert eventually(lambda: all(one.up for one in fleet._servers))
         before = other.metric("vllm:request_success_total")
         assert tokens(generate(fleet, asked, CONFIG, seed=(4,))) == tokens(generate(engine, asked, CONFIG, seed=(4,)))
         assert other.metric("vllm:request_success_total") > before
-    with open_engine(model, EngineConfig(url=[other.address], stall_seconds=4)) as alone:
+    with opened(other.address, stall_seconds=4) as alone:
         os.killpg(other.process.pid, signal.SIGKILL)
         other.process.wait()
         with pytest.raises(EngineStalled, match=f"{other.address} \\(does not answer"):

@@ -1,6 +1,4 @@
-"""An endpoint plugin for tests: the real engine, except that calls with certain request seeds fail, or wait until they
-are cancelled.
-"""
+"""An endpoint plugin for tests: the real engine, but calls with certain request seeds fail, or wait forever."""
 
 from __future__ import annotations
 
@@ -24,9 +22,8 @@ class Plugin:
     async def init_state(self, engine_client, state, args) -> None:
         generate = engine_client.generate
         failing = seed_of(FAILING, "problem", 0, 0, 2)
-        stalled = {seed_of(STALLED, "problem", sample, 0, 0) for sample in range(16)} | {
-            seed_of(HALF_STALLED, "problem", 0, 0, 0)
-        }
+        stalled = {seed_of(STALLED, "problem", sample, 0, 0) for sample in range(16)}
+        stalled |= {seed_of(HALF_STALLED, "problem", 0, 0, 0)}
         overflowing = seed_of(OVERFLOWING, "problem", 0, 0, 0)
 
         async def faulty(prompt, params, request_id, **more):

@@ -8,10 +8,10 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import httpx
 
 from dccot.rollout.engine import ONE_PROCESS, as_flags, vllm_options
 from tests.support import programs
@@ -29,41 +29,40 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def eventually(holds: Callable[[], bool], seconds: float = 300.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return holds()
+
+
 class Server:
     """A server process; `address` is where it listens. Its output is in `log`."""
 
     def __init__(self, command: Sequence[str], log: Path, environment: dict[str, str], port: int):
-        self.address, self.log = f"http://127.0.0.1:{port}", log
-        path = os.pathsep.join(
-            filter(None, [environment.pop("PYTHONPATH", ""), str(ROOT), os.environ.get("PYTHONPATH", "")])
-        )
+        self.port, self.address, self.log = port, f"http://127.0.0.1:{port}", log
+        paths = [environment.get("PYTHONPATH"), str(ROOT), os.environ.get("PYTHONPATH")]
         kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-        one_thread = {"OMP_NUM_THREADS": "1"}  # enough for tiny models; servers do not wait for each other's threads
+        kept |= environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        kept |= {"OMP_NUM_THREADS": "1"}  # enough for tiny models; servers do not wait for each other's threads
         with open(log, "w") as out:
-            self.process = programs.Popen(
-                command,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                cwd=log.parent,
-                env=kept | environment | one_thread | {"PYTHONPATH": path},
-                start_new_session=True,
-            )
+            streams = {"stdout": out, "stderr": subprocess.STDOUT}
+            self.process = programs.Popen(command, **streams, cwd=log.parent, env=kept, start_new_session=True)
 
     def ready(self, seconds: float = 900) -> Server:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        def answers() -> bool:
             assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()[-3000:]}"
             try:
-                urllib.request.urlopen(f"{self.address}/health", timeout=5).close()
-                return self
-            except OSError:
-                time.sleep(0.2)
-        raise AssertionError(f"the server was not ready after {seconds} s:\n{self.log.read_text()[-3000:]}")
+                return httpx.get(f"{self.address}/health", timeout=60).status_code == 200
+            except httpx.HTTPError:
+                return False
+
+        assert eventually(answers, seconds), f"not ready after {seconds} s:\n{self.log.read_text()[-3000:]}"
+        return self
 
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels."""
-        with urllib.request.urlopen(f"{self.address}/metrics", timeout=300) as answer:
-            text = answer.read().decode()
+        text = httpx.get(f"{self.address}/metrics", timeout=300).text
         return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 
     def running(self) -> float:
@@ -83,14 +82,13 @@ def plugins(folder: Path) -> str:
     info = folder / "dccot_tests-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dccot-tests\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(
-        "[vllm.endpoint_plugins]\n" + "".join(f"{k} = {v}\n" for k, v in PLUGINS.items())
-    )
+    points = "".join(f"{name} = {where}\n" for name, where in PLUGINS.items())
+    (info / "entry_points.txt").write_text(f"[vllm.endpoint_plugins]\n{points}")
     return str(folder)
 
 
 def dccot_serve(model: Path, folder: Path, *options: str) -> Server:
-    """`dccot serve`, with the plugin that injects faults beside ours."""
+    """`dccot serve`, with the plugin that injects faults in addition to ours."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     command = [sys.executable, "-m", "dccot.cli", "serve", str(model), "--port", str(port), *as_flags(SIZES), *options]
@@ -101,9 +99,7 @@ def dccot_serve(model: Path, folder: Path, *options: str) -> Server:
 def vllm_serve(
     model: Path, folder: Path, *, port: int | None = None, plugin: str | None = None, processed: bool = True
 ) -> Server:
-    """vLLM's own command; `plugin` are the settings of ours, if it is to be there. Its log-probs are `processed` or
-    raw.
-    """
+    """vLLM's own command; `plugin`: the settings of ours, if it is to be there. Log-probs are `processed` or raw."""
     folder.mkdir(parents=True, exist_ok=True)
     port = port or free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"]
