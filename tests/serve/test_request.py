@@ -30,7 +30,15 @@ def test_a_field_of_the_api_that_is_not_supported_is_refused_by_name(field):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("n", 0), ("n", True), ("temperature", -1), ("temperature", "warm"), ("temperature", float("nan"))]
+    [
+        ("logprobs", 0),
+        ("top_logprobs", False),
+        ("n", 0),
+        ("n", True),
+        ("temperature", -1),
+        ("temperature", "warm"),
+        ("temperature", float("nan")),
+    ]
     + [("top_p", 0), ("seed", 1.5), ("seed", 1e400), ("stop", [""]), ("stop", ["a"] * 5), ("max_tokens", 0)]
     + [
         ("stream", "yes"),

@@ -67,7 +67,7 @@ FAULTS = [
     ),
     *faults(
         "rollout/engine.py",
-        "tests/rollout/test_generate.py",
+        "tests/rollout/test_engine.py",
         ('"include_stop_str_in_output": True', '"include_stop_str_in_output": False'),
         ("Stop.TAG if tagged else Stop.EOS", "Stop.EOS if tagged else Stop.TAG"),
     ),
