@@ -44,15 +44,18 @@ SETTINGS = {  # of a stage → its column
     "seed": "seed",
 }
 PARALLEL = "as a director it splits a problem, spawns workers that think in parallel, reads them and answers"
-UNLICENSED = "None was stated when the model was exported. The licences of the model that training started from, and of the data, apply."
+UNLICENSED = (
+    "None was stated when the model was exported. The licences of the model that training started from, and of the "
+    "data, apply."
+)
 TEMPLATE = """---
 {{ card_data }}
 ---
 
 # {{ name }}
 
-A {{ shape.model_type }} decoder, {{ shape.num_hidden_layers }} layers, {{ shape.hidden_size }} wide, trained with dccot {{ version }}
-(Divide-and-Conquer CoT): {{ way }}. Weights: {{ weights }}.
+A {{ shape.model_type }} decoder, {{ shape.num_hidden_layers }} layers, {{ shape.hidden_size }} wide, trained with
+dccot {{ version }} (Divide-and-Conquer CoT): {{ way }}. Weights: {{ weights }}.
 
 ## Training
 
@@ -174,8 +177,8 @@ def limits(newest: Ancestor, evaluations: Sequence[tuple[str, Evaluation]]) -> l
         "± is the standard error over problems of one training run; another seed may differ by more.",
         f"{unjudged:,} answers could not be judged; they count as wrong." if unjudged else "",
         f"Trained with {workers} workers and at most {budget:,} tokens on the longest path." if budget else "",
-        "It answers questions of the kind it was trained on, in the prompt format below. It is not a general assistant, "
-        "and its safety was not tested.",
+        "It answers questions of the kind it was trained on, in the prompt format below. It is not a general "
+        "assistant, and its safety was not tested.",
     ]
 
 

@@ -28,9 +28,9 @@ ROOTS = {
 }
 INTRODUCTION = """# Configuration
 
-Every key with its type, default and meaning, generated from the dataclasses by `python -m dccot.lab.reference`. A YAML file may
-name `base: other.yaml` or a list of such files; `key=value` on the command line overrides the file; `--print-config` shows the resolved
-configuration. Unknown keys are rejected, with the nearest valid one suggested.
+Every key with its type, default and meaning, generated from the dataclasses by `python -m dccot.lab.reference`. A YAML
+file may name `base: other.yaml` or a list of such files; `key=value` on the command line overrides the file;
+`--print-config` shows the resolved configuration. Unknown keys are rejected, with the nearest valid one suggested.
 """
 
 

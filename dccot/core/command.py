@@ -1,9 +1,9 @@
 """What every command shares: exit codes instead of stack traces, stop signals, the command line of training, tables.
 
-    with listening(): …                  a command: SIGTERM (pre-emption, a time limit) ends it with Stopped, SIGINT with
-                                         KeyboardInterrupt
-        with listening(wait=True): …     training: both are recorded in `asked`; the loop stops where it can save, and a
-                                         second SIGINT ends it; SIGUSR1 saves and continues
+    with listening(): …                a command: SIGTERM (pre-emption, a time limit) raises Stopped, SIGINT
+                                       KeyboardInterrupt
+        with listening(wait=True): …   training: both are recorded in `asked`; the loop stops where it can save, and a
+                                       second SIGINT ends it; SIGUSR1 saves and continues
 
 A command that was stopped exits with CONTINUE: nothing is wrong, run it again.
 """

@@ -207,7 +207,7 @@ def to_yaml(config: Any) -> str:
 
 
 def check(config: Any, key: str = "") -> None:
-    """Check values against their types, then the rules of every `check()`, leaves first. `key`: its place, for errors."""
+    """Check values against their types, then every `check()`, leaves first. `key` is its place, for errors."""
     _build(type(config), to_plain(config), key)
     _check_rules(config)
 
@@ -235,7 +235,7 @@ def one_of(value: str, allowed: Iterable[str], key: str, or_else: str = "") -> N
 
 
 def lookup(registry: Mapping[str, E], name: str, key: str) -> E:
-    """What `name`, the value of the setting `key`, means: an entry of the registry, or my_package.my_module:my_function."""
+    """What the setting `key` names: an entry of the registry, or your own my_package.my_module:my_function."""
     module, colon, attribute = name.partition(":")
     if not colon:
         one_of(name, registry, key, " or your own, my_package.my_module:my_function")

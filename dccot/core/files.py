@@ -1,8 +1,8 @@
 """Reads and writes JSON lines: reading survives any file, writing survives any crash.
 
-    for line, row in read_jsonl(path): …              bad lines are reported as path:line and skipped; strict=True raises
-    with JsonlWriter(path) as out: out.write(row)     one row = one write; an earlier run's partial last line is removed
-    write_jsonl_atomic(path, rows)                    the whole file or nothing
+    for line, row in read_jsonl(path): …            bad lines are reported as path:line and skipped; strict=True raises
+    with JsonlWriter(path) as out: out.write(row)   one row = one write; an earlier run's partial last line is removed
+    write_jsonl_atomic(path, rows)                  the whole file or nothing
 
 Bad means: not UTF-8, not JSON, not an object, or longer than `MAX_LINE_BYTES`. An over-long line is never held in
 memory.
@@ -240,7 +240,7 @@ def checksum(path: str | Path) -> str:
 
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """A temporary file that replaces `path` when the block ends: there is always the old file or the complete new one."""
+    """A temporary file that replaces `path` when the block ends: it is always the old file or the complete new one."""
     path = Path(path)
     make_folder(path.parent)
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")

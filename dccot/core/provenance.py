@@ -123,7 +123,7 @@ def _lasting(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_agreement(facts: dict[str, Any], runtime: Runtime) -> None:
-    """Every rank's facts must equal rank 0's, except time and machine; otherwise all ranks raise, naming a difference."""
+    """Every rank's facts must equal rank 0's, except time and machine; otherwise all raise, naming a difference."""
     expected = runtime.broadcast(facts)
     mine = next(differences(_lasting(expected), _lasting(facts)), None)
     for rank, [found] in enumerate(runtime.gather([mine])):

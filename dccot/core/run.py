@@ -1,4 +1,4 @@
-"""A run's folder below runs/: its layout, lock, settings, checkpoints, metrics and mark. Only this file knows the names.
+"""A run's folder below runs/: layout, lock, settings, checkpoints, metrics, mark. Only this file knows the names.
 
 runs/hlp/config.yaml  provenance.json                     resolved settings; what each start was made from
          data.jsonl                                       id and checksum of every row it trains on

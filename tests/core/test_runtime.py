@@ -17,7 +17,7 @@ from dccot.model.sharding import _mesh
 from dccot.core.runtime import Runtime
 import torch
 
-def say(*words):                                                        # in one piece, whatever the other rank says at the same time
+def say(*words):                       # in one piece, whatever the other rank says at the same time
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 
 if os.environ["RANK"] == "1":

@@ -1,4 +1,4 @@
-"""A finished stage knows what it was made from: other settings and inputs are refused, and nothing is changed by that."""
+"""A finished stage knows what it was made from: other settings and inputs are refused, and that changes nothing."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ RECIPE = """
 name: r
 output: OUT
 common:
-  sft: {steps: 2, batch: {examples: 2, token_budget: 2000}, sharding.compute_dtype: float32, checkpoint.every: 9, threads: 1}
+  sft: {steps: 2, batch: {examples: 2, token_budget: 2000}, sharding.compute_dtype: float32, threads: 1}
 prepare:
-  world: {run: "dccot.lab.worlds.stages:arithmetic", set: {base_examples: 8, train: 4, validation: 2, test: 2, larger: 1,
-    model: {hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 1}}}
+  world: {run: "dccot.lab.worlds.stages:arithmetic", set: {base_examples: 8, train: 4, validation: 2, test: 2,
+    larger: 1, model: {hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 1}}}
   base: {run: sft, config: mini/base.yaml, start: world/init, set: {data.train: "{run}/world/base.jsonl"}}
   again: {run: sft, config: mini/base.yaml, start: base, set: {data.train: "{run}/world/base.jsonl"}}
 stages:
