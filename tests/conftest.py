@@ -50,6 +50,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files that are left out as a whole are not even imported: some import vLLM."""
+    if collection_path.name == "real" and "not thorough" in config.option.markexpr:
+        return True
+    quick = "not slow" in config.option.markexpr and collection_path.suffix == ".py"
+    return True if quick and "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() else None
+
+
 def scope(nodeid: str) -> str:
     return next((room for room in TOGETHER if nodeid.startswith(room)), nodeid.split("::")[0])
 

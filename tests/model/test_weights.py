@@ -198,6 +198,7 @@ checkpoint_io.save_checkpoint(model, folder, max_shard_bytes=200_000)
 """
 
 
+@pytest.mark.slow
 def test_a_save_that_is_killed_leaves_the_old_checkpoint_whole_and_the_next_one_succeeds(first, ours, tmp_path):
     folder, before = first, digest(first)
     died = programs.run([sys.executable, "-c", SAVE_AND_DIE, str(folder)])

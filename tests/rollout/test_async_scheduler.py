@@ -31,6 +31,8 @@ from dccot.rollout.generate import Request, Watch, generate
 from dccot.rollout.tags import TagIds
 from dccot.rollout.vllm_engine import VllmEngine
 
+pytestmark = pytest.mark.slow
+
 BUDGET = 150
 
 

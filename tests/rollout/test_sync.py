@@ -12,6 +12,8 @@ from dccot.rollout.engine import EngineConfig, open_engine
 from dccot.rollout.generate import Request, generate
 from dccot.rollout.vllm_engine import VllmEngine
 
+pytestmark = pytest.mark.slow
+
 GREEDY = RolloutConfig(budget=80, temperature=0.0)
 
 

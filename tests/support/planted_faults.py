@@ -115,7 +115,7 @@ FAULTS = [
     ),
     *faults(
         "train/prefix_tree.py", "tests/train/test_prefix_tree.py",
-        ("open_rows[-1][0] > common", "open_rows[-1][0] >= common"),
+        ("open_rows.append((common, start))", "open_rows.append((common, start + 1))"),
     ),
     *faults(
         "train/batch.py", "tests/train/test_rewards.py tests/train/test_metrics.py",

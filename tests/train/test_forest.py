@@ -14,7 +14,7 @@ from dccot.kernels.norm_rotate import rotate
 from dccot.kernels.tree_attention import TreeMask
 from dccot.model.rope import cos_sin
 from dccot.rollout.response import Response, Round, Segment
-from dccot.train.forest import build_forest, pack
+from dccot.train.forest import _size, build_forest, pack
 from dccot.train.update import compute_logprobs
 
 TEMPERATURE = 0.6
@@ -311,3 +311,13 @@ def test_the_models_limit_counts_the_longest_worker_even_if_nobody_reads_it():
 def test_a_response_without_a_prompt_is_refused():
     with pytest.raises(ValueError, match="response 0 has no prompt"):
         build_forest([[(0, Response([], [], Segment([], [3])))]])
+
+
+def test_the_sizes_by_which_responses_are_balanced_are_those_of_their_forests(random_responses):
+    """Pairs counted one by one, in the mask that attention computes with."""
+    for response in random_responses(6, 3):
+        forest, prompt = build_forest([[(0, response)]]), len(response.prompt)
+        index = torch.arange(len(forest))
+        seen = (index <= index[:, None]) & (index[:, None] < forest.visible_until)
+        after = seen[prompt:].sum()
+        assert _size(response) == (len(forest) - prompt, after, int(forest.mask.position.max()) + 1)
