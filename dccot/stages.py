@@ -270,7 +270,7 @@ class ReportStage:
         try:
             groups = re.compile(self.kind or "()").groups
         except re.error as error:
-            raise ConfigError(f"kind is {self.kind!r}, which is no regular expression ({error})") from None
+            raise ConfigError(f"kind is {self.kind!r}, which is not a regular expression ({error})") from None
         require(groups == 1, f"kind is {self.kind!r}; it must have one group, which finds the kind in a problem's id")
 
 
@@ -355,7 +355,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe
 def _kind_of(name: str) -> Kind:
     found = lookup(KINDS, name, "run of a stage")
     require(
-        isinstance(found, Kind), f"run of a stage is {name!r}, which is no kind of stage: put @kind(Config) above it"
+        isinstance(found, Kind), f"run of a stage is {name!r}, which is not a kind of stage: put @kind(Config) above it"
     )
     return found
 

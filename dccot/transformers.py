@@ -105,6 +105,6 @@ def compute_logprobs(model: nn.Module, forest: Forest, temperature: float = 1.0)
 
 
 def to_rows(values: Tensor, forest: Forest, where: Sequence[Tensor]) -> list[Tensor]:
-    """Values [M] of the forest's targets as one tensor per row, 0 where a token is no target; gradients flow back."""
+    """Values [M] of the forest's targets as one tensor per row, 0 where a token is not one; gradients flow back."""
     everywhere = values.new_zeros(len(forest)).index_copy(0, forest.targets, values)
     return list(everywhere[torch.cat(list(where)).to(values.device)].split([len(at) for at in where]))

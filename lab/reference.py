@@ -15,11 +15,8 @@ from dccot.data.sft_set import RewriteConfig
 from dccot.recipe import Recipe, Stage
 from dccot.stages import KINDS
 
-COMMANDS = {
-    "sft": "dccot sft",
-    "rl": "dccot rl",
-    "sequential": "dccot data sequential",
-}  # of the stages that are commands, too
+# of the stages that are also commands
+COMMANDS = {"sft": "dccot sft", "rl": "dccot rl", "sequential": "dccot data sequential"}
 ROOTS = {
     "dccot pipeline": Recipe,
     "a stage of a recipe": Stage,

@@ -129,7 +129,7 @@ def test_validation_without_problems_is_a_fault(inputs):
         ("eval_sft.model=rewrite", "stage rewrite trains no model; name one that does"),
         ("sft.data.train=runs/paper/rewirte/sft.jsonl", "No such file"),
         ("report.kind='-[a-z]+-'", "it must have one group"),
-        ("report.kind='-([a-z+-'", "no regular expression"),
+        ("report.kind='-([a-z+-'", "not a regular expression"),
         ("report.other_seeds=[nowhere]", "no file 'nowhere/recipe.yaml'"),
         ("report.rows={eval_sft: A, eval_dc_cot: A}", "two rows are called 'A'"),
         ("benchmarks=[a/test.jsonl, b/test.jsonl]", "two benchmarks are called 'test'"),
