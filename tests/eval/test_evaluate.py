@@ -135,7 +135,7 @@ def test_ranks_that_do_not_share_the_folder_are_refused(speaker, sums, tmp_path)
     command = [*TORCHRUN, program, speaker, "--problems", sums, "--budget", "100", "engine.context=1024"]
     done = programs.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert done.returncode == 1 and done.stderr.count("dccot: out of rank 0 on ") == 2, done.stderr
-    assert "is another folder than that of rank 1 on " in done.stderr
+    assert "is not the folder of rank 1 on " in done.stderr
 
 
 def test_two_ranks_share_the_grading_and_agree(uninterrupted, speaker, sums, tmp_path):

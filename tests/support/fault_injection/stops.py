@@ -210,7 +210,7 @@ def unshared(out: Path, under: Sequence[str], steps: int = 200) -> list[Trial]:
     (out / "apart").mkdir()
     apart = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs tmpfs "{out / "apart"}" && exec "$@"', "sh"]
     job = Job(out, "apart", steps=steps, torchrun=None, wrap=apart, under=under, **SFT)
-    if set(job.wait()) != {2} or "is another folder than that of rank 1 on" not in job.said():
+    if set(job.wait()) != {2} or "is not the folder of rank 1 on" not in job.said():
         problems.append(f"another disk from the start was not refused; see {job.log}")
     refused = not problems
     job = Job(out, "lost", steps=steps, torchrun=None, wrap=["unshare", "-m"], under=under, **SFT)
