@@ -124,7 +124,7 @@ def configurations(out: Path, under: Sequence[str]) -> list[Trial]:
     (out / "untagged" / "tokenizer.json").write_text(json.dumps(tokenizer))
     cases = {
         "batch.promts=8": "unknown key batch.promts; did you mean 'prompts'?",
-        "steps=many": "steps: Value 'many'",
+        "steps=many": "steps is 'many'",
         "reward.cutoff=60": "reward.cutoff is 60, which is not below rollout.budget 60",
         "batch.optimizer_steps=3": "batch.prompts is 8, which batch.optimizer_steps 3 does not divide",
         "rollout.budget=4000": "the model's context is 256",
