@@ -49,9 +49,9 @@ RENAMED = {
     "rollout.parallel": "prompt.kind (parallel or sequential)",
 }  # old key → new one
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[int, Field(ge=1, strict=True)]  # strict: true is not 1
+NonNegative = Annotated[int, Field(ge=0, strict=True)]
+Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]

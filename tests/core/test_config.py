@@ -117,6 +117,7 @@ def test_the_printed_configuration_reads_back_the_same(write):
         ("groups={a: {wdth: 1}}", "unknown key groups.a.wdth; did you mean 'width'?"),
         ("inner.width=many", "inner.width is 'many'; it must be a whole number"),
         ("inner.width=2.5", "inner.width is 2.5; it must be a whole number"),
+        ("inner.width=true", "inner.width is True; it must be a whole number"),
         ("inner.width=null", "inner.width is None; it must be a whole number"),
         ("inner.width=-4", "inner.width is -4; it must be at least 1"),
         ("inner.most=-1", "inner.most is -1; it must be at least 0"),
