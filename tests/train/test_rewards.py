@@ -185,3 +185,12 @@ def test_only_the_newest_rollouts_stay_and_what_people_put_beside_them(tmp_path)
         "step_000002.jsonl",
         "step_000003.jsonl",
     ]
+
+
+def test_a_batch_keeps_as_many_groups_as_it_wants_over_all_its_rollouts():
+    batch = Batch(3)
+    for groups in ([["a"], ["b"]], [["c"], ["d"]]):
+        assert not batch.full
+        batch.add(groups, groups)
+    assert batch.full and batch.groups == [["a"], ["b"], ["c"]]
+    assert (batch.rolled_out, batch.kept, batch.rollout_batches) == (["a", "b", "c", "d"], 4, 2)
