@@ -37,9 +37,9 @@ from dccot.core.run import Checkpoint
 from dccot.data.task import find_task
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import find_model, model_checksums
+from dccot.plan import GB, checkpoint_bytes, parameters, training_peak
 from dccot.recipe import SHARED, Need, Recipe, StagePlan
 from dccot.train.config import RLConfig, SFTConfig, check_context, open_folder
-from dccot.train.plan import GB, checkpoint_bytes, parameters, training_peak
 
 HINT = "restore it, change it for later stages only (STAGE.key=…), give the recipe another name, or:"
 

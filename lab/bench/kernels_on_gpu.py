@@ -26,7 +26,7 @@ from dccot.kernels.tree_attention import tree_attention
 from dccot.lab.bench import trees
 from dccot.lab.bench.harness import row
 from dccot.lab.bench.kernels import attention_inputs, dense_sdpa, forward_backward
-from dccot.train.plan import GPUS
+from dccot.plan import GPUS
 
 Attention = Callable[[Tensor, Tensor, Tensor], Any]
 CAUSAL, TREE = "own kernel, plain causal", "tree"

@@ -88,7 +88,7 @@ class _Stream:
 
 
 def stand_in(name: str, card: Any, gpu: Any) -> None:
-    """Replace functions that need a driver: `card` is one of train/plan.py's GPUS, `gpu` counts waits and memory."""
+    """Replace functions that need a driver: `card` is one of dccot/plan.py's GPUS, `gpu` counts waits and memory."""
     import torch
 
     from dccot.lab.rehearsal.dry_launch import check_instead_of_launching

@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 
 from dccot.core.config import find_config, load_config, read_yaml
+from dccot.memory import DIRECTOR, LargestBatch
 from dccot.rollout.response import Response, Round, Segment
 from dccot.train.config import RLConfig, SFTConfig
-from dccot.train.memory import DIRECTOR, LargestBatch
 
 
 def load_training(path: str | Path, overrides: Sequence[str]) -> RLConfig | SFTConfig:

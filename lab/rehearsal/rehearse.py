@@ -28,10 +28,10 @@ from dccot.core.command import positive, print_table, run_cleanly
 from dccot.core.config import ConfigError
 from dccot.core.files import write_atomic
 from dccot.lab.rehearsal.inputs import load_training
+from dccot.memory import TrainingMemory, largest_batch
 from dccot.model.config import ModelConfig
+from dccot.plan import GB, GPUS, SHAPES, read_shape
 from dccot.train.config import RLConfig
-from dccot.train.memory import TrainingMemory, largest_batch
-from dccot.train.plan import GB, GPUS, SHAPES, read_shape
 
 AGREES = 0.1  # of the peak: how far `dccot plan` may be off
 WORTH_SHOWING = 5e6  # bytes

@@ -35,17 +35,17 @@ from dccot.core.run import Run
 from dccot.core.runtime import Runtime
 from dccot.lab.rehearsal.fake_gpu import FakeGpu
 from dccot.lab.rehearsal.inputs import load_training, response_of
+from dccot.memory import largest_batch
 from dccot.model.config import ModelConfig, parse_config
 from dccot.model.sharding import ShardingConfig, empty_model
 from dccot.model.transformer import Transformer
 from dccot.model.weights import full_parameters
+from dccot.plan import GPUS
 from dccot.rollout.response import Response
 from dccot.train.batch import Batch
 from dccot.train.config import RLConfig, SFTConfig
-from dccot.train.memory import largest_batch
 from dccot.train.metrics import TokenMetrics
 from dccot.train.phases import Phases
-from dccot.train.plan import GPUS
 from dccot.train.rewards import Graded, Group
 from dccot.train.rl import RL
 from dccot.train.sft import SFT, Example

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dccot.lab.rehearsal.rehearse import Rehearsal, main, prepare
-from dccot.train.plan import SHAPES, read_shape
+from dccot.plan import SHAPES, read_shape
 
 pytestmark = pytest.mark.slow
 

@@ -8,12 +8,12 @@ import pytest
 
 from dccot.core.config import load_config
 from dccot.lab.rehearsal.inputs import response_of
+from dccot.memory import TrainingMemory, largest_batch, parameters
 from dccot.model.config import parse_config
 from dccot.model.sharding import ShardingConfig
+from dccot.plan import GPUS, SHAPES, main, make_plan, read_shape
 from dccot.train.config import RLConfig
 from dccot.train.forest import build_forest
-from dccot.train.memory import TrainingMemory, largest_batch, parameters
-from dccot.train.plan import GPUS, SHAPES, main, make_plan, read_shape
 from tests.support import programs
 
 CASES = {

@@ -29,10 +29,10 @@ from typing import Any
 
 from dccot.core.config import ConfigError, load_config
 from dccot.core.run import Run
+from dccot.memory import TrainingMemory, largest_batch, parameters
 from dccot.model.config import ModelConfig, parse_config, read_config
 from dccot.rollout.engine import EngineConfig
 from dccot.train.config import RLConfig
-from dccot.train.memory import TrainingMemory, largest_batch, parameters
 
 GB = 1e9
 
