@@ -29,7 +29,7 @@ COMMANDS = {
     "export": ("dccot.export", "a trained model with a model card, to share or push to a hub"),
     "model": ("dccot.lab.model_check", "check a model folder, or create one from a GGUF file"),
     "data": ("dccot.data.cli", "problem sets and the SFT set"),
-    "plan": ("dccot.plan", "memory and time of a run before it is launched"),
+    "plan": ("dccot.cost", "memory of a run, or hours, disk and API tokens of a recipe, before it is launched"),
     "rehearse": ("dccot.lab.rehearsal.rehearse", "run the training step at its real size on fake GPUs"),
     "inspect": ("dccot.lab.critic.inspect", "registers, shared memory and instructions of the kernels, without a GPU"),
     "gpu-check": ("dccot.lab.gpu_check.checks", "check a machine with GPUs: independent checks, one report"),
