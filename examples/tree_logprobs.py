@@ -1,6 +1,6 @@
 """Rows that share prefixes, through any Transformers decoder, at the cost of their distinct tokens only.
 
-    python examples/tree_logprobs.py [FOLDER]              FOLDER: a Transformers model; without it, a small random Llama
+    python examples/tree_logprobs.py [FOLDER]          FOLDER: a Transformers model; without it, a small random Llama
 
 Seven samples of one prompt, three of them continued (a conversation that branches): log-probs and one step of
 REINFORCE, first on the rows one by one, then on one forest. Both print the same numbers; the forest computes each

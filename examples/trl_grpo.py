@@ -1,7 +1,7 @@
 """GRPO in TRL with the loss computed on forests: every prompt once per group, no padding. The change to TRL is one
 method.
 
-    python examples/trl_env.py examples/trl_grpo.py --model runs/demo/base --problems runs/demo/world/problems/train.jsonl
+    python examples/trl_env.py examples/trl_grpo.py --model runs/demo/base --problems train.jsonl
     python examples/trl_env.py examples/trl_grpo.py --loss padded                    unmodified TRL, to compare
 
 Prints the time and tokens of every step as JSON. trl_env.py creates the environment; trl_compare.py measures both
@@ -88,9 +88,12 @@ def make_trainer(loss: str, model, tokenizer, problems: list[dict], prompts: int
     kind = LOSSES[loss]
     model.set_attn_implementation(kind.attention)
     common = {
-        "output_dir": "runs/trl", "per_device_train_batch_size": prompts * GROUP // PROCESSES, "num_generations": GROUP, "temperature": 0.6,
-        "loss_type": "dapo", "beta": 0.0, "learning_rate": 8e-5, "lr_scheduler_type": "constant", "gradient_checkpointing": False,
-        "bf16": False, "use_cpu": not torch.cuda.is_available(), "report_to": "none", "save_strategy": "no", "logging_strategy": "no",
+        "output_dir": "runs/trl", "per_device_train_batch_size": prompts * GROUP // PROCESSES,
+        "num_generations": GROUP, "temperature": 0.6,
+        "loss_type": "dapo", "beta": 0.0, "learning_rate": 8e-5,
+        "lr_scheduler_type": "constant", "gradient_checkpointing": False,
+        "bf16": False, "use_cpu": not torch.cuda.is_available(), "report_to": "none",
+        "save_strategy": "no", "logging_strategy": "no",
         "disable_tqdm": True, "seed": 0,
     }  # fmt: skip
     options = {"train_dataset": Dataset.from_list(problems), "processing_class": tokenizer}

@@ -51,8 +51,8 @@ IMPORTED = {
     "vllm": "engine.arg_utils v1.engine.llm_engine v1.engine.async_llm v1.worker.cpu_worker"
     " entrypoints.openai.api_server v1.attention.backends.cpu_attn v1.executor.uniproc_executor"
     " model_executor.models.llama model_executor.models.qwen2 model_executor.models.qwen3",
-    "": "safetensors.torch pydantic rich.live rich.progress rich.table math_verify matplotlib.pyplot jinja2 openai psutil"
-    " fastapi huggingface_hub",
+    "": "safetensors.torch pydantic rich.live rich.progress rich.table math_verify matplotlib.pyplot jinja2 openai"
+    " psutil fastapi huggingface_hub",
 }
 # Variables that the imports may read; a program with other values of them gets a fresh process.
 READ = ("TRITON_", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "TORCH", "PYTORCH_", "CUDA_", "HF_", "LD_", "PYTHON", "MALLOC_")

@@ -79,7 +79,8 @@ def numbers_and_stalls(out: Path, under: Sequence[str]) -> list[Trial]:
 
 def hostile_answers(out: Path, under: Sequence[str]) -> list[Trial]:
     code = (
-        "import json, sys\nfrom dccot.data.judge import GradingConfig\nfrom tests.support.hostile_answers import endure\n"
+        "import json, sys\nfrom dccot.data.judge import GradingConfig\n"
+        "from tests.support.hostile_answers import endure\n"
         "limits = GradingConfig(workers=2, seconds=0.25, memory_mb=128)\nseen = endure(20_000, 0.05, limits)\n"
         "print(json.dumps([seen.faults(limits), seen.lost, seen.processes, seen.memory_mb]), flush=True)"
     )
