@@ -24,7 +24,7 @@ def test_what_is_missing_comes_in_the_order_of_the_problems_and_nothing_twice():
 
 def test_rows_of_other_ranks_count_once_and_only_as_many_as_are_wanted(tmp_path):
     files = [tmp_path / f"rank{rank}.jsonl" for rank in range(3)]
-    for file, rollouts in zip(files, ([("a", 0), ("c", 0)], [("a", 0), ("b", 1), ("a", 7)], [])):
+    for file, rollouts in zip(files, ([("a", 0), ("c", 0)], [("a", 0), ("b", 1), ("a", 2), ("a", 7)], [])):
         with JsonlWriter(file) as writer:
             assert len(list(sample_to_file(writer, (rollout(*pair) for pair in rollouts)))) == len(rollouts)
     assert [(row["problem"], row["sample"]) for row in saved_rows(files, PROMPTED, 2)] == [("a", 0), ("b", 1)]
