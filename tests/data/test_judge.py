@@ -299,6 +299,12 @@ def test_equivalence_classes_follow_math_verify_and_unparsable_answers_stand_alo
     assert grader.equivalence_classes(texts) == [0, 1, 0, 2, 3, 0, 2, 4, 4]
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_answers_are_equal_if_math_verify_takes_either_for_the_other(grader, order):
+    """It takes x < 1 for (−∞, 1) where that is the gold, and not the other way round."""
+    assert grader.equivalence_classes([r"\boxed{x<1}", r"\boxed{(-\infty,1)}"][::order]) == [0, 0]
+
+
 def test_equivalence_classes_of_many_integers_are_their_values(grader):
     rng = random.Random(1)
     values = [rng.randint(0, 12) for _ in range(120)]
