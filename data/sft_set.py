@@ -50,6 +50,7 @@ from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import Engine, EngineConfig, open_engine
 from dccot.rollout.response import Rollout
 from dccot.rollout.tags import TAG_PATTERN, IllFormed, Parsed, flaw_of, parse
+from dccot.rollout.thread import Thread
 
 Progress = Callable[[int, int], None]  # (done, total)
 
@@ -442,22 +443,28 @@ def check_set(path: str | Path, *, workers: int = 3, tokenizer: Any = None) -> S
 
 
 def _measure(report: SetReport, parsed: Parsed, row: dict, size: Callable[[str], int]) -> None:
-    report.rounds[len(parsed.rounds)] += 1
-    total = path = size(parsed.final)
-    known = row["question"]
     source = word_runs(row["source"]) if row.get("source") else None
-    for number, round_ in enumerate(parsed.rounds, start=1):
-        texts = [TAG_PATTERN.sub("", text) for text in round_.workers]
-        lengths = [size(text) for text in texts]
-        total += size(round_.director) + sum(lengths)
-        path += size(round_.director) + max(lengths)
-        known += "\n" + round_.director
-        report.measures["balance"].append(min(lengths) / max(1, max(lengths)))
-        if source is not None:
-            report.measures["verbatim"] += [verbatim_share(text, source) for text in texts]
-        place = f"{row['id']}, round {number}"
-        report.leaks += [f"{place}, worker {worker}: {what}" for worker, what in leaks_in(texts, known)]
-        known += "\n" + "\n".join(texts)
+
+    def measure_forks(thread: Thread[str], known: str, place: str) -> None:
+        for number, (text, fork) in enumerate(thread.parts(), start=1):
+            known += "\n" + text
+            if not fork:
+                continue
+            lengths, texts = [worker.path(size) for worker in fork], ["\n".join(worker.segments()) for worker in fork]
+            report.measures["balance"].append(min(lengths) / max(1, max(lengths)))
+            if source is not None:
+                report.measures["verbatim"] += [verbatim_share(text, source) for text in texts]
+            found = leaks_in(texts, known)
+            report.leaks += [f"{place}, round {number}, worker {worker}: {what}" for worker, what in found]
+            for i, worker in enumerate(fork, start=1):
+                measure_forks(worker, known, f"{place}, round {number}, worker {i}")
+            known += "\n" + "\n".join(texts)
+
+    report.rounds[len(parsed.forks)] += 1
+    without_tags = [[worker.map(lambda text: TAG_PATTERN.sub("", text)) for worker in fork] for fork in parsed.forks]
+    thread = Thread(parsed.trunk, without_tags)
+    measure_forks(thread, row["question"], row["id"])
+    total, path = thread.total(size), thread.path(size)
     for name, value in (("total", total), ("longest_path", path), ("parallelism", total / max(1, path))):
         report.measures[name].append(value)
 

@@ -190,7 +190,7 @@ def summary(solution: Solution) -> list[tuple[str, str]]:
     paths = f"longest path {response.longest_path:,}, total {response.total_tokens:,}"
     lines.append(("tokens", f"{paths}: parallelism {response.parallelism:.2f}"))
     each, sequential = timeline.seconds_per_token_alone, solution.sequential_seconds
-    if each is None or sequential is None or not response.rounds:
+    if each is None or sequential is None or not response.forks:
         return [*lines, ("time", f"{solution.seconds:.2f} s")]
     times = f"one token after another {sequential:.2f} s: {sequential / solution.seconds:.2f}× as fast"
     alone = sum(step.tokens for step in timeline.alone)

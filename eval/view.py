@@ -25,6 +25,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,10 @@ from dccot.model.folder import resolve_model
 from dccot.model.tokenizer import open_tokenizer
 from dccot.model.transformer import Transformer
 from dccot.model.weights import load_weights
-from dccot.rollout.response import Response
+from dccot.rollout.response import Response, Segment
 from dccot.rollout.tags import SPAWN_CLOSE, SPAWN_OPEN, overshoots, worker_close, worker_open
-from dccot.train.forest import pack
+from dccot.rollout.thread import Thread
+from dccot.train.forest import layout, pack
 from dccot.train.rewards import Graded
 from dccot.train.update import compute_logprobs
 
@@ -92,16 +94,21 @@ def cut(text: str, response: Response) -> list[str]:
         found.append(text[at:position])
         at = position
 
-    for round_ in response.rounds:
-        spawn = text.find(SPAWN_OPEN, at)
-        until(text.find(worker_open(1), spawn) if spawn >= 0 else -1)
-        for number in range(1, len(round_.workers) + 1):
-            following = worker_open(number + 1) if number < len(round_.workers) else SPAWN_CLOSE
-            closed = re.compile(rf"{worker_close(number)}\s*(?={following})").search(text, at)
-            until(closed.end() if closed else text.find(following, at))
-    if response.final is not None:
-        until(-1)
-    elif found:
+    def walk(thread: Thread[Segment], number: int = 0, following: str = "") -> None:
+        for _, fork in thread.parts():
+            if fork:
+                spawn = text.find(SPAWN_OPEN, at)
+                until(text.find(worker_open(1), spawn) if spawn >= 0 else -1)
+            elif number:
+                closed = re.compile(rf"{worker_close(number)}\s*(?={following})").search(text, at)
+                until(closed.end() if closed else text.find(following, at))
+            else:
+                until(-1)
+            for i, worker in enumerate(fork, start=1):
+                walk(worker, i, worker_open(i + 1) if i < len(fork) else SPAWN_CLOSE)
+
+    walk(response)
+    if found:
         found[-1] += text[at:]
     return found
 
@@ -185,21 +192,12 @@ class Scorer:
 
 
 def _by_segment(response: Response, values: list[float]) -> list[list[float]]:
-    """Values in the forest's order, where worker 1 comes after the others of its round, in reading order."""
-    order: list[int] = []
-    at = 0
-    for round_ in response.rounds:
-        workers = len(round_.workers)
-        order += [at, *range(at + 2, at + 1 + workers), at + 1] if workers else [at]
-        at += 1 + workers
-    order += [at] if response.final is not None else []
-    segments = list(response.segments())
-    parts: list[list[float]] = [[] for _ in segments]
-    start = 0
-    for number in order:
-        end = start + len(segments[number].sampled)
-        parts[number], start = values[start:end], end
-    return parts
+    """Values in the forest's order, where worker 1 comes after the others of its fork, in reading order."""
+    rest, parts = iter(values), dict[int, list[float]]()
+    for segment, as_written, _, _ in layout(response):
+        if as_written:
+            parts[id(segment)] = list(islice(rest, len(segment.sampled)))
+    return [parts[id(segment)] for segment in response.segments()]
 
 
 # ---- the page ----
@@ -284,12 +282,13 @@ class Page:
         return rows
 
 
-def _shape(response: Response) -> list:
-    """Lengths in reading order: a number is director text, a list a round of workers."""
+def _shape(thread: Thread[Segment]) -> list:
+    """Lengths in reading order: a number is the thread's own text, a list its workers; one that spawned is a shape."""
     shape: list = []
-    for round_ in response.rounds:
-        shape += [len(round_.director), [len(worker) for worker in round_.workers]]
-    return shape + ([len(response.final)] if response.final is not None else [])
+    for segment, fork in thread.parts():
+        shape.append(len(segment))
+        shape += [[_shape(worker) if worker.forks else worker.total() for worker in fork]] if fork else []
+    return shape
 
 
 def packed(content: Any) -> str:

@@ -29,8 +29,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from dccot.core.config import NonNegative, NonNegativeFloat, Positive, Share
-from dccot.rollout.response import Finish, Response, Round, Segment
+from dccot.rollout.response import Finish, Response, Segment
 from dccot.rollout.tags import SPAWN_OPEN, TagIds, worker_close
+from dccot.rollout.thread import Thread
 
 
 @dataclass
@@ -55,12 +56,22 @@ class Stop(StrEnum):
 class Call:
     """One request to the engine."""
 
-    path: tuple[int, int]  # (round, worker), both within this response; worker 0 is the director
+    # (fork, worker) from the director downwards; a last worker of 0 is the text of a thread after so many forks
+    path: tuple[int, ...]
     prompt: list[int]  # everything the writer has read, ending with `inserted`
     inserted: list[int]
     stop: str | None
     max_tokens: int
     limit: Finish  # what the response ends with if max_tokens are used up
+
+    @property
+    def thread(self) -> tuple[int, ...]:
+        """The path of the thread that it writes; () is the director.
+
+        >>> [Call(path, [], [], None, 1, Finish.BUDGET).thread for path in ((1, 0), (1, 2), (1, 2, 3, 0), (1, 2, 0, 4))]
+        [(), (1, 2), (1, 2), (1, 2, 0, 4)]
+        """
+        return self.path if self.path[-1] else self.path[:-2]
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,20 @@ class Completion:
     logprobs: list[float]
     stop: Stop
     cached: int = 0  # prompt tokens served from the prefix cache
+
+
+@dataclass
+class _Writer:
+    """A thread that is being written."""
+
+    thread: Thread[Segment]
+    path: tuple[int, ...]  # (): the director
+    left: int  # tokens of the longest path for it and what it spawns; what those above it need is set aside
+    total: int  # of all tokens, in the same way
+    above: _Writer | None = None
+    read: list[int] = field(default_factory=list)  # up to its last fork
+    running: int = 0  # threads of its last fork
+    cut_by: Finish | None = None  # what ended one of them early
 
 
 @dataclass
@@ -87,68 +112,68 @@ class Director:
         if len(self.prompt) >= self.context:
             limit = f"engine.context is {self.context:,}: shorten one or raise the other"
             raise ValueError(f"prompt has {len(self.prompt):,} tokens; {limit}")
-        self.response = Response(list(self.prompt))
-        self._read = list(self.prompt)  # everything so far, as the director reads it
-        self._left = self.config.budget
-        self._total_left = self.config.total_tokens or sys.maxsize
-        self._closing = list(self.tags.spawn_close)
+        self.response = Response(prompt=list(self.prompt))
+        director = _Writer(self.response, (), self.config.budget, self.config.total_tokens or sys.maxsize)
+        self._writers = {director.path: director}
 
     def start(self) -> list[Call]:
-        return [self._call(0, [], SPAWN_OPEN if self.parallel else None)]
+        return [self._call(self._writers[()], self.prompt, [])]
 
     def finished(self, call: Call, completion: Completion) -> list[Call]:
         """The calls that may run after this one: none while others are still running, and when the response is done."""
+        writer = self._writers[call.thread]
         segment = Segment(call.inserted, completion.ids, completion.logprobs)
-        if call.path[1] == 0:
-            return self._director_finished(call, segment, completion.stop)
-        return self._worker_finished(call, segment, completion.stop)
+        writer.thread.trunk.append(segment)
+        writer.left -= len(segment)
+        writer.total -= len(segment)
+        if completion.stop is Stop.TAG and call.stop == SPAWN_OPEN:
+            return self._fork(writer, call.prompt + completion.ids)
+        return self._end(writer, call.limit if completion.stop is Stop.LENGTH else None)
 
-    def _director_finished(self, call: Call, segment: Segment, stop: Stop) -> list[Call]:
-        self._read += segment.tokens
-        self._left -= len(segment)
-        self._total_left -= len(segment)
-        if stop is not Stop.TAG:
-            return self._end(segment, Finish.ANSWERED if stop is Stop.EOS else call.limit)
-        if len(self.response.rounds) == self.config.max_rounds:
-            return self._end(segment, Finish.MAX_ROUNDS)
-        reserve = len(self._closing) + 1
-        opening = enumerate(self.tags.worker_open, start=1)
-        calls = [self._call(i, list(tag), worker_close(i), reserve) for i, tag in opening]
-        cramped = [c for c in calls if c.max_tokens < 1]
-        if cramped:
-            return self._end(segment, cramped[0].limit)
-        self.response.rounds.append(Round(segment, [Segment() for _ in calls]))
-        self._running = len(calls)
-        self._cut_by: Finish | None = None
+    def _fork(self, writer: _Writer, read: list[int]) -> list[Call]:
+        number = len(writer.thread.forks)
+        if number == self.config.max_rounds:
+            return self._end(writer, Finish.MAX_ROUNDS)
+        opening, reserve = self.tags.worker_open, len(self.tags.spawn_close) + 1
+        share = (writer.total - sum(map(len, opening)) - reserve) // len(opening)
+        workers, calls = [], []
+        for i, tag in enumerate(opening, start=1):
+            path = (*writer.path, number, i)
+            workers.append(_Writer(Thread(), path, writer.left - reserve, share + len(tag), writer))
+            calls.append(self._call(workers[-1], read, list(tag)))
+        if cramped := next((call for call in calls if call.max_tokens < 1), None):
+            return self._end(writer, cramped.limit)
+        writer.thread.forks.append([worker.thread for worker in workers])
+        writer.read, writer.running, writer.cut_by = read, len(workers), None
+        self._writers |= {worker.path: worker for worker in workers}
         return calls
 
-    def _worker_finished(self, call: Call, segment: Segment, stop: Stop) -> list[Call]:
-        round_ = self.response.rounds[-1]
-        round_.workers[call.path[1] - 1] = segment
-        self._running -= 1
-        if stop is Stop.LENGTH and self._cut_by is not Finish.BUDGET:
-            self._cut_by = call.limit
-        if self._running:
+    def _end(self, writer: _Writer, cut_by: Finish | None) -> list[Call]:
+        """The thread is written; the one that spawned it continues when all of its fork are."""
+        above = writer.above
+        if above is None:
+            self.response.finish, self.done = cut_by or Finish.ANSWERED, True
             return []
-        self._read += [token for worker in round_.workers for token in worker.tokens]
-        self._left -= max(map(len, round_.workers))
-        self._total_left -= sum(map(len, round_.workers))
-        if self._cut_by is not None:
-            return self._end(None, self._cut_by)
-        following = self._call(0, self._closing, SPAWN_OPEN)
-        return [following] if following.max_tokens >= 1 else self._end(None, following.limit)
+        above.running -= 1
+        if cut_by is not None and above.cut_by is not Finish.BUDGET:
+            above.cut_by = cut_by
+        if above.running:
+            return []
+        fork = above.thread.forks[-1]
+        above.left -= max(worker.path() for worker in fork)
+        above.total -= sum(worker.total() for worker in fork)
+        if above.cut_by is not None:
+            return self._end(above, above.cut_by)
+        read = above.read + [token for worker in fork for segment in worker.segments() for token in segment.tokens]
+        following = self._call(above, read, list(self.tags.spawn_close))
+        return [following] if following.max_tokens >= 1 else self._end(above, following.limit)
 
-    def _call(self, worker: int, inserted: list[int], stop: str | None, reserve: int = 0) -> Call:
-        share = self._total_left - len(inserted)
-        if worker:  # the round's workers share what is left of all tokens
-            opening = self.tags.worker_open
-            share = (self._total_left - sum(map(len, opening)) - reserve) // len(opening)
-        budget = min(self._left - len(inserted) - reserve, share)
-        context = self.context - len(self._read) - len(inserted)
-        path = (len(self.response.rounds), worker)
+    def _call(self, writer: _Writer, read: list[int], inserted: list[int]) -> Call:
+        """The next segment of a thread."""
+        number = len(writer.thread.trunk)
+        path = writer.path if writer.path and not number else (*writer.path, number, 0)
+        stop = worker_close(writer.path[-1]) if writer.path else SPAWN_OPEN if self.parallel else None
+        budget = min(writer.left, writer.total) - len(inserted)
+        context = self.context - len(read) - len(inserted)
         limit = Finish.BUDGET if budget <= context else Finish.CONTEXT
-        return Call(path, self._read + inserted, list(inserted), stop, min(budget, context), limit)
-
-    def _end(self, final: Segment | None, finish: Finish) -> list[Call]:
-        self.response.final, self.response.finish, self.done = final, finish, True
-        return []
+        return Call(path, read + inserted, inserted, stop, min(budget, context), limit)

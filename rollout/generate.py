@@ -3,7 +3,7 @@
     for request, response in generate(engine, requests, config, seed=(run_seed, step)): …
 
 Responses arrive in the order in which they finish. The same seed gives the same tokens: every call has its own
-seed, a hash of (seed, problem, sample, round, worker).
+seed, a hash of (seed, problem, sample, *path of the call in its tree).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def generate(
 
     def run(order: int, request: Request, director: Director, calls: list[Call]) -> None:
         for call in calls:
-            key = f"{request.problem}/{request.sample}/{call.path[0]}.{call.path[1]}"
+            key = f"{request.problem}/{request.sample}/{'.'.join(map(str, call.path))}"
             call_seed = seed_of(*seed, request.problem, request.sample, *call.path)
             engine.add(key, call, seed=call_seed, temperature=config.temperature, top_p=config.top_p, priority=order)
             running[key] = order, request, director, call

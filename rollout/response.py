@@ -1,23 +1,20 @@
 """Response: what director and workers wrote, with exact token ids and the log-probs they were sampled with.
 
-    S1 (W1 … WK) S2 (W1 … WK) … S_final
-
-A segment is one call to the engine: `inserted` ids that we prepend (the worker's opening tag, or `</spawn_workers>`
-when the director continues), then the `sampled` ids, exactly as the policy wrote them. Sampled ids are never
-re-tokenised.
-
-    longest path = Σ |director segments| + Σ over rounds of the longest worker  (without prompt, with inserted tags)
+A response is a thread of segments: the director's text, and at every fork the workers that it spawned. A segment is one
+call to the engine: `inserted` ids that we prepend (the worker's opening tag, or `</spawn_workers>` when a thread
+continues after its workers), then the `sampled` ids, exactly as the policy wrote them. Sampled ids are never
+re-tokenised. Lengths are without the prompt and with inserted tags.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Self
 
 from dccot.rollout.tags import TAG_PATTERN
+from dccot.rollout.thread import Thread
 
 
 @functools.lru_cache(maxsize=8)  # looking them up is slow in transformers
@@ -51,44 +48,24 @@ class Segment:
 
 
 @dataclass
-class Round:
-    """Director text that ends by spawning, and the workers it spawned."""
-
-    director: Segment
-    workers: list[Segment]
-
-
-@dataclass
-class Response:
-    """One response, segment by segment.
-
-    >>> workers = [Segment([7], [1, 2]), Segment([8], [3]), Segment([9], [4, 5, 6])]  # opening tag, sampled
-    >>> response = Response([0], [Round(Segment([], [1, 2]), workers)], Segment([10], [3]))
-    >>> response.longest_path, response.total_tokens  # 2 + the longest worker's 4 + 2; 2 + 3 + 2 + 4 + 2
-    (8, 13)
+class Response(Thread[Segment]):
+    """
+    >>> workers = [Thread([Segment([7], [1, 2])]), Thread([Segment([8], [3])])]  # opening tag, sampled
+    >>> response = Response([Segment([], [1, 2]), Segment([10], [3])], [workers], prompt=[0])
+    >>> response.longest_path, response.total_tokens  # 2 + the longest worker's 3 + 2; 2 + 3 + 2 + 2
+    (7, 9)
     """
 
-    prompt: list[int]
-    rounds: list[Round] = field(default_factory=list)
-    final: Segment | None = None  # None: the budget ran out among the workers of the last round
-    finish: Finish = Finish.ANSWERED
-
-    def segments(self) -> Iterator[Segment]:
-        """Every segment in reading order."""
-        for round_ in self.rounds:
-            yield round_.director
-            yield from round_.workers
-        if self.final is not None:
-            yield self.final
+    prompt: list[int] = field(default_factory=list, kw_only=True)
+    finish: Finish = field(default=Finish.ANSWERED, kw_only=True)
 
     @property
     def longest_path(self) -> int:
-        rounds = sum(len(r.director) + max(map(len, r.workers), default=0) for r in self.rounds)
-        return rounds + (len(self.final) if self.final is not None else 0)
+        return self.path()
 
     @property
     def total_tokens(self) -> int:
-        return sum(map(len, self.segments()))
+        return self.total()
 
     @property
     def sampled_tokens(self) -> int:
@@ -101,7 +78,8 @@ class Response:
 
     @property
     def worker_lengths(self) -> list[list[int]]:
-        return [[len(w) for w in r.workers] for r in self.rounds]
+        """Of each fork at any depth, the longest path of each of its workers."""
+        return [[worker.path() for worker in fork] for fork in self.all_forks()]
 
     @property
     def as_read(self) -> list[int]:
@@ -116,15 +94,28 @@ class Response:
         return tokenizer.decode(ids, skip_special_tokens=False)
 
     def to_json(self) -> dict:
-        rounds = [{"director": vars(r.director), "workers": [vars(w) for w in r.workers]} for r in self.rounds]
-        final = vars(self.final) if self.final is not None else None
-        return {"prompt": self.prompt, "rounds": rounds, "final": final, "finish": self.finish.value}
+        return {"prompt": self.prompt, **_to_json(self), "finish": self.finish.value}
 
     @classmethod
     def from_json(cls, row: dict) -> Response:
-        rounds = [Round(Segment(**r["director"]), [Segment(**w) for w in r["workers"]]) for r in row["rounds"]]
-        final = Segment(**row["final"]) if row["final"] is not None else None
-        return cls(row["prompt"], rounds, final, Finish(row["finish"]))
+        thread = _from_json(row if "trunk" in row else _from_rounds(row))
+        return cls(thread.trunk, thread.forks, prompt=row["prompt"], finish=Finish(row["finish"]))
+
+
+def _to_json(thread: Thread[Segment]) -> dict:
+    forks = [[_to_json(worker) for worker in fork] for fork in thread.forks]
+    return {"trunk": [vars(segment) for segment in thread.trunk]} | ({"forks": forks} if forks else {})
+
+
+def _from_json(row: dict) -> Thread[Segment]:
+    forks = [[_from_json(worker) for worker in fork] for fork in row.get("forks", ())]
+    return Thread([Segment(**segment) for segment in row["trunk"]], forks)
+
+
+def _from_rounds(row: dict) -> dict:
+    """How responses were written before they were trees: rounds of a director and its workers, and a final segment."""
+    trunk = [*(each["director"] for each in row["rounds"]), *([row["final"]] if row["final"] is not None else [])]
+    return {"trunk": trunk, "forks": [[{"trunk": [worker]} for worker in each["workers"]] for each in row["rounds"]]}
 
 
 class Verdict(StrEnum):

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 from dccot.core.files import BadData
 from dccot.model.tokenizer import SPACED
+from dccot.rollout.thread import Thread
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
@@ -71,41 +72,25 @@ class IllFormed(ValueError):
         self.flaw = flaw
 
 
-@dataclass(frozen=True)
-class ParsedRound:
-    director: str  # ends with <spawn_workers>
-    workers: list[str]  # worker i's text after its opening tag, ending with </worker_i>
+@dataclass
+class Parsed(Thread[str]):
+    """A well-formed text split as inference would have produced it: a piece ends with the tag that ended it, a worker's
+    begins after its opening tag. White space between the tags of a block is dropped.
+    """
 
-
-@dataclass(frozen=True)
-class Parsed:
-    """A well-formed text split as inference would have produced it; white space between tags of a block is dropped."""
-
-    rounds: list[ParsedRound]
-    final: str  # what follows the last </spawn_workers>
-    answer: str  # inside <answer>, stripped
+    answer: str = field(default="", kw_only=True)  # inside <answer>, stripped
 
 
 def parse(text: str, workers: int = 3) -> Parsed:
-    """Split a well-formed text into director and worker segments; raise `IllFormed` with the broken rule otherwise."""
+    """Split a well-formed text into the threads that wrote it; raise `IllFormed` with the broken rule otherwise."""
     cursor = _Cursor(text)
     before, tag = cursor.take()
     if before.strip() or tag != THINK_OPEN:
         raise cursor.error(Flaw.NO_THINK)
-    rounds: list[ParsedRound] = []
-    start = 0  # of the director's segment
-    thought, tag = cursor.take()
-    while tag == SPAWN_OPEN:
-        if not thought.strip():
-            raise cursor.error(Flaw.EMPTY_DIRECTOR)
-        director = text[start : cursor.at]
-        rounds.append(ParsedRound(director, _parse_workers(cursor, workers)))
-        start = cursor.at
-        thought, tag = cursor.take()
-    if tag != THINK_CLOSE:
-        raise cursor.error(Flaw.OPEN_THINK if tag is None else Flaw.STRAY_TAG)
-    if not rounds:
+    thread = _parse_thread(cursor, 0, workers, 1, THINK_CLOSE, (Flaw.OPEN_THINK, Flaw.STRAY_TAG))
+    if not thread.forks:
         raise cursor.error(Flaw.NO_SPAWN)
+    thought = cursor.at
     between, tag = cursor.take()
     if between.strip() or tag != ANSWER_OPEN:
         raise cursor.error(Flaw.NO_ANSWER)
@@ -115,7 +100,8 @@ def parse(text: str, workers: int = 3) -> Parsed:
     after, tag = cursor.take()
     if after.strip() or tag is not None:
         raise cursor.error(Flaw.TEXT_AFTER_ANSWER)
-    return Parsed(rounds, text[start:].rstrip(), answer.strip())
+    thread.trunk[-1] += text[thought:].rstrip()
+    return Parsed(thread.trunk, thread.forks, answer=answer.strip())
 
 
 def flaw_of(text: str, workers: int = 3) -> Flaw | None:
@@ -162,9 +148,27 @@ def answer_block(text: str) -> str | None:
     return rest.split(ANSWER_CLOSE)[0] if found else None
 
 
-def _parse_workers(cursor: _Cursor, workers: int) -> list[str]:
-    """The texts of one block; the cursor is after <spawn_workers> and is left after </spawn_workers>."""
-    texts: list[str] = []
+def _parse_thread(
+    cursor: _Cursor, start: int, workers: int, depth: int, close: str, flaws: tuple[Flaw, Flaw]
+) -> Thread[str]:
+    """A thread from `start` to its closing tag. `flaws`: the text ends before it; a tag means nothing there."""
+    thread: Thread[str] = Thread()
+    while True:
+        thought, tag = cursor.take()
+        if tag != close and not (tag == SPAWN_OPEN and depth):
+            raise cursor.error(flaws[tag is not None])
+        thread.trunk.append(cursor.text[start : cursor.at])
+        if tag == close:
+            return thread
+        if not thought.strip():
+            raise cursor.error(Flaw.EMPTY_DIRECTOR)
+        thread.forks.append(_parse_workers(cursor, workers, depth - 1))
+        start = cursor.at
+
+
+def _parse_workers(cursor: _Cursor, workers: int, depth: int) -> list[Thread[str]]:
+    """The threads of one block; the cursor is after <spawn_workers> and is left after </spawn_workers>."""
+    fork: list[Thread[str]] = []
     for index, expected in enumerate([*map(worker_open, range(1, workers + 1)), SPAWN_CLOSE], start=1):
         between, tag = cursor.take()
         if between.strip():
@@ -172,11 +176,9 @@ def _parse_workers(cursor: _Cursor, workers: int) -> list[str]:
         if tag != expected:
             raise cursor.error(Flaw.OPEN_SPAWN if tag is None else Flaw.WORKER_ORDER)
         if tag != SPAWN_CLOSE:
-            thought, tag = cursor.take()
-            if tag != worker_close(index):
-                raise cursor.error(Flaw.OPEN_WORKER if tag is None else Flaw.TAG_IN_WORKER)
-            texts.append(thought + tag)
-    return texts
+            flaws = Flaw.OPEN_WORKER, Flaw.TAG_IN_WORKER
+            fork.append(_parse_thread(cursor, cursor.at, workers, depth, worker_close(index), flaws))
+    return fork
 
 
 class _Cursor:

@@ -301,19 +301,15 @@ class Job:
         details = {
             "reasoning_tokens": sampled - answers,
             "longest_path_tokens": max(response.longest_path for response in responses),
-            "rounds": max(len(response.rounds) for response in responses),
-            "workers": sum(map(_workers, responses)),
+            "rounds": max(len(response.forks) for response in responses),
+            "workers": sum(len(list(response.threads())) for response in responses),
         }
         counts = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
         return counts | {"completion_tokens_details": details}
 
 
-def _workers(response: Response) -> int:
-    return sum(len(round_.workers) for round_ in response.rounds)
-
-
 def _observe(response: Response) -> None:
-    ROUNDS.observe(len(response.rounds))
-    WORKERS.observe(_workers(response))
+    ROUNDS.observe(len(response.forks))
+    WORKERS.observe(len(list(response.threads())))
     LONGEST_PATH.observe(response.longest_path)
     PARALLELISM.observe(response.parallelism)

@@ -61,14 +61,14 @@ class Session:
 
     async def _call(self, call: Call, hear: Hear, calls: asyncio.TaskGroup) -> None:
         if call.inserted:
-            hear(Piece(call.path, worker_open(call.path[1]) if call.path[1] else SPAWN_CLOSE, call.inserted))
+            hear(Piece(call.path, worker_open(call.path[-1]) if call.path[-1] else SPAWN_CLOSE, call.inserted))
         completion = await self._complete(call, hear)
         for following in self.director.finished(call, completion):
             calls.create_task(self._call(following, hear, calls))
 
     async def _complete(self, call: Call, hear: Hear) -> Completion:
         ids: list[int] = []
-        name = f"{self.name}-{self.sample}-{call.path[0]}.{call.path[1]}"
+        name = f"{self.name}-{self.sample}-{'.'.join(map(str, call.path))}"
         seed = seed_of(self.seed, "problem", self.sample, *call.path)  # as in `dccot solve`
         sampling, config = self.vocabulary.sampling, self.config
         params = SamplingParams(

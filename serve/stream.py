@@ -119,8 +119,7 @@ class Channels:
 
 def answer_tokens(response: Response, decode: Callable[[list[int]], str]) -> int:
     """How many sampled tokens the director wrote after its first `</think>`."""
-    directors = [round_.director.sampled for round_ in response.rounds]
-    directors += [response.final.sampled] if response.final is not None else []
+    directors = [segment.sampled for segment in response.trunk]
     for at, ids in enumerate(directors):
         if THINK_CLOSE in decode(ids):
             needed = bisect_left(range(len(ids) + 1), True, key=lambda count: THINK_CLOSE in decode(ids[:count]))

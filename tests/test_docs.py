@@ -35,9 +35,10 @@ from dccot.core.files import write_jsonl_atomic
 from dccot.data.problems import PRESETS
 from dccot.lab.worlds import bigram as tiny
 from dccot.lab.worlds.arithmetic import problem_stream
-from dccot.rollout.response import Finish, Response, Round, Segment
+from dccot.rollout.response import Finish, Segment
 from dccot.rollout.tags import TagIds
 from dccot.train.rewards import Graded
+from tests.support.rounds import Round, flat
 from tests.support.servers import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -98,7 +99,7 @@ def small_rollout(i: int, tokenizer) -> Graded:
 
     workers = [segment(f"part {k}</worker_{k}>", tags.worker_open[k - 1]) for k in (1, 2, 3)]
     last = segment("so</think><answer>\\boxed{3}</answer>", tags.spawn_close)
-    response = Response([0, 1], [Round(segment("plan<spawn_workers>"), workers)], last, Finish.ANSWERED)
+    response = flat([0, 1], [Round(segment("plan<spawn_workers>"), workers)], last, Finish.ANSWERED)
     facts = {"flaw": None, "verdict": "correct", "reward": 1.0, "advantage": 0.5, "step": 0}
     return Graded(f"p{i}", 0, "What is 1 + 2?", "3", "<think>\n" + response.text(tokenizer), response, **facts)
 

@@ -2,10 +2,11 @@
 
     prompt S1 | W2 as written | W3 as written | W1 W2' W3' S2 …          query q sees key k  ⇔  k ≤ q < visible_until[k]
 
-A branch (workers 2..K as written) is visible to itself only; the trunk is visible to the end of its response; a prompt
-shared by several responses is visible to the end of the last of them. Worker 1 as written and as read are the same
-tokens at the same positions in the same context, so they are one. The as-read copies W2', W3' carry no loss; where the
-director never continues (the budget ran out among the workers) they are never read, and are left out.
+A branch (workers 2..K as written, with what they spawned) is visible to itself only; the trunk is visible to the end of
+its response; a prompt shared by several responses is visible to the end of the last of them. Worker 1 as written and as
+read are the same tokens at the same positions in the same context, so they are one. The as-read copies W2', W3' carry
+no loss; where the director never continues (the budget ran out among the workers) they are never read, and are left
+out. A worker that spawns workers is laid out by the same rule.
 
 `Forest.from_rows` lays out any other set of rows that share prefixes: agents' turns, groups of samples, search trees.
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from dccot.kernels.mask import TreeMask, moved
 from dccot.rollout.response import Response, Segment
+from dccot.rollout.thread import Thread
 from dccot.train.prefix_tree import prefix_tree
 
 
@@ -105,24 +107,35 @@ class Forest:
         return replace(self, sampled=torch.zeros_like(self.sampled))
 
 
-def _layout(response: Response) -> Iterator[tuple[Segment, bool, bool]]:
-    """The response after its prompt in depth-first order: (segment, as written or as read, branch or trunk)."""
-    for number, round_ in enumerate(response.rounds):
-        yield round_.director, True, False
-        yield from ((worker, True, True) for worker in round_.workers[1:])
-        yield from ((worker, True, False) for worker in round_.workers[:1])
-        if number + 1 < len(response.rounds) or response.final is not None:
-            yield from ((worker, False, False) for worker in round_.workers[1:])
-    if response.final is not None:
-        yield response.final, True, False
+Place = tuple[Segment, bool, Thread[Segment], int]  # a segment, whether as written, its branch, tokens before it
+
+
+def layout(
+    thread: Thread[Segment], at: int = 0, read: bool = False, branch: Thread[Segment] | None = None
+) -> Iterator[Place]:
+    """A response after its prompt in depth-first order. A `branch` is the response, or a worker that is not the first
+    of its fork; a thread is `read` if text of its branch follows it. `at`: tokens that its first one sees.
+    """
+    branch = branch or thread
+    for number, (segment, fork) in enumerate(thread.parts(), start=1):
+        yield segment, True, branch, at
+        at += len(segment)
+        for worker in fork[1:]:
+            yield from layout(worker, at)
+        joined = read or number < len(thread.trunk)
+        for worker in fork[:1]:
+            yield from layout(worker, at, joined, branch)
+            at += worker.total()
+        for segment in (segment for worker in fork[1:] for segment in worker.segments()) if joined else ():
+            yield segment, False, branch, at
+            at += len(segment)
 
 
 def build_forest(groups: Sequence[Sequence[tuple[int, Response]]]) -> Forest:
     """Lay out groups of (response index, response) one after another; a group shares the prompt of its first response.
 
-    >>> from dccot.rollout.response import Round
-    >>> workers = [Segment([11], [12]), Segment([21], [22]), Segment([31], [32])]  # opening tag, then what was sampled
-    >>> forest = build_forest([[(0, Response([1], [Round(Segment([], [2]), workers)], Segment([3], [4])))]])
+    >>> workers = [Thread([Segment([i], [i + 1])]) for i in (11, 21, 31)]  # opening tag, then what was sampled
+    >>> forest = build_forest([[(0, Response([Segment([], [2]), Segment([3], [4])], [workers], prompt=[1]))]])
     >>> forest.tokens.tolist()  # prompt S1 | W2 | W3 | W1 W2' W3' S2
     [1, 2, 21, 22, 31, 32, 11, 12, 21, 22, 31, 32, 3, 4]
     >>> forest.visible_until.tolist()
@@ -145,19 +158,18 @@ def build_forest(groups: Sequence[Sequence[tuple[int, Response]]]) -> Forest:
             raise ValueError(f"response {group[0][0]} has no prompt: nothing predicts its first token")
         prompt = lay(group[0][1].prompt, group[0][0])[1]
         for index, response in group:
-            trunk = []
-            for segment, as_written, branch in _layout(response):
-                _, visible, sampled, _, logprob = lay(segment.tokens, index)
-                if branch:
-                    visible[:] = at
-                else:
-                    trunk.append(visible)
+            visible: list[tuple[np.ndarray, int]] = []  # with the branch until whose end
+            ends: dict[int, int] = {}  # of each branch
+            for segment, as_written, branch, _ in layout(response):
+                _, until, sampled, _, logprob = lay(segment.tokens, index)
+                visible.append((until, id(branch)))
+                ends[id(branch)] = at
                 if as_written:
                     sampled[len(segment.inserted) :] = True
                     if segment.logprobs:
                         logprob[len(segment.inserted) :] = segment.logprobs
-            for visible in trunk:
-                visible[:] = at
+            for until, of in visible:
+                until[:] = ends[of]
         prompt[:] = at
     return Forest(*(torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*pieces)))
 
@@ -195,15 +207,13 @@ class _Item:
 
 def _size(response: Response) -> tuple[int, int, int]:
     """(tokens after the prompt, pairs after the prompt, longest position) of a response, from lengths alone."""
-    depth, tokens, pairs = len(response.prompt), 0, 0
-    longest = depth
-    for segment, _, branch in _layout(response):
+    tokens = pairs = 0
+    longest = len(response.prompt)
+    for segment, _, _, at in layout(response, longest):
         length = len(segment)
         tokens += length
-        pairs += length * depth + length * (length + 1) // 2
-        longest = max(longest, depth + length)  # the longest worker may extend past the trunk if it is never read
-        if not branch:
-            depth += length
+        pairs += length * at + length * (length + 1) // 2
+        longest = max(longest, at + length)  # the longest worker may extend past the trunk if it is never read
     return tokens, pairs, longest
 
 

@@ -37,7 +37,7 @@ BINS = 2**16
 def rollout_metrics(rollouts: Sequence[Graded]) -> dict[str, float]:
     """Reward, format, length and parallelism over all responses of a step."""
     responses = [r.response for r in rollouts]
-    spawning = [r for r in responses if r.rounds]
+    spawning = [r for r in responses if r.forks]
     workers = [length for r in spawning for lengths in r.worker_lengths for length in lengths]
     flaws = {f"format/{flaw.value}": mean([r.flaw == flaw for r in rollouts]) for flaw in Flaw}
     overshot = sum((overshoots(r.text) for r in rollouts), Counter())
@@ -55,7 +55,7 @@ def rollout_metrics(rollouts: Sequence[Graded]) -> dict[str, float]:
         "length/total_tokens": mean([r.total_tokens for r in responses]),
         "length/truncated": mean([r.finish != Finish.ANSWERED for r in responses]),
         "parallel/degree": mean([r.parallelism for r in responses]),
-        "parallel/rounds": mean([len(r.rounds) for r in responses]),
+        "parallel/rounds": mean([len(r.forks) for r in responses]),
         "parallel/spawn_rate": len(spawning) / max(1, len(responses)),
         "parallel/worker_length": mean(workers),
         "parallel/worker_length_max": float(max(workers, default=0)),
@@ -75,7 +75,7 @@ def validation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "validation/longest_path_stderr": clustered_error(length),
         "validation/well_formed": mean([r.well_formed for r in rollouts]),
         "validation/parallelism": mean([r.response.parallelism for r in rollouts]),
-        "validation/spawn_rate": mean([bool(r.response.rounds) for r in rollouts]),
+        "validation/spawn_rate": mean([bool(r.response.forks) for r in rollouts]),
         "validation/truncated": mean([r.response.finish != Finish.ANSWERED for r in rollouts]),
     }
 

@@ -27,8 +27,9 @@ from dccot.core.runtime import Runtime
 from dccot.data.problems import ProblemStream
 from dccot.data.prompts import UnusablePrompt
 from dccot.data.task import task_of
-from dccot.rollout.response import Response, Round, Segment
+from dccot.rollout.response import Response, Segment
 from dccot.rollout.tags import THINK_OPEN, IllFormed, TagIds, parse
+from dccot.rollout.thread import Thread
 from dccot.train.config import SFTConfig, open_model
 from dccot.train.flops import pair_cost
 from dccot.train.forest import Forest, longest_position, pack
@@ -57,16 +58,18 @@ def demonstration(
         """Without the `<think>` that the prompt writes."""
         return text.removeprefix(THINK_OPEN).removeprefix("\n") if open_think else text
 
-    if not parallel:
-        return Response(prompt, [], Segment([], [*encode(own(completion.strip())), tags.eos]))
-    parsed = parse(completion.strip(), tags.workers)
-    rounds = []
-    for number, round_ in enumerate(parsed.rounds):
-        text = round_.director if number else own(round_.director)
-        director = Segment(list(tags.spawn_close) if number else [], encode(text))
-        workers = [Segment(list(tag), encode(text)) for tag, text in zip(tags.worker_open, round_.workers)]
-        rounds.append(Round(director, workers))
-    return Response(prompt, rounds, Segment(list(tags.spawn_close), [*encode(parsed.final), tags.eos]))
+    def spoken(thread: Thread[str], inserted: Sequence[int], end: Sequence[int] = ()) -> Thread[Segment]:
+        """The thread's own text, after `inserted` at first and then each time after its workers, and `end`."""
+        opening = [inserted, *[tags.spawn_close] * len(thread.forks)]
+        trunk = [Segment(list(tag), encode(text)) for tag, text in zip(opening, thread.trunk)]
+        trunk[-1].sampled += end
+        return Thread(trunk, [list(map(spoken, fork, tags.worker_open)) for fork in thread.forks])
+
+    text = completion.strip()
+    parsed: Thread[str] = parse(text, tags.workers) if parallel else Thread([text])
+    parsed.trunk[0] = own(parsed.trunk[0])
+    thread = spoken(parsed, [], [tags.eos])
+    return Response(thread.trunk, thread.forks, prompt=prompt)
 
 
 Report = Callable[..., None]
@@ -90,7 +93,7 @@ def load_examples(
             left_out[type(error)] += 1
             report("%s:%d left out: %s", path, line, error)
             continue
-        duplicated = response.total_tokens + sum(map(sum, response.worker_lengths))
+        duplicated = response.total_tokens + sum(worker.total() for worker in response.threads())
         if len(asked) + duplicated > config.data.max_tokens:
             left_out["long"] += 1
             continue

@@ -21,7 +21,8 @@ import torch
 from dccot.core.runtime import keep_freed_memory
 from dccot.lab.bench.harness import row
 from dccot.lab.bench.trees import paper_shape
-from dccot.rollout.response import Response, Round, Segment
+from dccot.rollout.response import Response, Segment
+from dccot.rollout.thread import Thread
 from dccot.train.forest import Forest, pack
 
 TOKEN_BUDGET = 32_768
@@ -40,8 +41,8 @@ def paper_like_response(rng: random.Random, prompt: list[int], tokens: int, voca
         return Segment(ids[:inserted], ids[inserted:], [-0.5] * (length - inserted))
 
     director = [segment(length, inserted=5 * bool(i)) for i, length in enumerate(shape.director)]
-    workers = [[segment(length, inserted=5) for length in lengths] for lengths in shape.rounds]
-    return Response(prompt, list(map(Round, director, workers)), director[-1])
+    workers = [[Thread([segment(length, inserted=5)]) for length in lengths] for lengths in shape.rounds]
+    return Response(director, workers, prompt=prompt)
 
 
 def paper_like_responses(

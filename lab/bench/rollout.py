@@ -57,7 +57,7 @@ class Meter(Watch):
             yield
 
     def finished(self, request: Request, call: Call, completion: Completion) -> None:
-        if call.path[1]:
+        if call.path[-1]:
             full = (len(call.prompt) - len(call.inserted)) // BLOCK * BLOCK
             self.full_blocks += full
             self.cached += min(completion.cached, full)

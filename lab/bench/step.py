@@ -116,14 +116,12 @@ def paper_layout(response: Response) -> tuple[Tensor, Tensor, Tensor]:
         targets.extend(range(start + inserted, stop))
 
     lay(response.prompt, len(response.prompt))
-    for round_ in response.rounds:
-        lay(round_.director.tokens, len(round_.director.inserted))
-        for worker in round_.workers:
+    for segment, fork in response.parts():
+        lay(segment.tokens, len(segment.inserted))
+        for [worker] in (thread.trunk for thread in fork):
             lay(worker.tokens, len(worker.inserted), branch=True)
-        for worker in round_.workers:
+        for [worker] in (thread.trunk for thread in fork):
             lay(worker.tokens, len(worker))
-    if response.final is not None:
-        lay(response.final.tokens, len(response.final.inserted))
     visible_until = torch.tensor([end or len(tokens) for end in ends])
     return torch.tensor(tokens), visible_until, torch.tensor(targets)
 

@@ -26,6 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dccot.rollout.response import Response
+
 KINDS = ("paper", "one", "shared-7x200", "packs", "causal")
 SHARED = re.compile(r"shared-(\d+)x(\d+)")
 # Trees that kernel targets are checked on: kind and tokens.
@@ -123,12 +125,11 @@ def from_rollouts(file: Path, tokens: int) -> list[Shape]:
     """The first responses of the file that fit into `tokens`."""
     found: list[Shape] = []
     total = 0
-    length = lambda segment: len(segment["inserted"]) + len(segment["sampled"]) if segment else 0
     for line in file.read_text().splitlines():
-        response = json.loads(line)["response"]
-        director = [*(each["director"] for each in response["rounds"]), response["final"]]
-        rounds = tuple(tuple(map(length, each["workers"])) for each in response["rounds"])
-        shape = Shape(tuple(map(length, director)), rounds).longer(len(response["prompt"]))
+        response = Response.from_json(json.loads(line)["response"])
+        director = [*map(len, response.trunk), *[0] * (len(response.forks) == len(response.trunk))]
+        workers = tuple(tuple(worker.total() for worker in fork) for fork in response.forks)
+        shape = Shape(tuple(director), workers).longer(len(response.prompt))
         total += len(shape.visible_until())
         if total > tokens and found:
             break

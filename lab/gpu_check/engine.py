@@ -28,7 +28,8 @@ from dccot.model.weights import full_parameters, load_weights
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import EngineConfig
 from dccot.rollout.generate import Request, generate
-from dccot.rollout.response import Response, Round, Segment
+from dccot.rollout.response import Response, Segment
+from dccot.rollout.thread import Thread
 from dccot.train.config import RLConfig
 from dccot.train.forest import pack
 from dccot.train.rl import train
@@ -77,7 +78,7 @@ def rollouts(engine: Any, samples: int = 1, **settings: Any) -> list[Any]:
 
 
 def greedy(engine: Any) -> list[list[int]]:
-    return [response.final.sampled for response in rollouts(engine)]
+    return [response.trunk[-1].sampled for response in rollouts(engine)]
 
 
 def greedy_of_transformers(model: Any, tokenizer: Any) -> list[list[int]]:
@@ -110,7 +111,7 @@ def engine_start(context: Context) -> str:
     engine = engine_of(context, "bfloat16")
     took = time.perf_counter() - began
     responses = rollouts(engine, samples=16, budget=200, temperature=0.6)
-    assert any(response.rounds for response in responses) or context.model, "no response spawned workers"
+    assert any(response.forks for response in responses) or context.model, "no response spawned workers"
     core = engine._engine.engine_core.engine_core
     runner, scheduler = core.model_executor.driver_worker.worker.model_runner, core.scheduler
     blocks = core.vllm_config.cache_config.num_gpu_blocks
@@ -218,8 +219,9 @@ training_step_of_two = training_step
 def made_up_responses(vocab: int) -> list[Any]:
     rng = random.Random(0)
     ids = lambda count: [rng.randrange(vocab) for _ in range(count)]
-    workers = lambda n: [Segment(ids(2), ids(5 + 3 * n + i)) for i in range(3)]
-    return [Response(ids(9), [Round(Segment([], ids(8 + n)), workers(n))], Segment(ids(2), ids(6))) for n in range(6)]
+    workers = lambda n: [Thread([Segment(ids(2), ids(5 + 3 * n + i))]) for i in range(3)]
+    director = lambda n: [Segment([], ids(8 + n)), Segment(ids(2), ids(6))]
+    return [Response(director(n), [workers(n)], prompt=ids(9)) for n in range(6)]
 
 
 def tensor_parallel(context: Context) -> str:

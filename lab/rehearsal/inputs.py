@@ -9,7 +9,8 @@ from pathlib import Path
 
 from dccot.core.config import find_config, load_config, read_yaml
 from dccot.memory import DIRECTOR, LargestBatch
-from dccot.rollout.response import Response, Round, Segment
+from dccot.rollout.response import Response, Segment
+from dccot.rollout.thread import Thread
 from dccot.train.config import RLConfig, SFTConfig
 
 
@@ -23,9 +24,9 @@ def load_training(path: str | Path, overrides: Sequence[str]) -> RLConfig | SFTC
 
 def response_of(largest: LargestBatch, number: int) -> Response:
     """One response of the largest micro-batch; prompts differ by number, so that nothing is shared."""
-    workers = [_segment(largest.length) for _ in range(largest.workers)]
-    rounds = [Round(_segment(DIRECTOR), workers)] if workers else []
-    return Response([number, *[1] * (largest.prompt - 1)], rounds, _segment(largest.final))
+    workers = [Thread([_segment(largest.length)]) for _ in range(largest.workers)]
+    trunk, forks = ([_segment(DIRECTOR)], [workers]) if workers else ([], [])
+    return Response([*trunk, _segment(largest.final)], forks, prompt=[number, *[1] * (largest.prompt - 1)])
 
 
 @cache

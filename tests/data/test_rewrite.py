@@ -26,6 +26,7 @@ from dccot.data.problems import Problem
 from dccot.data.sft_set import RewriteConfig, SequentialConfig, accept, load_solutions, prompt_text, rewrite_attempts
 from dccot.rollout.tags import flaw_of, parse
 from tests.support import programs
+from tests.support.rounds import rounds_of
 
 pytestmark = pytest.mark.slow
 
@@ -376,7 +377,7 @@ def test_worked_example_of_our_instruction_obeys_its_own_rules(grader):
     problem = Problem("1", source.split("Problem:\n\n")[1].split("\n\n")[0], str(counted))
     assert accept(problem, result, grader) is None
     given = source.split("Given solution:\n\n")[1]
-    block = parse(result).rounds[0]
+    block = rounds_of(parse(result))[0]
     assert given.startswith("<think>\nOkay") and block.director.startswith(given[:300])
     assert all(sft_set.verbatim_share(worker, sft_set.word_runs(given)) > 0.95 for worker in block.workers)
     assert list(sft_set.leaks_in(block.workers, problem.question + block.director)) == []

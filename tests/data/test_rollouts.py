@@ -6,13 +6,14 @@ from dccot.core.files import BadData, JsonlWriter, read_jsonl
 from dccot.data.judge import Judge, Verdict
 from dccot.data.problems import Problem
 from dccot.data.rollouts import missing_in, missing_pairs, sample_to_file, saved_rows
-from dccot.rollout.response import Finish, Response, Rollout, Segment
+from dccot.rollout.response import Finish, Rollout, Segment
+from tests.support.rounds import flat
 
 PROMPTED = [(Problem(name, "?", "1"), [5]) for name in "ba"]
 
 
 def rollout(problem: str, sample: int, **changes) -> Rollout:
-    response = Response(changes.pop("prompt", [5]), [], Segment([], [7], [-0.5]), Finish.ANSWERED)
+    response = flat(changes.pop("prompt", [5]), [], Segment([], [7], [-0.5]), Finish.ANSWERED)
     return Rollout(problem, sample, **{"question": "?", "gold": "1", "text": "1", "response": response} | changes)
 
 

@@ -87,7 +87,7 @@ def test_the_table_is_that_of_the_saved_responses(uninterrupted):
         "longest_path": lambda r: r.response.longest_path,
         "total_tokens": lambda r: r.response.total_tokens,
         "parallelism": lambda r: r.response.total_tokens / r.response.longest_path,
-        "spawned": lambda r: len(r.response.rounds) > 0,
+        "spawned": lambda r: len(r.response.forks) > 0,
         "truncated": lambda r: r.response.finish != "answered",
     }.items():
         means = [statistics.fmean(of(r) for r in group) for group in groups.values()]

@@ -17,6 +17,7 @@ from dccot.eval.timeline import Step, Timeline
 from dccot.lab.worlds.bigram import save
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
+from tests.support.rounds import final_of, rounds_of
 
 PROBLEM = "What is 1 plus 2?"
 BUDGET = 200
@@ -39,7 +40,7 @@ def solved(speaker, speaker_engine):
 
 @pytest.fixture(scope="module")
 def solution(solved):
-    return next(s for s in map(solved, range(100)) if len(s.response.rounds) > 1 and s.response.final is not None)
+    return next(s for s in map(solved, range(100)) if len(s.response.forks) > 1 and final_of(s.response) is not None)
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +62,18 @@ def test_watching_changes_nothing(solved, speaker_engine):
 def test_the_trace_has_a_slice_for_every_segment_in_its_writers_lane(solution, trace):
     lanes = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
     expected = []
-    for number, round_ in enumerate(solution.response.rounds, start=1):
+    for number, round_ in enumerate(rounds_of(solution.response), start=1):
         expected.append(("director", f"director, part {number}", len(round_.director.sampled)))
         for i, worker in enumerate(round_.workers, start=1):
             expected.append((f"worker {i}", f"worker {i}, round {number}", len(worker.sampled)))
-    expected.append(("director", f"director, part {number + 1}", len(solution.response.final.sampled)))
+    expected.append(("director", f"director, part {number + 1}", len(final_of(solution.response).sampled)))
     slices = complete_events(trace, "response")
     assert sorted((lanes[e["tid"]], e["name"], e["args"]["sampled"]) for e in slices) == sorted(expected)
 
 
 def test_workers_begin_when_their_director_ends_and_end_before_it_continues(solution, trace):
     slices = {e["name"]: e for e in complete_events(trace, "response")}
-    for number in range(1, len(solution.response.rounds) + 1):
+    for number in range(1, len(solution.response.forks) + 1):
         before, after = slices[f"director, part {number}"], slices[f"director, part {number + 1}"]
         for worker in range(1, 4):
             piece = slices[f"worker {worker}, round {number}"]
@@ -82,8 +83,8 @@ def test_workers_begin_when_their_director_ends_and_end_before_it_continues(solu
 def test_every_sampled_token_belongs_to_one_engine_step(solution, trace):
     steps, response = complete_events(trace, "engine"), solution.response
     assert sum(e["args"]["tokens"] for e in steps) == response.sampled_tokens
-    rounds = [len(r.director.sampled) + max(len(w.sampled) for w in r.workers) for r in response.rounds]
-    assert len(steps) == sum(rounds) + len(response.final.sampled)
+    rounds = [len(r.director.sampled) + max(len(w.sampled) for w in r.workers) for r in rounds_of(response)]
+    assert len(steps) == sum(rounds) + len(final_of(response).sampled)
 
 
 def test_a_steps_batch_is_the_number_of_lanes_open_during_it(trace):
@@ -103,7 +104,7 @@ def test_arrows_lead_from_the_director_to_its_workers_and_back(solution, trace):
 
     starts, ends = ({e["id"]: touched(e) for e in trace["traceEvents"] if e["ph"] == end} for end in "sf")
     expected = []
-    for number in range(1, len(solution.response.rounds) + 1):
+    for number in range(1, len(solution.response.forks) + 1):
         for worker in (f"worker {i}, round {number}" for i in (1, 2, 3)):
             expected += [(f"director, part {number}", worker), (worker, f"director, part {number + 1}")]
     assert sorted((starts[key], ends[key]) for key in starts) == sorted(expected)
@@ -137,16 +138,16 @@ def test_output_that_is_no_terminal_gets_every_segment_in_reading_order(speaker,
     printed, response = capsys.readouterr().out, solved(3).response
     headings = [line.split(" · ")[0].removeprefix("── ") for line in printed.splitlines() if line.startswith("── ")]
     expected = []
-    for round_ in response.rounds:
+    for round_ in rounds_of(response):
         expected += ["director", *(f"worker {i}" for i in range(1, 1 + len(round_.workers)))]
-    assert headings == expected + ["director"] * (response.final is not None)
+    assert headings == expected + ["director"] * (final_of(response) is not None)
     assert "\x1b" not in printed
     assert f"longest path {response.longest_path}, total {response.total_tokens}" in printed
 
 
 def test_sequential_asks_without_workers(speaker, speaker_engine):
     alone = solve(speaker, PROBLEM, budget=40, sequential=True, engine=speaker_engine)
-    assert alone.response.rounds == []
+    assert alone.response.forks == []
     assert alone.response.prompt == PromptConfig(kind="sequential").ids(speaker_engine.tokenizer, PROBLEM)
 
 
@@ -160,7 +161,7 @@ def on_terminal(timeline: Timeline, width: int, decode) -> str:
 
 
 def test_workers_stand_side_by_side_where_columns_are_wide_enough(solution, speaker_engine):
-    rounds, decode = len(solution.response.rounds), speaker_engine.tokenizer.decode
+    rounds, decode = len(solution.response.forks), speaker_engine.tokenizer.decode
     wide, narrow = (on_terminal(solution.timeline, width, decode).splitlines() for width in (120, 50))
     assert sum(all(f"worker {i} · " in line for i in (1, 2, 3)) for line in wide) == rounds
     assert not any("worker 1 · " in line and "worker 2 · " in line for line in narrow)

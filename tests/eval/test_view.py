@@ -16,9 +16,10 @@ from dccot.core.files import write_jsonl_atomic
 from dccot.eval.view import BLOCK, Page, Pieces, Scorer, collect, cut, main, utf16_length
 from dccot.lab.worlds.arithmetic import make_tokenizer
 from dccot.lab.worlds.bigram import save, tokenizer
-from dccot.rollout.response import Finish, Response, Round, Segment
+from dccot.rollout.response import Finish, Response, Segment
 from dccot.rollout.tags import TagIds
 from dccot.train.rewards import Graded
+from tests.support.rounds import Round, final_of, flat, rounds_of
 
 WORDS = tokenizer("spelled")
 TAGS = TagIds.of(WORDS)
@@ -34,7 +35,7 @@ def response(first: str, workers: list[str], last: str | None) -> Response:
     spawned = [segment(text, tag) for text, tag in zip(workers, TAGS.worker_open)]
     final = segment(last, TAGS.spawn_close, end=True) if last is not None else None
     finish = Finish.BUDGET if last is None else Finish.ANSWERED
-    return Response([0, 1], [Round(segment(first), spawned)], final, finish)
+    return flat([0, 1], [Round(segment(first), spawned)], final, finish)
 
 
 def rollout(number: int = 0, **changes) -> Graded:
@@ -89,7 +90,7 @@ SOME_TAGS += ["<spawn_workers>", "</spawn_workers>"]
 def test_no_text_is_lost_however_the_tags_stand(parts, rounds, answered):
     text = "".join(parts)
     last = Segment() if answered or not rounds else None
-    shape = Response([], [Round(Segment(), [Segment(), Segment(), Segment()])] * rounds, last)
+    shape = flat([], [Round(Segment(), [Segment(), Segment(), Segment()])] * rounds, last)
     pieces = cut(text, shape)
     assert "".join(pieces) == text
     assert len(pieces) == len(list(shape.segments()))
@@ -132,8 +133,8 @@ def test_the_index_holds_what_the_rollouts_say(tmp_path):
     assert columns["reward"] == [1.0, 0.0, None]
     assert columns["answer"] == ["7"] * 3
     assert (columns["longest"][0], columns["total"][0]) == (made.longest_path, made.total_tokens)
-    [round_] = made.rounds
-    assert columns["shape"][0] == [len(round_.director), [len(w) for w in round_.workers], len(made.final)]
+    [round_] = rounds_of(made)
+    assert columns["shape"][0] == [len(round_.director), [len(w) for w in round_.workers], len(final_of(made))]
     assert columns["logprob"][0] == -0.5
 
 
@@ -161,7 +162,7 @@ def test_every_response_is_in_its_block(tmp_path):
 
 def test_numbers_that_json_cannot_hold_are_left_out(tmp_path):
     strange = rollout(reward=math.nan, advantage=math.inf)
-    strange.response.final.logprobs = [-math.inf] * len(strange.response.final.sampled)
+    final_of(strange.response).logprobs = [-math.inf] * len(final_of(strange.response).sampled)
     page = built(tmp_path, strange)
     columns = unpacked(page, "index")["columns"]
     assert (columns["reward"], columns["advantage"], columns["logprob"]) == ([None], [None], [None])
@@ -203,13 +204,13 @@ def test_entropies_are_those_of_transformers_on_what_each_writer_had_read(tmp_pa
     scorer = Scorer(folder, 0.6)
     for made, found in zip((one, other), scorer([one, other])):
         read, expected = list(made.prompt), []
-        for round_ in made.rounds:
+        for round_ in rounds_of(made):
             expected.append(entropy(read + round_.director.inserted, round_.director.sampled))
             read += round_.director.tokens
             expected += [entropy(read + w.inserted, w.sampled) for w in round_.workers]
             read += [token for w in round_.workers for token in w.tokens]
-        if made.final:
-            expected.append(entropy(read + made.final.inserted, made.final.sampled))
+        if final_of(made):
+            expected.append(entropy(read + final_of(made).inserted, final_of(made).sampled))
         assert [len(part) for part in found] == [len(part) for part in expected]
         for part, right in zip(found, expected):
             torch.testing.assert_close(torch.tensor(part), torch.tensor(right), atol=1e-4, rtol=1e-4)
@@ -292,7 +293,7 @@ def test_rollouts_of_a_run_are_split_by_its_own_tokenizer(tmp_path):
     page = (tmp_path / "p.html").read_text("utf-8")
     [[first, *_]] = unpacked(page, "block-0")
     assert unpacked(page, "index")["tokens"] is True
-    assert len(first["entropies"]) == len(first["logprobs"]) == len(rollout().response.rounds[0].director.sampled)
+    assert len(first["entropies"]) == len(first["logprobs"]) == len(rounds_of(rollout().response)[0].director.sampled)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import pytest
 
 from dccot.eval.view import Page, Pieces
 from dccot.lab.worlds.bigram import tokenizer
-from dccot.rollout.response import Finish, Response, Round, Segment
+from dccot.rollout.response import Finish, Segment
 from dccot.rollout.tags import TagIds
 from dccot.train.rewards import Graded
 from tests.support.browser import Browser
+from tests.support.rounds import Round, flat, rounds_of
 
 RESPONSES, SAMPLES = 10_000, 8
 NEEDLE = "needle in worker two"
@@ -33,7 +34,7 @@ def rollouts() -> list[Graded]:
         digits = [vocabulary[digit] for digit in str(number)]
         answer = encode("</think><answer>\\boxed{") + digits + encode("}</answer>")
         final = segment(answer, tags.spawn_close if rounds else ())
-        response = Response([1], rounds, final, Finish.ANSWERED if number % 11 else Finish.BUDGET)
+        response = flat([1], rounds, final, Finish.ANSWERED if number % 11 else Finish.BUDGET)
         verdict = rng.choice(["correct", "wrong", "unparsable", "timed_out", None])
         problem, flaw = number // SAMPLES, rng.choice([None, None, "no_answer", "stray_tag"])
         reward = None if verdict is None else round(rng.random(), 3)
@@ -176,7 +177,7 @@ def test_the_tree_is_drawn_to_scale(browser, rollouts):
         const box = segment.querySelector('rect.outline');
         return ['x', 'y', 'width'].map(name => Number(box.getAttribute(name))) })""")
     [first, *workers, last] = boxes
-    unit = first[2] / len(response.rounds[0].director)
+    unit = first[2] / len(rounds_of(response)[0].director)
     for box, segment in zip(boxes, response.segments()):
         assert box[2] == pytest.approx(unit * len(segment), abs=0.1)
     assert {box[0] for box in workers} == {first[0] + first[2]}  # all spawned at once
@@ -187,7 +188,7 @@ def test_the_tree_is_drawn_to_scale(browser, rollouts):
 
 
 def test_texts_verdict_and_form_are_shown(browser, rollouts):
-    wanted = [r.flaw == "stray_tag" and r.verdict == "wrong" and bool(r.response.rounds) for r in rollouts]
+    wanted = [r.flaw == "stray_tag" and r.verdict == "wrong" and bool(r.response.forks) for r in rollouts]
     row = wanted.index(True)
     browser.js("choose(arguments[0])", row)
     assert chosen(browser) == row

@@ -20,9 +20,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dccot.core.runtime import Runtime
 from dccot.model.sharding import ShardingConfig, build_model
-from dccot.rollout.response import Response, Segment
+from dccot.rollout.response import Segment
 from dccot.train.forest import build_forest
 from dccot.train.update import OptimizerConfig, accumulate, apply_gradients, compute_logprobs, make_optimizer
+from tests.support.rounds import flat
 
 
 def local_bytes(tensors) -> int:
@@ -58,8 +59,7 @@ def measure(folder: str, tokens: int, runtime: Runtime, **sharding) -> dict[str,
     optimizer = make_optimizer(model, OptimizerConfig())
     prompt = tokens // 8
     forests = [
-        build_forest([[(0, Response(list(range(prompt)), final=Segment([], [1] * (tokens - prompt))))]])
-        for _ in range(2)
+        build_forest([[(0, flat(list(range(prompt)), final=Segment([], [1] * (tokens - prompt))))]]) for _ in range(2)
     ]
     loss = lambda number, forest, logprob, entropy: -logprob
     step = lambda: accumulate(model, forests, loss, 1.0, runtime, config.reduce_once)

@@ -27,13 +27,14 @@ from dccot.model.weights import load_weights
 from dccot.pipeline import run_recipe
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
-from dccot.rollout.response import Finish, Response, Rollout, Segment
+from dccot.rollout.response import Finish, Rollout, Segment
 from dccot.serve.launch import OWN, overrides
 from dccot.stages import load_recipe, sampling
 from dccot.train import sft
 from dccot.train.config import RLConfig
 from dccot.train.objectives import ObjectiveConfig, objective_loss
 from dccot.train.rewards import FILTERS, RewardConfig, advantages_of, reward_of
+from tests.support.rounds import final_of, flat
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -135,6 +136,7 @@ def backward(grad, q, k, v, out, lse, layout, scale):
 """
 ENGINE = '''
 from dccot.rollout.director import Completion, Stop
+from tests.support.rounds import final_of, flat
 
 
 class Parrot:
@@ -192,7 +194,7 @@ def mine(name: str) -> str:
 
 
 def rollout(tokens: int) -> Rollout:
-    response = Response([1], [], Segment([], [7] * tokens, [-0.1] * tokens), Finish.ANSWERED)
+    response = flat([1], [], Segment([], [7] * tokens, [-0.1] * tokens), Finish.ANSWERED)
     return Rollout("p", 0, "q", "3", "text", response, verdict="correct")
 
 
@@ -362,7 +364,7 @@ def test_an_engine():
     requests = [Request(f"p{i}", 0, [1, 2, 3], False) for i in range(2)]
     found = list(generate(engine, requests, RolloutConfig(budget=50), seed=(0,)))
     assert {request.problem for request, _ in found} == {"p0", "p1"}
-    assert all(engine.tokenizer.decode(response.final.sampled[:-1]) == "a: 3\n" for _, response in found)
+    assert all(engine.tokenizer.decode(final_of(response).sampled[:-1]) == "a: 3\n" for _, response in found)
 
 
 # ---- the page ----

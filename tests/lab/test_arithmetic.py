@@ -21,6 +21,7 @@ from dccot.lab.worlds.arithmetic import (
     sequential_solution,
 )
 from dccot.rollout.tags import TagIds, all_tags, flaw_of, parse
+from tests.support.rounds import rounds_of
 
 SIZES = {"base": 400, "train": 400, "validation": 100, "test": 100, LARGER: 200}
 SPLITS = make_splits(0, SIZES)
@@ -124,7 +125,7 @@ def test_rewriting_adds_tags_and_orders_the_parts_and_takes_nothing_away(problem
 
 @given(any_problem.filter(lambda p: p.family != "chain"))
 def test_each_step_goes_to_exactly_one_worker_in_order(problem):
-    workers = parse(rewrite_parallel(problem, sequential_solution(problem))).rounds[0].workers
+    workers = rounds_of(parse(rewrite_parallel(problem, sequential_solution(problem))))[0].workers
     labels = [re.findall(r"([a-zA-Z]): ", re.sub(", yes .+", "", text)) for text in workers]
     assert all(labels) and "".join(map("".join, labels)) == problem.labels
 
@@ -132,7 +133,7 @@ def test_each_step_goes_to_exactly_one_worker_in_order(problem):
 @given(any_problem.filter(lambda p: p.family == "chain"))
 def test_the_director_walks_a_chain_alone(problem):
     sequential = next(text for seed in range(20) if " to " in (text := sequential_solution(problem, seed=seed)))
-    director = parse(rewrite_parallel(problem, sequential)).rounds[0].director
+    director = rounds_of(parse(rewrite_parallel(problem, sequential)))[0].director
     assert re.findall(r"^([a-zA-Z]): ", director, re.M) == list(problem.labels)
 
 
@@ -144,7 +145,7 @@ def test_an_unmarked_solution_has_no_parts_and_rewriting_finds_them(problem, att
     check_equations(text)
     assert flaw_of(text) is None and parse(text).answer == f"\\boxed{{{problem.gold}}}"
     assert text.splitlines()[:2] == sequential.splitlines()[:2]
-    [spawned] = parse(text).rounds
+    [spawned] = rounds_of(parse(text))
     labels = [re.findall(r"^([a-zA-Z]): ", words, re.M) for words in (spawned.director, *spawned.workers)]
     steps = re.findall(r"^([a-zA-Z]): ", sequential, re.M)
     if problem.family == "chain":

@@ -12,7 +12,8 @@ from dccot.lab.bench import harness, kernels_on_gpu, trees
 from dccot.lab.bench import kernels as bench
 from dccot.lab.bench.step import paper_layout
 from dccot.lab.bench.trees import Shape, forest, paper_like
-from dccot.rollout.response import Response, Round, Segment
+from dccot.rollout.response import Segment
+from tests.support.rounds import Round, flat
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +61,8 @@ def test_responses_that_share_a_prompt_hold_it_once():
 def test_shapes_come_from_a_rollout_file(tmp_path):
     segment = lambda inserted, sampled: {"inserted": [7] * inserted, "sampled": [7] * sampled}
     rounds = [{"director": segment(0, 5), "workers": [segment(1, 3), segment(1, 2)]}]
-    responses = [{"prompt": [7] * 10, "rounds": rounds, "final": final} for final in (segment(2, 6), None)]
+    whole = {"prompt": [7] * 10, "rounds": rounds, "finish": "answered"}
+    responses = [whole | {"final": final} for final in (segment(2, 6), None)]
     file = tmp_path / "step_000001.jsonl"
     file.write_text("".join(json.dumps({"problem": "1", "response": response}) + "\n" for response in responses))
     assert trees.shapes(str(file), tokens=100) == [Shape((15, 8), ((4, 3),)), Shape((15, 0), ((4, 3),))]
@@ -70,7 +72,7 @@ def test_shapes_come_from_a_rollout_file(tmp_path):
 def test_the_reference_holds_every_worker_twice():
     """By hand: prompt 2, director 1 | worker 1: tag, word | worker 2: tag, two words | both as read, final 1."""
     workers = [Segment([8], [1], [0.0]), Segment([9], [2, 3], [0.0] * 2)]
-    response = Response([5, 6], [Round(Segment([], [7], [0.0]), workers)], Segment([4], [0], [0.0]))
+    response = flat([5, 6], [Round(Segment([], [7], [0.0]), workers)], Segment([4], [0], [0.0]))
     tokens, visible_until, targets = paper_layout(response)
     assert tokens.tolist() == [5, 6, 7, 8, 1, 9, 2, 3, 8, 1, 9, 2, 3, 4, 0]
     assert visible_until.tolist() == [15] * 3 + [5] * 2 + [8] * 3 + [15] * 7

@@ -9,6 +9,7 @@ import pytest
 from dccot.lab.worlds.lists import SPLITS, WORDS, ListsConfig, make_lists, problem_stream, rewrite_parallel, words_of
 from dccot.rollout.tags import parse, sequential_flaw_of
 from dccot.stages import load_recipe
+from tests.support.rounds import rounds_of
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +53,14 @@ def test_every_box_goes_to_a_worker_and_no_word_is_lost(problems):
     for problem in split:
         text = rewrite_parallel(problem, problem.solution)
         parsed = parse(text)
-        assert [worker.split(":")[0] for worker in parsed.rounds[0].workers] == ["Box A", "Box B", "Box C"]
+        assert [worker.split(":")[0] for worker in rounds_of(parsed)[0].workers] == ["Box A", "Box B", "Box C"]
         assert re.sub(r"</?(?:spawn_workers|worker_\d)>", "", text).replace("\n\n", "\n") == problem.solution
 
 
 def test_the_director_walks_and_every_step_is_checked_by_one_worker(problems):
     for problem in (problem for problem in problems if "-walk-" in problem.id):
         parsed = parse(text := rewrite_parallel(problem, problem.solution))
-        (block,) = parsed.rounds
+        (block,) = rounds_of(parsed)
         assert len(block.workers) == 3 and all(block.workers)
         assert "; ".join(worker.split(".\n")[0] for worker in block.workers) + ".\n" in problem.solution
         assert re.sub(r"<spawn_workers>.*</spawn_workers>\n", "", text, flags=re.DOTALL) == problem.solution

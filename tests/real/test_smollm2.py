@@ -64,7 +64,7 @@ def test_rollout_is_training(smollm2, measured, dtype, count, mean, largest):
             logprob, _ = compute_logprobs(model, forest, ROLLOUT.temperature)
         gaps.append((logprob - forest.logprob[forest.targets]).abs())
     gap = torch.cat(gaps)
-    spawned = sum(bool(response.rounds) for response in responses)
+    spawned = sum(bool(response.forks) for response in responses)
     tokens = f"{len(gap):,} tokens of {len(responses)} responses, {spawned} with workers"
     found = f"mean |Δ log p| {gap.mean():.1e}, largest {gap.max():.1e}; {tokens}"
     measured[f"SmolLM2: rollout = training, {dtype}"] = found

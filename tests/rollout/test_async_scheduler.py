@@ -182,7 +182,7 @@ def rolled_out(engine, first: int, count: int) -> Calls:
     watch = Calls()
     responses = list(generate(engine, requests(first, count), RolloutConfig(budget=BUDGET), seed=(0,), watch=watch))
     assert len(responses) == count and all(response.longest_path <= BUDGET for _, response in responses)
-    assert any(response.rounds for _, response in responses)
+    assert any(response.forks for _, response in responses)
     return watch
 
 

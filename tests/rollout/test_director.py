@@ -11,8 +11,9 @@ import pytest
 
 from dccot.core.config import ConfigError, check
 from dccot.rollout.director import Call, Completion, Director, RolloutConfig, Stop
-from dccot.rollout.response import Finish, Response, Round, Segment
+from dccot.rollout.response import Finish, Segment
 from dccot.rollout.tags import TagIds
+from tests.support.rounds import Round, final_of, flat, rounds_of
 
 EOS = 0
 CLOSE = (901, 902)
@@ -48,7 +49,7 @@ def spawn(machine: Director, count: int = 5) -> list[Call]:
 def end(machine: Director) -> tuple[Finish, int, bool]:
     """(why, rounds, with a final segment) of a response that is done."""
     assert machine.done
-    return machine.response.finish, len(machine.response.rounds), machine.response.final is not None
+    return machine.response.finish, len(machine.response.forks), final_of(machine.response) is not None
 
 
 # ---- the paper's algorithm, step by step ----
@@ -75,7 +76,7 @@ def test_the_director_continues_with_all_workers_read_between_its_tags():
     texts = [Segment(tag, ids, [0.0] * len(ids)) for tag, ids in zip(opens, ([31], [32, 32], [33]))]
     final = Segment(list(CLOSE), [13, EOS], [-1.0, -2.0])
     rounds = [Round(Segment([], [11, 12], [0.0, 0.0]), texts)]
-    assert machine.response == Response([1, 2], rounds, final, Finish.ANSWERED)
+    assert machine.response == flat([1, 2], rounds, final, Finish.ANSWERED)
 
 
 def test_a_director_that_never_spawns_answers_alone():
@@ -123,7 +124,7 @@ def test_a_worker_that_writes_eos_keeps_it_and_no_closing_tag_is_forced():
     machine.finished(workers[0], Completion([21, EOS], [0.0, 0.0], Stop.EOS))
     machine.finished(workers[1], written(3, Stop.TAG))
     call = only(machine.finished(workers[2], written(3, Stop.TAG)))
-    assert machine.response.rounds[0].workers[0].sampled == [21, EOS]
+    assert rounds_of(machine.response)[0].workers[0].sampled == [21, EOS]
     opening, second = tags(3).worker_open[:2]
     assert call.prompt[3 + 5 :][: 3 + 2 + 3] == [*opening, 21, EOS, *second]
 
@@ -136,7 +137,7 @@ def test_a_worker_that_uses_up_the_budget_ends_the_response_after_its_round():
     machine.finished(workers[0], written(3, Stop.TAG))
     assert machine.finished(workers[2], written(4, Stop.TAG)) == []
     assert end(machine) == (Finish.BUDGET, 1, False)
-    assert [len(w.sampled) for w in machine.response.rounds[0].workers] == [3, workers[1].max_tokens, 4]
+    assert [len(w.sampled) for w in rounds_of(machine.response)[0].workers] == [3, workers[1].max_tokens, 4]
 
 
 @pytest.mark.parametrize(("left", "spawns"), [(7, True), (6, False), (1, False), (0, False)])
@@ -146,7 +147,7 @@ def test_a_director_that_spawns_with_too_little_left_ends_with_its_own_text(left
     calls = spawn(machine, 20)
     assert len(calls) == (3 if spawns else 0)
     if not spawns:
-        assert (*end(machine), len(machine.response.final.sampled)) == (Finish.BUDGET, 0, True, 20)
+        assert (*end(machine), len(final_of(machine.response).sampled)) == (Finish.BUDGET, 0, True, 20)
 
 
 def test_an_overshooting_stop_keeps_its_ids_and_is_charged():
@@ -164,7 +165,7 @@ def test_the_round_after_the_last_allowed_one_ends_the_response():
     for call in spawn(machine):
         following = machine.finished(call, written(4, Stop.TAG))
     assert machine.finished(only(following), written(6, Stop.TAG)) == []
-    assert (*end(machine), len(machine.response.final.sampled)) == (Finish.MAX_ROUNDS, 1, True, 6)
+    assert (*end(machine), len(final_of(machine.response).sampled)) == (Finish.MAX_ROUNDS, 1, True, 6)
     machine = director(budget=1000, max_rounds=0)
     assert spawn(machine) == []
     assert end(machine) == (Finish.MAX_ROUNDS, 0, True)
@@ -271,13 +272,13 @@ def test_longest_path_and_total_tokens_never_exceed_their_limits_in_ten_thousand
         assert machine.done, number
         assert longest_path_of(asked) == response.longest_path <= config.budget, number
         assert all(len(one.call.prompt) + len(one.ids) <= machine.context for one in asked), number
-        met.add((response.finish, response.final is None, min(len(response.rounds), 2)))
+        met.add((response.finish, final_of(response) is None, min(len(response.forks), 2)))
         total = sum(len(one.call.inserted) + len(one.ids) for one in asked)
         assert total == response.total_tokens, number
         if config.total_tokens is not None:
             assert total <= config.total_tokens, number
             reached += total == config.total_tokens
-            rounds.add(min(len(response.rounds), 2))
+            rounds.add(min(len(response.forks), 2))
     assert {finish for finish, _, _ in met} == set(Finish)
     assert len(met) >= 10  # the draw reaches every end, with and without a final part, after none, one and more rounds
     assert reached > 100 and rounds == {0, 1, 2}
@@ -300,7 +301,7 @@ def test_every_call_reads_what_algorithm_1_says_and_every_sampled_id_is_kept():
         by_path = {one.call.path: one for one in asked}
         assert len(by_path) == len(asked), number
         context, kept = list(response.prompt), []
-        for index, round_ in enumerate(response.rounds):
+        for index, round_ in enumerate(rounds_of(response)):
             director_call = by_path[index, 0]
             assert director_call.call.prompt == context + round_.director.inserted, number
             assert round_.director.inserted == (list(CLOSE) if index else []), number
@@ -311,10 +312,10 @@ def test_every_call_reads_what_algorithm_1_says_and_every_sampled_id_is_kept():
                 assert by_path[index, i].call.prompt == context + worker.inserted, number
             context += [token for worker in round_.workers for token in worker.tokens]
             kept += [((index, 0), round_.director), *(((index, i), w) for i, w in enumerate(round_.workers, start=1))]
-        if response.final is not None:
-            last = len(response.rounds)
-            assert by_path[last, 0].call.prompt == context + response.final.inserted, number
-            kept.append(((last, 0), response.final))
+        if final_of(response) is not None:
+            last = len(response.forks)
+            assert by_path[last, 0].call.prompt == context + final_of(response).inserted, number
+            kept.append(((last, 0), final_of(response)))
         assert {path: segment.sampled for path, segment in kept} == {p: one.ids for p, one in by_path.items()}, number
 
 

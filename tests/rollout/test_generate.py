@@ -15,6 +15,7 @@ from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import EngineStalled
 from dccot.rollout.generate import Request, Watch, generate, seed_of
 from dccot.rollout.response import Finish, Response
+from tests.support.rounds import final_of, rounds_of
 
 CONFIG = RolloutConfig(budget=160)
 
@@ -86,7 +87,7 @@ def logprobs_by(judge, prompt: list[int], ids: list[int], temperature: float) ->
 
 
 def test_every_call_was_sampled_with_the_log_probs_that_transformers_gives(responses, heard, kind, judges):
-    assert {len(response.rounds) for response in responses.values()} >= {0, 1, 2}
+    assert {len(response.forks) for response in responses.values()} >= {0, 1, 2}
     for _, call, completion in heard.ended:
         expected = logprobs_by(judges[kind], call.prompt, completion.ids, CONFIG.temperature)
         assert len(completion.logprobs) == len(completion.ids)
@@ -97,11 +98,11 @@ def test_responses_hold_exactly_what_was_sampled(responses, heard):
     sampled = {(r.problem, r.sample, *call.path): completion.ids for r, call, completion in heard.ended}
     kept = {}
     for (problem, sample), response in responses.items():
-        for index, round_ in enumerate(response.rounds):
+        for index, round_ in enumerate(rounds_of(response)):
             for i, segment in enumerate([round_.director, *round_.workers]):
                 kept[problem, sample, index, i] = segment.sampled
-        if response.final is not None:
-            kept[problem, sample, len(response.rounds), 0] = response.final.sampled
+        if final_of(response) is not None:
+            kept[problem, sample, len(response.forks), 0] = final_of(response).sampled
     assert kept == sampled
 
 
@@ -198,15 +199,15 @@ def test_greedy_sequential_decoding_is_what_transformers_decodes(engine, kind, j
     config = RolloutConfig(budget=40, temperature=0.0)
     for request, response in generate(engine, requests(engine, 2, parallel=False), config, seed=(0,)):
         expected = judges[kind].generate(torch.tensor([request.prompt]), max_new_tokens=40, do_sample=False)[0]
-        assert request.prompt + response.final.sampled == expected.tolist()
-        assert response.rounds == []
+        assert request.prompt + final_of(response).sampled == expected.tolist()
+        assert response.forks == []
 
 
 def test_sequential_mode_runs_past_the_tags(engines):
     engine = engines["single"]
     responses = [r for _, r in generate(engine, requests(engine, 24, parallel=False), CONFIG, seed=(0, 0))]
     spawn = engine.tokenizer.convert_tokens_to_ids("<spawn_workers>")
-    assert any(spawn in response.final.sampled[:-1] for response in responses)
+    assert any(spawn in final_of(response).sampled[:-1] for response in responses)
     assert {response.finish for response in responses} == {Finish.ANSWERED, Finish.BUDGET}
 
 
@@ -218,10 +219,10 @@ def test_another_token_that_ends_the_models_text_is_no_tag(tmp_path, build_engin
     ends = set()
     for parallel in (False, True):
         for _, response in generate(engine, requests(engine, 8, parallel=parallel), CONFIG, seed=(1,)):
-            assert parallel or not response.rounds
+            assert parallel or not response.forks
             assert all(other not in segment.sampled[:-1] for segment in response.segments())
             if response.finish is Finish.ANSWERED:
-                ends.add(response.final.sampled[-1])
+                ends.add(final_of(response).sampled[-1])
     assert other in ends
     engine.shutdown()
 
@@ -298,7 +299,7 @@ def test_a_live_view_sees_the_tokens_as_they_come(engine):
 
     responses = run(engine, count=6, watch=View())
     for (problem, sample), response in responses.items():
-        first = response.rounds[0].director if response.rounds else response.final
+        first = rounds_of(response)[0].director if rounds_of(response) else final_of(response)
         so_far = seen.get(f"{problem}/{sample}/0.0", [])
         assert so_far == first.sampled[: len(first) - 1]  # all but the token that ended the call
 

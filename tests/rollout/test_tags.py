@@ -8,7 +8,6 @@ from dccot.lab.worlds import bigram as tiny
 from dccot.rollout.tags import (
     Flaw,
     IllFormed,
-    ParsedRound,
     TagIds,
     answer_block,
     flaw_of,
@@ -16,6 +15,7 @@ from dccot.rollout.tags import (
     parse,
     sequential_flaw_of,
 )
+from tests.support.rounds import Round, final_of, rounds_of
 
 BLOCK = "<spawn_workers><worker_1>a</worker_1><worker_2>b</worker_2></spawn_workers>"
 GOOD = f"<think>plan{BLOCK}so</think><answer>4</answer>"
@@ -26,8 +26,11 @@ def test_a_well_formed_text_falls_into_its_parts():
     spaced = GOOD.replace("<worker_", "\n<worker_").replace("</spawn", " </spawn").replace("so<", f"so{BLOCK}\nthen<")
     parsed = parse(f" {spaced}\n", workers=2)
     texts = ["a</worker_1>", "b</worker_2>"]
-    assert parsed.rounds == [ParsedRound(" <think>plan<spawn_workers>", texts), ParsedRound("so<spawn_workers>", texts)]
-    assert (parsed.final, parsed.answer) == ("\nthen</think><answer>4</answer>", "4")
+    assert rounds_of(parsed) == [
+        Round(" <think>plan<spawn_workers>", texts),
+        Round("so<spawn_workers>", texts),
+    ]
+    assert (final_of(parsed), parsed.answer) == ("\nthen</think><answer>4</answer>", "4")
     assert flaw_of(GOOD, workers=2) is None
     assert flaw_of(GOOD, workers=1) == flaw_of(GOOD, workers=3) == Flaw.WORKER_ORDER
 

@@ -15,6 +15,7 @@ from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
 from dccot.serve.stream import Piece
 from tests.serve.conftest import BUDGET, NAME, OTHER_EOS, QUESTION
+from tests.support.rounds import rounds_of
 from tests.support.serve_faults import FAILING, HALF_STALLED, OVERFLOWING, STALLED
 from tests.support.servers import KEY, eventually
 
@@ -39,8 +40,8 @@ def test_the_same_seed_gives_the_token_ids_of_solve(client, solved, seeds):
         assert answer.usage.completion_tokens == expected.sampled_tokens
         details = answer.usage.completion_tokens_details
         assert details.longest_path_tokens == expected.longest_path
-        assert (details.rounds, details.workers) == (len(expected.rounds), 3 * len(expected.rounds))
-    assert expected.rounds
+        assert (details.rounds, details.workers) == (len(expected.forks), 3 * len(expected.forks))
+    assert rounds_of(expected)
 
 
 def test_reasoning_effort_none_is_solve_without_workers(client, solved):

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dccot.rollout.response import Response, Round, Segment
+from dccot.rollout.response import Segment
 from dccot.serve.stream import Channels, Piece, ReadingOrder, answer_tokens
+from tests.support.rounds import Round, flat
 
 TEXTS = st.lists(
     st.sampled_from(
@@ -99,8 +100,8 @@ def test_answer_tokens_are_those_after_the_token_that_completes_think():
         return "".join(spelled[token] for token in ids)
 
     worker = Segment([], [2, 3, 4])
-    response = Response([], [Round(Segment([], [1, 1]), [worker])], Segment([9], [1, 2, 3, 4, 5]))
+    response = flat([], [Round(Segment([], [1, 1]), [worker])], Segment([9], [1, 2, 3, 4, 5]))
     assert answer_tokens(response, decode) == 2
-    response = Response([], [Round(Segment([], [2, 3, 4]), [worker])], Segment([9], [1, 4]))
+    response = flat([], [Round(Segment([], [2, 3, 4]), [worker])], Segment([9], [1, 4]))
     assert answer_tokens(response, decode) == 3
-    assert answer_tokens(Response([], [], Segment([], [1, 2])), decode) == 0
+    assert answer_tokens(flat([], [], Segment([], [1, 2])), decode) == 0

@@ -14,6 +14,7 @@ import re
 from functools import lru_cache
 
 from dccot.rollout.tags import IllFormed, answer_block, parse, sequential_flaw_of
+from tests.support.rounds import final_of, rounds_of
 
 TAG = r"</?(?:think|answer|spawn_workers|worker_\d+)>"
 TEXT = rf"(?:(?!{TAG}).)*"
@@ -58,7 +59,7 @@ def parsed(text: str, workers: int) -> Cut | None:
         cut = parse(text, workers)
     except IllFormed:
         return None
-    return [(one.director, one.workers) for one in cut.rounds], cut.final, cut.answer
+    return [(one.director, one.workers) for one in rounds_of(cut)], final_of(cut), cut.answer
 
 
 def sequential_oracle(text: str) -> bool:

@@ -21,6 +21,7 @@ from dccot.rollout.generate import Request, generate
 from dccot.rollout.response import Finish, Response
 from dccot.rollout.vllm_engine import VllmEngine
 from dccot.train.forest import Forest, pack
+from tests.support.rounds import final_of, rounds_of
 
 pytestmark = pytest.mark.slow
 
@@ -72,12 +73,12 @@ def gap(model, forest: Forest) -> torch.Tensor:
 
 def test_the_responses_have_all_the_shapes_that_can_go_wrong(responses):
     """Without these the tests below would prove little."""
-    assert {0, 1, 2} <= {len(response.rounds) for response in responses}
+    assert {0, 1, 2} <= {len(response.forks) for response in responses}
     assert {Finish.ANSWERED, Finish.BUDGET} <= {response.finish for response in responses}
-    assert any(response.final is None for response in responses)
+    assert any(final_of(response) is None for response in responses)
     sampled = Counter()
     for response in responses:
-        for round_ in response.rounds:
+        for round_ in rounds_of(response):
             sampled.update({i: len(worker.sampled) for i, worker in enumerate(round_.workers)})
     assert min(sampled[i] for i in range(CONFIG.workers)) > 100
 
@@ -95,7 +96,7 @@ def test_the_forest_gives_the_log_probs_that_the_engine_sampled_with(pair, respo
 def test_a_log_prob_depends_on_what_the_tree_shows(pair, responses):
     """The same tokens under a plain causal mask are far off: the test above would notice a wrong mask."""
     _, model = pair
-    branched = [response for response in responses if len(response.rounds) > 0 and response.final is not None]
+    branched = [response for response in responses if len(response.forks) > 0 and final_of(response) is not None]
     forest = pack(branched, 1).forests()[0]
     causal = Forest(
         forest.tokens,

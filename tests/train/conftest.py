@@ -11,8 +11,9 @@ from dccot.lab.worlds.arithmetic import make_tokenizer
 from dccot.model.config import parse_config
 from dccot.model.transformer import Transformer
 from dccot.model.weights import create_checkpoint
-from dccot.rollout.response import Response, Round, Segment
+from dccot.rollout.response import Response, Segment
 from tests.support import programs
+from tests.support.rounds import Round, flat
 
 ARCHITECTURE = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -56,7 +57,7 @@ def random_responses():
             for number in range(rng.randint(0, 2))
         ]
         final = None if rounds and rng.random() < 0.2 else segment(rng, 2 * bool(rounds), longest)
-        return Response(list(prompt), rounds, final)
+        return flat(list(prompt), rounds, final)
 
     def make(prompts: int, samples: int, seed: int = 0, longest: int = 12) -> list[Response]:
         rng = random.Random(seed)

@@ -13,9 +13,10 @@ from torch import Tensor
 from dccot.kernels.norm_rotate import rotate
 from dccot.kernels.tree_attention import TreeMask
 from dccot.model.rope import cos_sin
-from dccot.rollout.response import Response, Round, Segment
+from dccot.rollout.response import Response, Segment
 from dccot.train.forest import _size, build_forest, pack
 from dccot.train.update import compute_logprobs
+from tests.support.rounds import Round, final_of, flat, rounds_of
 
 TEMPERATURE = 0.6
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -37,7 +38,7 @@ def responses(draw, prompt: list[int]) -> Response:
     workers = st.lists(segments(2), min_size=1, max_size=5)
     rounds = [Round(draw(segments(1 if number else 0)), draw(workers)) for number in range(draw(st.integers(0, 3)))]
     final = None if rounds and draw(st.booleans()) else draw(segments(1 if rounds else 0))
-    return Response(prompt, rounds, final)
+    return flat(prompt, rounds, final)
 
 
 @st.composite
@@ -107,14 +108,14 @@ def paper_layout(response: Response) -> list[Laid]:
         return write(segment.tokens, [None] * len(segment.inserted) + segment.logprobs, context, position)
 
     trunk = write(response.prompt, [None] * len(response.prompt), [], 0)
-    for round_ in response.rounds:
+    for round_ in rounds_of(response):
         trunk = as_written(round_.director, trunk, len(trunk))
         for worker in round_.workers:
             as_written(worker, trunk, len(trunk))
         for worker in round_.workers:
             trunk = write(worker.tokens, [None] * len(worker), trunk, len(trunk))
-    if response.final is not None:
-        as_written(response.final, trunk, len(trunk))
+    if final_of(response) is not None:
+        as_written(final_of(response), trunk, len(trunk))
     return laid
 
 
@@ -160,13 +161,13 @@ def of_paper_layout(model, made: list[list[Response]]) -> Tensor:
 def inference_calls(response: Response) -> list[tuple[list[int], Segment]]:
     """(everything the writer had read, what it wrote), as in Algorithm 1."""
     read, calls = list(response.prompt), []
-    for round_ in response.rounds:
+    for round_ in rounds_of(response):
         calls.append((list(read), round_.director))
         read += round_.director.tokens
         calls += [(list(read), worker) for worker in round_.workers]
         read += [token for worker in round_.workers for token in worker.tokens]
-    if response.final is not None:
-        calls.append((list(read), response.final))
+    if final_of(response) is not None:
+        calls.append((list(read), final_of(response)))
     return calls
 
 
@@ -206,7 +207,7 @@ def test_forest_gives_logprobs_and_gradients_of_the_papers_layout_and_of_separat
 def three_workers() -> Response:
     """Prompt 10 11, director 20, workers <30> 31, <32> 33 34, <35>, then </36> 37."""
     workers = [Segment([30], [31], [0.0]), Segment([32], [33, 34], [0.0] * 2), Segment([35], [])]
-    return Response([10, 11], [Round(Segment([], [20], [0.0]), workers)], Segment([36], [37], [0.0]))
+    return flat([10, 11], [Round(Segment([], [20], [0.0]), workers)], Segment([36], [37], [0.0]))
 
 
 def test_layout_of_one_round_by_hand():
@@ -221,12 +222,12 @@ def test_layout_of_one_round_by_hand():
 
 def test_workers_that_nobody_reads_are_laid_out_once():
     response = three_workers()
-    response.final = None
+    response.trunk.pop()
     assert build_forest([[(0, response)]]).tokens.tolist() == [10, 11, 20, 32, 33, 34, 35, 30, 31]
 
 
 def test_responses_that_share_a_prompt_predict_their_first_tokens_from_the_same_row():
-    group = [Response([10, 11], [], Segment([], [20 + i], [-0.5])) for i in range(3)]
+    group = [flat([10, 11], [], Segment([], [20 + i], [-0.5])) for i in range(3)]
     forest = build_forest([list(enumerate(group))])
     assert forest.tokens.tolist() == [10, 11, 20, 21, 22]
     assert forest.mask.parent[forest.targets].tolist() == [1, 1, 1]
@@ -244,14 +245,14 @@ def test_worker_two_never_sees_worker_one(small_model):
         """Log-prob of each sampled token, by token, with a token of worker `changed`'s text exchanged."""
         altered = three_workers()
         if changed is not None:
-            altered.rounds[0].workers[changed].inserted[0] = 9
+            rounds_of(altered)[0].workers[changed].inserted[0] = 9
         forest = build_forest([[(0, altered)]])
         return dict(
             zip(forest.tokens[forest.targets].tolist(), compute_logprobs(model, forest, 1.0)[0].tolist(), strict=True)
         )
 
     before, one, two = logprobs(None), logprobs(0), logprobs(1)
-    assert response.rounds[0].workers[0].sampled == [31]
+    assert rounds_of(response)[0].workers[0].sampled == [31]
     assert {token for token in before if one[token] != before[token]} == {31, 37}
     assert {token for token in before if two[token] != before[token]} == {33, 34, 37}
 
@@ -288,13 +289,13 @@ def test_ranks_wait_for_each_other_a_twentieth_of_the_time_at_most(random_respon
 
 
 def test_a_group_is_split_where_sharing_its_prompt_would_leave_ranks_idle():
-    group = [Response([2] * 10, [], Segment([], [3] * 20)) for _ in range(4)]
+    group = [flat([2] * 10, [], Segment([], [3] * 20)) for _ in range(4)]
     assert pack(group, 1000, ranks=1).ranks == [[[[0, 1, 2, 3]]]]
     assert [len(rank[0][0]) for rank in pack(group, 1000, ranks=2).ranks] == [2, 2]
 
 
 def test_a_response_past_the_models_limit_is_refused_by_name():
-    fits, too_long = Response([2] * 5, [], Segment([], [3] * 5)), Response([2] * 5, [], Segment([], [3] * 6))
+    fits, too_long = flat([2] * 5, [], Segment([], [3] * 5)), flat([2] * 5, [], Segment([], [3] * 6))
     pack([fits], 100, max_positions=10)
     with pytest.raises(
         ValueError, match=r"response 1 reaches position 11; the model takes 10 .*lower the rollout budget"
@@ -305,12 +306,12 @@ def test_a_response_past_the_models_limit_is_refused_by_name():
 def test_the_models_limit_counts_the_longest_worker_even_if_nobody_reads_it():
     workers = [Segment([5], [6]), Segment([5], [6] * 20)]
     with pytest.raises(ValueError, match="reaches position 23"):
-        pack([Response([2], [Round(Segment([], [3]), workers)], None)], 100, max_positions=10)
+        pack([flat([2], [Round(Segment([], [3]), workers)], None)], 100, max_positions=10)
 
 
 def test_a_response_without_a_prompt_is_refused():
     with pytest.raises(ValueError, match="response 0 has no prompt"):
-        build_forest([[(0, Response([], [], Segment([], [3])))]])
+        build_forest([[(0, flat([], [], Segment([], [3])))]])
 
 
 def test_the_sizes_by_which_responses_are_balanced_are_those_of_their_forests(random_responses):

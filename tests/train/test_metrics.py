@@ -16,12 +16,13 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from dccot.core.config import ConfigError, load_config
 from dccot.core.run import Run
-from dccot.rollout.response import Finish, Response, Round, Segment
+from dccot.rollout.response import Finish, Response, Segment
 from dccot.rollout.tags import Flaw
 from dccot.train.config import SFTConfig
 from dccot.train.metrics import rollout_metrics, validation_metrics
 from dccot.train.recorder import LAYOUT, SFT_LAYOUT, Recorder, console_line, sample_text, tag_of
 from dccot.train.rewards import Graded
+from tests.support.rounds import Round, flat
 
 
 def tokens(count: int) -> Segment:
@@ -30,17 +31,15 @@ def tokens(count: int) -> Segment:
 
 def parallel_response() -> Response:
     """Director 4, workers 3, 5 and 2, director 6: longest path 15 of 20 tokens."""
-    return Response([1], [Round(tokens(4), [tokens(3), tokens(5), tokens(2)])], tokens(6))
+    return flat([1], [Round(tokens(4), [tokens(3), tokens(5), tokens(2)])], tokens(6))
 
 
 OVERSHOT = "<spawn_workers>\n<worker_1>a</worker_1>\n\n<worker_2>b</worker_2><worker_3>c</worker_3>The</spawn_workers>"
 ROLLOUTS = [
     Graded("a", 0, "q", "2", OVERSHOT, parallel_response(), None, "correct", reward=1.0),
-    Graded(
-        "a", 1, "q", "2", "t", Response([1], [], tokens(10), Finish.BUDGET), Flaw.NO_SPAWN.value, "wrong", reward=0.0
-    ),
-    Graded("b", 0, "q", "2", "t", Response([1], [], tokens(5)), Flaw.NO_SPAWN.value, "timed_out", reward=None),
-    Graded("b", 1, "q", "2", "t", Response([1], [], tokens(5)), Flaw.NO_THINK.value, "unparsable", reward=0.0),
+    Graded("a", 1, "q", "2", "t", flat([1], [], tokens(10), Finish.BUDGET), Flaw.NO_SPAWN.value, "wrong", reward=0.0),
+    Graded("b", 0, "q", "2", "t", flat([1], [], tokens(5)), Flaw.NO_SPAWN.value, "timed_out", reward=None),
+    Graded("b", 1, "q", "2", "t", flat([1], [], tokens(5)), Flaw.NO_THINK.value, "unparsable", reward=0.0),
 ]
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from dccot.train.forest import Forest, build_forest
 from dccot.train.prefix_tree import prefix_tree
+from tests.support.rounds import final_of, rounds_of
 
 rows_of_few_tokens = st.lists(st.lists(st.integers(0, 2), max_size=7), min_size=1, max_size=12).filter(any)
 
@@ -47,12 +48,12 @@ def test_a_shared_token_belongs_to_the_first_row_that_holds_it(rows):
 def test_the_calls_of_a_parallel_response_make_a_forest_as_small_as_the_director_s_own(random_responses):
     for response in random_responses(prompts=3, samples=3, seed=3):
         trunk, calls = list(response.prompt), []
-        for number, round_ in enumerate(response.rounds):
+        for number, round_ in enumerate(rounds_of(response)):
             trunk = trunk + round_.director.tokens
             calls += [trunk + worker.tokens for worker in round_.workers]
-            if number + 1 < len(response.rounds) or response.final is not None:
+            if number + 1 < len(response.forks) or final_of(response) is not None:
                 trunk = trunk + [token for worker in round_.workers for token in worker.tokens]
-        calls.append(trunk + response.final.tokens if response.final is not None else trunk)
+        calls.append(trunk + final_of(response).tokens if final_of(response) is not None else trunk)
         forest, _ = Forest.from_rows(calls)
         assert len(forest) <= len(build_forest([[(0, response)]]))  # less where two workers happen to begin alike
 

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from dccot.core.config import ConfigError, load_config, lookup
 from dccot.core.runtime import Runtime
 from dccot.data.judge import Grader, GradingConfig
-from dccot.rollout.response import Response, Rollout, Segment
+from dccot.rollout.response import Rollout, Segment
 from dccot.rollout.tags import sequential_flaw_of
 from dccot.train.batch import Batch
 from dccot.train.config import RLConfig
 from dccot.train.phases import Phases
 from dccot.train.rewards import FILTERS, Graded, Group, RewardConfig, advantages_of, reward_of
 from dccot.train.rl import RL
+from tests.support.rounds import flat
 
 PAPER = RewardConfig("correctness_format", correct_only=0.5, length_penalty=0.1, cutoff=2000)
 HARSH = RewardConfig("correctness_format", correct_only=0.5, length_penalty=0.9, cutoff=0)
@@ -25,7 +26,7 @@ HLP = RewardConfig("high_length_penalty", correct_only=0.01, length_penalty=0.9,
 
 
 def rollout(verdict: str | None = "correct", flaw: str | None = None, length: int = 1000) -> Graded:
-    return Graded("417", 0, "1+1?", "2", "…", Response([1], [], Segment([], [5] * length)), flaw, verdict)
+    return Graded("417", 0, "1+1?", "2", "…", flat([1], [], Segment([], [5] * length)), flaw, verdict)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_a_sequential_baseline_is_graded_on_what_follows_its_thinking(prompt, te
     rl = object.__new__(RL)  # neither engine nor problems
     rl.config, rl.runtime = config, Runtime(0, 1, torch.device("cpu"))
     rl.phases = Phases(rl.runtime)
-    asked = Rollout("417", 0, "?", "45", text, Response([1], [], Segment([], [5])), sequential_flaw_of(text))
+    asked = Rollout("417", 0, "?", "45", text, flat([1], [], Segment([], [5])), sequential_flaw_of(text))
     with Grader(GradingConfig(workers=1)) as rl.judge:
         [graded] = rl.grade([asked])
     assert reward_of(graded, config.reward, config.rollout.budget) == expected

@@ -9,6 +9,7 @@ from dccot.rollout.tags import IllFormed, TagIds
 from dccot.train.config import SFTConfig
 from dccot.train.forest import build_forest
 from dccot.train.sft import demonstration, load_examples
+from tests.support.rounds import final_of, rounds_of
 
 TEXT = """<think>
 abc<spawn_workers> <worker_1>x</worker_1>
@@ -28,7 +29,7 @@ def test_segments_and_loss_mask_by_hand(tokenizer):
     all.
     """
     response = demonstration(TEXT, [1, 2], tokenizer, TagIds.of(tokenizer), parallel=True, open_think=False)
-    [round_] = response.rounds
+    [round_] = rounds_of(response)
 
     def ids(*pieces: str) -> list[int]:
         return [token for piece in pieces for token in tokenizer.convert_tokens_to_ids([piece])]
@@ -42,7 +43,7 @@ def test_segments_and_loss_mask_by_hand(tokenizer):
         ("<worker_2>", "yy</worker_2>"),
         ("<worker_3>", "</worker_3>"),
     ]
-    assert text(response.final) == ("</spawn_workers>", "d</think>\n<answer>7</answer>" + tokenizer.eos_token)
+    assert text(final_of(response)) == ("</spawn_workers>", "d</think>\n<answer>7</answer>" + tokenizer.eos_token)
     forest = build_forest([[(0, response)]])
     carries_loss = [tokenizer.decode([token]) for token in forest.tokens[forest.sampled].tolist()]
     director = ["<think>", "\n", "a", "b", "c", "<spawn_workers>"]
@@ -54,14 +55,14 @@ def test_segments_and_loss_mask_by_hand(tokenizer):
 
 def test_a_prompt_that_opens_think_takes_it_from_the_demonstration(tokenizer):
     response = demonstration(TEXT, [1], tokenizer, TagIds.of(tokenizer), parallel=True, open_think=True)
-    assert tokenizer.decode(response.rounds[0].director.sampled) == "abc<spawn_workers>"
+    assert tokenizer.decode(rounds_of(response)[0].director.sampled) == "abc<spawn_workers>"
 
 
 def test_a_second_round_begins_with_the_inserted_closing_tag(tokenizer):
     block = "<spawn_workers><worker_1>x</worker_1><worker_2>y</worker_2><worker_3>z</worker_3></spawn_workers>"
     text = f"<think>a{block}b{block}c</think><answer>1</answer>"
     response = demonstration(text, [1], tokenizer, TagIds.of(tokenizer), parallel=True, open_think=False)
-    second = response.rounds[1].director
+    second = rounds_of(response)[1].director
     assert (tokenizer.decode(second.inserted), tokenizer.decode(second.sampled)) == (
         "</spawn_workers>",
         "b<spawn_workers>",
@@ -72,8 +73,8 @@ def test_a_sequential_demonstration_is_one_segment(tokenizer):
     response = demonstration(
         " <think>a</think>7\n", [1], tokenizer, TagIds.of(tokenizer), parallel=False, open_think=False
     )
-    assert response.rounds == []
-    assert tokenizer.decode(response.final.sampled) == "<think>a</think>7" + tokenizer.eos_token
+    assert response.forks == []
+    assert tokenizer.decode(final_of(response).sampled) == "<think>a</think>7" + tokenizer.eos_token
 
 
 def test_an_ill_formed_demonstration_is_refused(tokenizer):

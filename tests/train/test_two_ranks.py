@@ -17,6 +17,7 @@ from dccot.model.config import read_config
 from dccot.model.transformer import Transformer
 from dccot.model.weights import load_weights
 from dccot.train.objectives import dapo
+from tests.support.rounds import final_of, rounds_of
 from tests.train.test_token_metrics import agree
 from tests.train.test_trace import names, opened
 from tests.train.two_ranks_program import LONELY, PACKINGS, gradients
@@ -51,10 +52,10 @@ def expected(world, checkpoint, random_responses) -> tuple[float, int, dict[str,
     losses = []
     for response, advantage in zip(responses, torch.linspace(-1.5, 2.0, len(responses))):
         read = list(response.prompt)
-        segments = [[round_.director] for round_ in response.rounds]
-        for director, round_ in zip(segments, response.rounds):
+        segments = [[round_.director] for round_ in rounds_of(response)]
+        for director, round_ in zip(segments, rounds_of(response)):
             director.extend(round_.workers)
-        for together in [*segments, [response.final] if response.final else []]:
+        for together in [*segments, [final_of(response)] if final_of(response) else []]:
             for number, segment in enumerate(together):
                 context = read + (together[0].tokens if number else [])
                 ids = torch.tensor(context + segment.tokens)

@@ -12,6 +12,7 @@ from dccot.lab.worlds import bigram
 from dccot.rollout.tags import TagIds, flaw_of
 from dccot.train.forest import build_forest
 from dccot.train.sft import demonstration
+from tests.support.rounds import final_of, rounds_of
 
 DEMONSTRATION = r"""<think>
 Two lists must be added, then the sums multiplied. The lists do not depend on each other.
@@ -63,13 +64,13 @@ def test_its_forest_holds_every_worker_twice_but_the_first_and_hides_them_from_e
     tokenizer = bigram.tokenizer("spelled")
     tags = TagIds.of(tokenizer, 3)
     response = demonstration(DEMONSTRATION, [0, 1], tokenizer, tags, parallel=True, open_think=False)
-    assert len(response.rounds) == 2 and response.final.sampled[-1] == tags.eos
+    assert len(response.forks) == 2 and final_of(response).sampled[-1] == tags.eos
     forest = build_forest([[(0, response)]])
     workers = [sum(lengths) - lengths[0] for lengths in response.worker_lengths]
     # workers 2 and 3 as written and as read
     assert len(forest) == len(response.prompt) + response.total_tokens + sum(workers)
     sees = dense_mask(forest.mask.visible_until)
-    start = len(response.prompt) + len(response.rounds[0].director.tokens)
+    start = len(response.prompt) + len(rounds_of(response)[0].director.tokens)
     second, third = response.worker_lengths[0][1], response.worker_lengths[0][2]
     assert not sees[
         start + second : start + second + third, start : start + second
