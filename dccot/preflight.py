@@ -37,6 +37,7 @@ from dccot.core.run import Checkpoint
 from dccot.data.task import find_task
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import find_model, model_checksums
+from dccot.model.hub import hub_files, is_hub_id, require_hub_data
 from dccot.plan import GB, checkpoint_bytes, parameters, training_peak
 from dccot.recipe import SHARED, Need, Recipe, StagePlan
 from dccot.train.config import RLConfig, SFTConfig, check_context, open_folder
@@ -200,6 +201,7 @@ CHECKS: dict[str, Callable[[str, str], object]] = {
     "problems": lambda path, task: find_task(task)().problems(path, report=lambda message: None),
     "examples": _examples,
     "file": lambda path, task: require(Path(path).is_file(), f"no file {path!r}"),
+    "data set": lambda path, task: require_hub_data(path) if is_hub_id(path) else CHECKS["file"](path, task),
 }
 
 
@@ -215,7 +217,7 @@ def made_from(plan: StagePlan, config: Any, before: dict[str, Any] | None = None
     for need in needs:
         key = need.key if count[need.key] == 1 else f"{need.key}[{seen[need.key]}]"
         seen[need.key] += 1
-        inputs[key] = _files(need, known.get(key) or {})
+        inputs[key] = _files(need, known.get(key) or {}, download=before is None)
     return {"configuration": _settings(plan, config, needs), "inputs": inputs, "code": code_version()}
 
 
@@ -263,16 +265,18 @@ def _settings(plan: StagePlan, config: Any, needs: list[Need]) -> dict[str, Any]
     return plain
 
 
-def _files(need: Need, known: Files) -> Files | None:
-    """None if the input does not exist (any more)."""
+def _files(need: Need, known: Files, download: bool) -> Files | None:
+    """None if the input does not exist (any more). A finished stage's inputs are not downloaded again."""
     try:
-        if need.what != "model":
-            return {"": _seen(Path(need.path), known.get(""))}
-        folder = find_model(need.path)
-        if Checkpoint.of_weights(folder):  # they are in its manifest
+        if need.what in ("model", "data set") and is_hub_id(need.path):
+            files = hub_files(need.path, data=need.what == "data set", download=download)
+        elif need.what != "model":
+            files = {"": Path(need.path)}
+        elif Checkpoint.of_weights(folder := find_model(need.path)):  # they are in its manifest
             return {name: {"sha256": found} for name, found in model_checksums(folder).items()}
-        files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-        return {path.name: _seen(path, known.get(path.name)) for path in files}
+        else:
+            files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file() and path.name[0] != "."}
+        return {name: _seen(path, known.get(name)) for name, path in files.items()}
     except (FileNotFoundError, NotADirectoryError):
         return None
 

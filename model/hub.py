@@ -3,6 +3,8 @@
     hub_folder("amahanka/DC-CoT")              the newest revision at its first use; later, the one in the cache
     hub_folder("amahanka/DC-CoT@3f1c9e2…")     this commit, branch or tag
     hub_folder(…, weights=False)               only the small files: enough to check a recipe in seconds
+    hub_files("amahanka/…", data=True)         name → file of a data set; no scripts
+    require_hub_data("amahanka/…")             whether there is such a data set; downloads nothing
     verify_hub_folder(folder)
 
 Files are in huggingface_hub's cache (HF_HOME), which the ranks of all machines must share. There a file's name is its
@@ -13,10 +15,13 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from dccot.core.config import ConfigError
+from dccot.core.config import ConfigError, require
 from dccot.core.files import BadData, checksum
 
 SMALL = ["*.json", "*.txt", "*.jinja", "*.model", "LICENSE*"]  # of a model; no pickles, no code
@@ -34,38 +39,73 @@ def _exists(text: str) -> bool:
     return Path(path).exists() or path.startswith((".", "runs/", "configs/"))
 
 
-def hub_folder(name: str | Path, *, weights: bool = True, data: bool = False) -> Path:
-    """The folder with all files of a hub id; downloads what the cache lacks, with a progress bar."""
+def hub_folder(name: str | Path, *, weights: bool = True, data: bool = False, download: bool = True) -> Path:
+    """The folder with all files of a hub id; downloads what the cache lacks, with a progress bar.
+
+    Without `download` it is a FileNotFoundError if the cache lacks any of them.
+    """
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    wanted = _snapshot(name, _patterns(weights, data), data)
+    try:
+        return Path(wanted(local_files_only=True))
+    except LocalEntryNotFoundError:
+        if not download:
+            raise FileNotFoundError(f"{name} is not in the cache") from None
+    except Exception as error:
+        raise _refused(name, data, error) from None
+    try:
+        return Path(wanted())
+    except Exception as error:
+        raise _refused(name, data, error) from None
+
+
+def hub_files(name: str | Path, *, data: bool = False, download: bool = True) -> dict[str, Path]:
+    """Name → file, of those that we use: the cache may hold others that another program downloaded."""
+    folder = hub_folder(name, data=data, download=download)
+    names = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    wanted = _patterns(True, data)
+    return {name: path for name, path in names.items() if any(fnmatch(name, pattern) for pattern in wanted)}
+
+
+def require_hub_data(name: str | Path) -> None:
+    """Reject a data set that is neither in the cache nor on the hub, or that holds no file that we read."""
+    try:
+        hub_folder(name, data=True, download=False)
+    except FileNotFoundError:
+        try:
+            found = _snapshot(name, DATA, data=True)(dry_run=True)
+        except Exception as error:
+            raise _refused(name, True, error) from None
+        require(bool(found), f"the data set {name} holds no {', '.join(DATA)}: name one that does, or a file")
+
+
+def _patterns(weights: bool, data: bool) -> list[str]:
+    return DATA if data else [*SMALL, "*.safetensors"] if weights else SMALL
+
+
+def _snapshot(name: str | Path, patterns: list[str], data: bool) -> Callable[..., Any]:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
     repo, _, revision = str(name).partition("@")
-    wanted = partial(
-        snapshot_download,
-        repo,
-        repo_type="dataset" if data else "model",
-        revision=revision or None,
-        allow_patterns=DATA if data else [*SMALL, "*.safetensors"] if weights else SMALL,
+    kind = "dataset" if data else "model"
+    return partial(snapshot_download, repo, repo_type=kind, revision=revision or None, allow_patterns=patterns)
+
+
+def _refused(name: str | Path, data: bool, error: Exception) -> ConfigError:
+    """What to do about it; what the hub library's HTTP client raises is not a part of its interface."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    repo, _, revision = str(name).partition("@")
+    what, here = ("data set", "file") if data else ("model", "folder")
+    if isinstance(error, RepositoryNotFoundError) or isinstance(error.__cause__, RepositoryNotFoundError):
+        return ConfigError(f"{repo!r} is neither a {here} here nor a {what} on the hub; a private one needs HF_TOKEN")
+    reason = " ".join(str(error.__cause__ or error).split())[:200]
+    get = f"hf download {repo}{f' --revision {revision}' if revision else ''}{' --repo-type dataset' if data else ''}"
+    return ConfigError(
+        f"{name} is not in the cache and cannot be downloaded ({reason}); on a machine with a network run `{get}`, "
+        f"copy its HF_HOME here and set HF_HOME to it, or name a {here}"
     )
-    try:
-        try:
-            return Path(wanted(local_files_only=True))
-        except LocalEntryNotFoundError:
-            return Path(wanted())
-    except RepositoryNotFoundError:
-        what = "data set" if data else "model"
-        raise ConfigError(
-            f"{repo!r} is neither a folder here nor a {what} on the hub; a private one needs HF_TOKEN"
-        ) from None
-    except Exception as error:  # what its HTTP client raises is not a part of its interface
-        reason = " ".join(str(error.__cause__ or error).split())[:200]
-        get = (
-            f"hf download {repo}{f' --revision {revision}' if revision else ''}{' --repo-type dataset' if data else ''}"
-        )
-        raise ConfigError(
-            f"{name} is not in the cache and cannot be downloaded ({reason}); on a machine with a network run `{get}`, "
-            "copy its HF_HOME here and set HF_HOME to it, or name a folder"
-        ) from None
 
 
 def verify_hub_folder(folder: Path) -> None:

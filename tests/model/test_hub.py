@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
+from dccot.model.folder import resolve_model
 from dccot.model.hub import is_hub_id
-from tests.support.hub import Hub
-
-pytestmark = pytest.mark.slow
+from tests.support.hub import Hub, use_here
 
 
 @pytest.fixture
@@ -25,58 +22,59 @@ def tiny(tmp_path):
     return folder
 
 
-def ask(name: str, url: str, home, **more: str) -> tuple[int, str]:
-    """The folder of a hub id, found in a process of its own: huggingface_hub reads its environment when imported."""
-    code = (
-        "import sys\nfrom dccot.model.folder import resolve_model\n"
-        "try: print(resolve_model(sys.argv[1]))\nexcept ValueError as error: sys.exit(str(error))"
-    )
-    environment = os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"} | more
-    done = subprocess.run(
-        [sys.executable, "-c", code, name], env=environment, capture_output=True, text=True, timeout=900
-    )
-    return done.returncode, done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+@pytest.fixture
+def ask(tmp_path, monkeypatch):
+    """(hub id, hub's address) → (whether it was found, the folder or the message)"""
+
+    def asked(name: str, url: str) -> tuple[bool, str]:
+        use_here(monkeypatch, url, tmp_path / "home")
+        try:
+            return True, str(resolve_model(name))
+        except ValueError as error:
+            return False, str(error)
+
+    return asked
 
 
-def test_the_first_use_downloads_and_the_second_does_not_even_without_a_network(tiny, tmp_path):
+def test_the_first_use_downloads_and_the_second_does_not_even_without_a_network(tiny, ask):
     with Hub({"someone/tiny": tiny}) as hub:
-        code, folder = ask("someone/tiny", hub.url, tmp_path / "home")
-        assert code == 0, folder
+        found, folder = ask("someone/tiny", hub.url)
+        assert found, folder
         assert sorted(hub.served) == ["config.json", "model.safetensors"]  # no code
         commit = hub.commit("models", "someone/tiny")
         assert folder.endswith(commit)
-        assert ask(f"someone/tiny@{commit}", hub.url, tmp_path / "home") == (0, folder)
+        assert ask(f"someone/tiny@{commit}", hub.url) == (True, folder)
         assert len(hub.served) == 2
-    assert ask("someone/tiny", hub.url, tmp_path / "home") == (0, folder)  # the hub is gone
+    assert ask("someone/tiny", hub.url) == (True, folder)  # the hub is gone
 
 
-def test_a_download_that_breaks_off_is_not_taken_for_a_model_and_is_finished_by_the_next_use(tiny, tmp_path):
+def test_a_download_that_breaks_off_is_not_taken_for_a_model_and_is_finished_by_the_next_use(tiny, ask):
     with Hub({"someone/tiny": tiny}) as hub:
         hub.cut = "model.safetensors"
-        code, message = ask("someone/tiny", hub.url, tmp_path / "home")
-        assert code == 1 and "cannot be downloaded" in message and "hf download someone/tiny" in message
-        code, message = ask("someone/tiny", "http://127.0.0.1:9", tmp_path / "home")
-        assert code == 1 and "not in the cache" in message
+        found, message = ask("someone/tiny", hub.url)
+        assert not found and "cannot be downloaded" in message and "hf download someone/tiny" in message
+        found, message = ask("someone/tiny", "http://127.0.0.1:9")
+        assert not found and "not in the cache" in message
         hub.cut = None
-        code, folder = ask("someone/tiny", hub.url, tmp_path / "home")
-        assert code == 0, folder
+        found, folder = ask("someone/tiny", hub.url)
+        assert found, folder
 
 
-def test_a_file_that_changed_in_the_cache_is_refused_by_name(tiny, tmp_path):
+def test_a_file_that_changed_in_the_cache_is_refused_by_name(tiny, ask):
     with Hub({"someone/tiny": tiny}) as hub:
-        _, folder = ask("someone/tiny", hub.url, tmp_path / "home")
+        _, folder = ask("someone/tiny", hub.url)
         with open(os.path.realpath(f"{folder}/model.safetensors"), "r+b") as file:
             file.write(b"x")
-        code, message = ask("someone/tiny", hub.url, tmp_path / "home")
-        assert code == 1 and "model.safetensors" in message and "sha256 does not match" in message
+        found, message = ask("someone/tiny", hub.url)
+        assert not found and "model.safetensors" in message and "sha256 does not match" in message
 
 
-def test_an_unknown_id_and_an_unknown_revision_say_so(tiny, tmp_path):
+def test_an_unknown_id_and_an_unknown_revision_say_so(tiny, ask):
     with Hub({"someone/tiny": tiny}) as hub:
-        code, message = ask("someone/other", hub.url, tmp_path / "home")
-        assert code == 1 and "neither a folder here nor a model on the hub" in message
-        code, message = ask("someone/tiny@v9", hub.url, tmp_path / "home")
-        assert code == 1 and "someone/tiny@v9" in message
+        found, message = ask("someone/other", hub.url)
+        assert not found and "neither a folder here nor a model on the hub" in message
+        found, message = ask("someone/tiny@v9", hub.url)
+        assert not found and "someone/tiny@v9" in message
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """A model hub on loopback: as much of the hub's API as huggingface_hub asks for, over folders that a test makes.
 
-with Hub({"someone/tiny": folder}) as hub:  # HF_ENDPOINT=hub.url; hub.served lists the files that were sent
+with Hub({"someone/tiny": folder}) as hub:      hub.served lists the files that were sent
+    use_here(monkeypatch, hub.url, home)        huggingface_hub in this process
+    environment(hub.url, home)                  for a process of its own
 """
 
 from __future__ import annotations
@@ -12,7 +14,27 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import pytest
+
 LARGE = 1000  # bytes from which a file has a sha256, as large files on the hub have
+
+
+def environment(url: str, home: Path) -> dict[str, str]:
+    return {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+
+
+def use_here(patch: pytest.MonkeyPatch, url: str, home: Path) -> None:
+    """The same for this process: the library reads its environment when it is imported, and these when it is used."""
+    from huggingface_hub import constants
+
+    for name, value in {
+        "ENDPOINT": url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+        "HF_HUB_CACHE": str(home / "hub"),
+        "HF_HUB_DISABLE_XET": True,
+        "HF_HUB_OFFLINE": False,
+    }.items():
+        patch.setattr(constants, name, value)
 
 
 class Hub:
@@ -20,7 +42,7 @@ class Hub:
         self.folders = {("models", name): path for name, path in (models or {}).items()}
         self.folders |= {("datasets", name): path for name, path in (datasets or {}).items()}
         self.served: list[str] = []
-        self.cut: str | None = None  # a file whose download breaks off half-way
+        self.cut: str | None = None  # a file whose download breaks off half-way and is then refused
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -75,6 +97,8 @@ class Hub:
     def _send_file(self, request: BaseHTTPRequestHandler, kind: str, name: str, file: str) -> None:
         content, entry = (self.folders[kind, name] / file).read_bytes(), self._entry(kind, name, file)
         start = int(request.headers.get("Range", "bytes=0-")[6:].split("-")[0])
+        if request.command == "GET" and file == self.cut and file in self.served:
+            return self._error(request, 403, "")  # the library would try again five times, a second apart
         request.send_response(206 if start else 200)
         request.send_header("X-Repo-Commit", self.commit(kind, name))
         request.send_header("ETag", f'"{entry.get("lfs", entry)["oid"]}"')
