@@ -4,6 +4,7 @@ dccot data fetch deepscaler aime24                                       downloa
 dccot data problems my.jsonl --question problem --gold answer            what is in a file, and what is wrong with it
 dccot data sequential configs/data/sequential.yaml model=… problems=…    one correct sequential solution per problem
 dccot data rewrite configs/data/rewrite.yaml source=…                    into the parallel format, by a stronger model
+dccot data import-sft amahanka/DC-CoT-SFT-Dataset                        a published set instead of the last two
 dccot data check runs/data/sft.jsonl                                     report on a finished set
 """
 
@@ -58,6 +59,12 @@ def parser() -> argparse.ArgumentParser:
         add("overrides", nargs="*", metavar="key=value", help="settings that override the file")
         add("--print-config", action="store_true", help="show the resolved configuration and stop")
 
+    about = "a published SFT set, checked like our own"
+    add = command("import-sft", _import, about, "amahanka/DC-CoT-SFT-Dataset problems=runs/data/deepscaler.jsonl")
+    add("source", help="a data set on the Hugging Face hub (owner/name, owner/name@revision), or a file")
+    add("overrides", nargs="*", metavar="key=value", help="settings, e.g. output=sft.jsonl workers=2")
+    add("--print-config", action="store_true", help="show the resolved configuration and stop")
+
     add = command("check", _check, "report on a finished SFT set", "runs/data/sft.jsonl")
     add("file")
     add("--tokenizer", help="count tokens of this model instead of words")
@@ -91,9 +98,22 @@ def _rewrite(arguments: Namespace) -> None:
     _run(RewriteConfig, arguments, "rewritten", lambda config, show: asyncio.run(rewrite(config, show)))
 
 
-def _run(kind: type, arguments: Namespace, title: str, work: Callable[[Any, Callable[[int, int], None]], Any]) -> None:
+def _import(arguments: Namespace) -> None:
+    from dccot.data.import_sft import ImportConfig, import_sft
+
+    _run(ImportConfig, arguments, "checked", import_sft, source=arguments.source)
+
+
+def _run(
+    kind: type,
+    arguments: Namespace,
+    title: str,
+    work: Callable[[Any, Callable[[int, int], None]], Any],
+    **settings: str,
+) -> None:
     """Do the work with a progress bar on rank 0 and print its summary; or only print the configuration."""
-    config: Any = load_config(kind, arguments.config, arguments.overrides)
+    file = None if settings else arguments.config
+    config: Any = load_config(kind, file, arguments.overrides, settings.items())
     if arguments.print_config:
         print(to_yaml(config), end="")
         return

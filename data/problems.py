@@ -11,6 +11,7 @@ rename others.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -90,9 +91,12 @@ def load_problems(
     fields = fields or (known.fields if known else Fields())
     problems: dict[str, Problem] = {}
     skipped = 0
-    for place, index, row in _rows(path, strict, report):
+    if not path.is_file():
+        hint = f"; `dccot data fetch {path.stem}` downloads it" if path.stem in PRESETS else ""
+        raise BadData(f"no problem file {str(path)!r}{hint}")
+    for place, index, row in read_rows(path, strict, report):
         try:
-            problem = _problem(row, fields, index)
+            problem = problem_in(row, fields, index)
             if problem.id in problems:
                 raise BadData(f"id {problem.id!r} occurs twice")
             problems[problem.id] = problem
@@ -113,11 +117,11 @@ def load_problems(
     return list(problems.values())
 
 
-def _rows(path: Path, strict: bool, report: Report) -> Iterator[tuple[str, int, dict]]:
-    """(place for messages, index, row) of every row of the file."""
-    if not path.is_file():
-        hint = f"; `dccot data fetch {path.stem}` downloads it" if path.stem in PRESETS else ""
-        raise BadData(f"no problem file {str(path)!r}{hint}")
+def read_rows(path: Path, strict: bool = False, report: Report = print) -> Iterator[tuple[str, int, dict]]:
+    """(place for messages, index, row) of every row of a JSONL or parquet file, or of a JSON file with a list."""
+    if path.suffix == ".json" and (rows := _listed(path)) is not None:
+        yield from ((f"{path} row {index}", index, row) for index, row in enumerate(rows))
+        return
     if path.suffix != ".parquet":
         for line, row in read_jsonl(path, strict=strict, report=report):
             yield f"{path}:{line}", line - 1, row
@@ -134,7 +138,21 @@ def _rows(path: Path, strict: bool, report: Report) -> Iterator[tuple[str, int, 
         raise BadData(f"{path}: not a parquet file that can be read ({str(error).splitlines()[0]})") from None
 
 
-def _problem(row: dict, fields: Fields, index: int) -> Problem:
+def _listed(path: Path) -> list[dict] | None:
+    """The objects of a JSON file that is one list; None if it is not: the hub has JSON lines under this name, too."""
+    with path.open("rb") as file:
+        if not file.read(1024).lstrip().startswith(b"["):
+            return None
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise BadData(f"{path}: not a JSON file that can be read ({error})") from None
+    if not all(isinstance(row, dict) for row in found):
+        raise BadData(f"{path}: it must be a list of objects")
+    return found
+
+
+def problem_in(row: dict, fields: Fields, index: int) -> Problem:
     """The problem in a row; raises if the row is bad."""
     for name in (fields.question, fields.gold):
         if row.get(name) is None:

@@ -3,6 +3,7 @@
 sft, rl      training runs
 sequential   sequential solutions by rejection sampling        → solutions.jsonl
 rewrite      solutions in the parallel format                  → sft.jsonl
+import_sft   a published SFT set instead of the last two       → sft.jsonl
 eval         accuracy and longest path on the benchmarks       → summary.json
 latency      wall-clock, parallel vs. sequential               → latency.json
 report       everything above as one page
@@ -37,6 +38,7 @@ from dccot.core.provenance import describe_code
 from dccot.core.run import Run
 from dccot.core.runtime import Runtime
 from dccot.data import sft_set
+from dccot.data.import_sft import ImportConfig, import_sft
 from dccot.data.prompts import PromptConfig
 from dccot.data.task import TaskName
 from dccot.eval import latency
@@ -154,6 +156,16 @@ REWRITTEN = {"output": "{folder}/sft.jsonl"}
 def run_rewrite(context: Context, config: sft_set.RewriteConfig) -> None:
     context.folder.mkdir(parents=True, exist_ok=True)
     context.say(asyncio.run(sft_set.rewrite(config)))
+
+
+IMPORTED = REWRITTEN | {"model": "{start}", "problems": "{train}"}
+CHECKED = {"source": "data set", "model": "model", "problems": "problems"}
+
+
+@kind(ImportConfig, given=IMPORTED, reads=CHECKED, alone=True)
+def run_import_sft(context: Context, config: ImportConfig) -> None:
+    context.folder.mkdir(parents=True, exist_ok=True)
+    context.say(import_sft(config))
 
 
 # ---- evaluation ----
@@ -321,6 +333,7 @@ KINDS: dict[str, Kind] = {
     "rl": run_rl,
     "sequential": run_sequential,
     "rewrite": run_rewrite,
+    "import_sft": run_import_sft,
     "eval": run_eval,
     "latency": run_latency,
     "report": run_report,

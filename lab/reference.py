@@ -17,6 +17,7 @@ from dccot.stages import KINDS
 
 # of the stages that are also commands
 COMMANDS = {"sft": "dccot sft", "rl": "dccot rl", "sequential": "dccot data sequential"}
+COMMANDS |= {"import_sft": "dccot data import-sft"}
 ROOTS = {
     "dccot pipeline": Recipe,
     "a stage of a recipe": Stage,
