@@ -258,7 +258,9 @@ def stage_cost(plan: StagePlan, hardware: Hardware, a: Assumptions) -> Cost:
         asked = (config.first or 15_000) * (1 + (1 - a.solved) * (config.attempts - 1) * 0.7)  # hard ones again
         return Cost(plan.name, _sampling(asked, hardware, a, 0, 24_000))
     if isinstance(config, EvalStage):
-        answers = sum(PROBLEMS.get(Path(name).stem, 100) * (config.n or _paper_n(name)) for name in config.benchmarks)
+        most = config.max_problems or sum(PROBLEMS.values())
+        asked = {name: min(most, PROBLEMS.get(Path(name).stem, 100)) for name in config.benchmarks}
+        answers = sum(count * (config.n or _paper_n(name)) for name, count in asked.items())
         return Cost(plan.name, _sampling(answers, hardware, a, 3 if config.method == "parallel" else 0, config.budget))
     if isinstance(config, RewriteConfig):
         count = (config.first or 4000) * 1.3  # attempts per solution
@@ -331,9 +333,8 @@ def costs_of(
     recipe: str, overrides: Sequence[str], model: ModelConfig, gpus: int, gpu: Gpu, a: Assumptions, run: Path | None
 ) -> tuple[list[Cost], Assumptions]:
     _, plans = load_recipe(recipe, overrides)
-    configs = [config for plan in plans if isinstance(config := plan.load(), RLConfig)]
-    if not configs:
-        raise ConfigError(f"{recipe} has no RL stage; `dccot plan MODEL` plans the memory of a single run")
+    # a recipe that only evaluates is planned as if its engine had a trainer next to it
+    configs = [config for plan in plans if isinstance(config := plan.load(), RLConfig)] or [RLConfig()]
     if run is not None:
         own = load_config(RLConfig, None, settings=Run(run).settings().items())
         a = calibrated(run, own, hardware_of(model, own, gpus, gpu), a)

@@ -2,6 +2,7 @@
 
     dccot pipeline configs/paper.yaml model=MODEL --check                                  what is missing, in seconds
     torchrun --nproc_per_node 8 -m dccot.pipeline configs/paper.yaml model=MODEL           the whole paper
+    dccot pipeline configs/authors.yaml --quick                                            with its keys under `quick`
 
 Every start checks all stages first (preflight.py). Stages share one process and, if the model's shape allows, one
 engine: a new model is streamed into it. A finished stage leaves a mark that records what it was made from and is
@@ -31,9 +32,11 @@ from dccot.recipe import Recipe, StagePlan
 from dccot.stages import Context, SharedEngine, load_recipe
 
 
-def run_recipe(path: str | Path, overrides: Sequence[str] = (), redo: Sequence[str] = ()) -> Recipe:
+def run_recipe(
+    path: str | Path, overrides: Sequence[str] = (), redo: Sequence[str] = (), quick: bool = False
+) -> Recipe:
     """Check every stage, then run those that are not finished or are in `redo`; returns the resolved recipe."""
-    recipe, plans = load_recipe(path, overrides)
+    recipe, plans = load_recipe(path, overrides, quick)
     with Runtime.start(PATIENCE) as runtime:
         on_rank_zero(lambda: _open(recipe, plans, runtime.ranks, redo))
         record(recipe.folder, recipe, {}, runtime)
@@ -87,13 +90,14 @@ def _seconds_of_finished(plan: StagePlan, config: Any) -> float | None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = launch_parser("All stages of a recipe.", "dccot pipeline configs/paper.yaml model=MODEL --check")
     parser.add_argument("--check", action="store_true", help="report what is missing and what it needs, and stop")
+    parser.add_argument("--quick", action="store_true", help="the recipe's own smaller version, in a folder of its own")
     again = "do a finished stage again; may be repeated"
     parser.add_argument("--redo", action="append", default=[], metavar="STAGE", help=again)
     arguments = parser.parse_intermixed_args(argv)
     log_to_terminal()
 
     def work() -> None:
-        recipe, plans = load_recipe(arguments.config, arguments.overrides)
+        recipe, plans = load_recipe(arguments.config, arguments.overrides, arguments.quick)
         if arguments.print_config:
             print(to_yaml(recipe), end="")
             print("".join(f"\n# ---- stage {plan.name}\n{to_yaml(plan.load())}" for plan in plans), end="")
@@ -101,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ranks = int(os.environ.get("WORLD_SIZE", "0")) or torch.cuda.device_count() or 8
             print(checked_recipe(recipe, plans, ranks, arguments.redo))
         else:
-            run_recipe(arguments.config, arguments.overrides, arguments.redo)
+            run_recipe(arguments.config, arguments.overrides, arguments.redo, arguments.quick)
 
     return run_cleanly(work)
 

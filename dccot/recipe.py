@@ -10,7 +10,9 @@
 A stage's keys, later ones win: its own file, what the recipe gives every stage of its kind (name, folder, seed, model,
 problems), `common.KIND`, its `set`, `settings.STAGE`, `STAGE.key=value` on the command line. In all values {run} stands
 for the recipe's folder, {model}, {train} and {validation} for the recipe's own. A recipe that extends another (`base:`)
-changes stages by name, and drops those that it lists in `without`, including their rows in the report.
+changes stages by name, and drops those that it lists in `without`, including their rows in the report. Its keys under
+`quick` replace its own when it is run with --quick; the name must be among them, so that neither takes the other's
+results for its own.
 
 Each stage has its own seed, derived from the recipe's seed and its name: no two stages draw the same problems or
 samples. What a stage does is its kind, an entry of stages.KINDS or your own:
@@ -64,10 +66,12 @@ class Recipe:
     # stage → its keys: what a smaller version of a recipe changes
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     without: list[str] = field(default_factory=list)  # stages of the extended recipe to drop
+    quick: dict[str, Any] = field(default_factory=dict)  # keys of the recipe that --quick replaces; its name is one
 
     def check(self) -> None:
         require(bool(self.stages), "the recipe has no stages")
         require(bool(self.name.strip()), f"name is {self.name!r}; it names the recipe's folder below output")
+        require("name" in self.quick or not self.quick, "quick has no name; give it one, so that results stay apart")
         for twice in set(self.prepare) & set(self.stages):
             raise ConfigError(f"{twice!r} is both in prepare and in stages; give each stage its own name")
         for name in self.all_stages():

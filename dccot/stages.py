@@ -190,6 +190,7 @@ class EvalStage:
     benchmark_folder: str = "runs/data"
     task: TaskName = "math"  # or your own: my_package.my_module:MyTask
     n: Positive | None = None  # responses per problem; None: the paper's (200 or 16), 16 for a file
+    max_problems: Positive | None = None  # of each benchmark, always the same ones, drawn at random; None: all
     max_prompt_tokens: Positive = 4096
     engine: EngineConfig = field(default_factory=EngineConfig)
 
@@ -197,10 +198,11 @@ class EvalStage:
         _require_distinct([Path(file).stem for file in self.benchmarks], "benchmarks", "the files")
 
     def resolved(self) -> list[Benchmark]:
-        return [
+        found = [
             named_benchmark(name, self.benchmark_folder, self.n) if name in BENCHMARKS else own_benchmark(name, self.n)
             for name in self.benchmarks
         ]
+        return [replace(benchmark, max_problems=self.max_problems) for benchmark in found]
 
 
 def _require_distinct(names: Sequence[str], what: str, renamed: str) -> None:
@@ -303,7 +305,7 @@ def made_by(recipe: Recipe) -> str:
 
 @kind(ReportStage, needs=_reported, alone=True)
 def run_report(context: Context, config: ReportStage) -> None:
-    from dccot.eval.report import write_report  # it imports matplotlib, which no other stage needs
+    from dccot.eval.report import show_comparison, write_report  # it imports matplotlib, which no other stage needs
 
     recipe = context.plan.recipe
     evaluations = [Evaluation.load(recipe.folder / name) for name in config.rows]
@@ -325,6 +327,7 @@ def run_report(context: Context, config: ReportStage) -> None:
         kind=config.kind,
         seeds=[recipe.folder, *map(Path, config.other_seeds)] if config.other_seeds else [],
     )
+    show_comparison(evaluations)
     context.say(f"report: {page}")
 
 
@@ -340,17 +343,18 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe, list[StagePlan]]:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), quick: bool = False) -> tuple[Recipe, list[StagePlan]]:
     """The recipe and its stages in order. Settings of a stage are not checked here: loading its configuration does."""
     file = find_config(path)
     tree = read_yaml(file)
+    require(bool(tree.get("quick")) or not quick, f"{file} has no quick version: leave out --quick")
     names = [name for section in ("prepare", "stages") if isinstance(tree.get(section), dict) for name in tree[section]]
     extra: dict[str, list[str]] = {name: [] for name in ("", *names)}
     for override in overrides:
         first, dot, rest = override.partition(".")
         inside = dot and first in names
         extra[first if inside else ""].append(rest if inside else override)
-    recipe = load_config(Recipe, file, extra[""])
+    recipe = load_config(Recipe, file, extra[""], tree["quick"].items() if quick else ())
     kinds = {name: _kind_of(stage.run) for name, stage in recipe.all_stages().items()}
     for name in recipe.common:
         one_of(name, [*KINDS, *(stage.run for stage in recipe.all_stages().values())], "a key of common")

@@ -18,6 +18,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 
+from dccot.core.command import print_table
+
 
 @dataclass(frozen=True)
 class Heading:
@@ -89,6 +91,13 @@ def write_markdown(title: str, blocks: Sequence[Block], figures: Path) -> str:
             figures.mkdir(parents=True, exist_ok=True)
             (figures / f"{figure.name}.png").write_bytes(figure.light)
     return render("report.md", title=title, blocks=blocks, folder=figures.name)
+
+
+def show(table: Table) -> None:
+    """Print a table."""
+    headings = [f"{group}\n{name}" if group and begins else f"\n{name}" for group, name, begins in table.columns]
+    rows = [[row.label, *map(str, row.cells)] for row in table.rows]
+    print_table(table.caption, [f"\n{table.corner}", *headings], rows)
 
 
 def render(page: str, **content: Any) -> str:

@@ -96,7 +96,8 @@ def evaluate(
         tokenizer = engine.tokenizer if engine else open_tokenizer(path)
         care: dict[str, Any] = {"strict": strict, "report": log.warning if runtime.is_main else lambda message: None}
         task = task_of(config)
-        prompted = {b.name: task.prompts(task.problems(b.file, **care), tokenizer, **care) for b in benchmarks}
+        problems = {b.name: b.chosen(task.problems(b.file, **care)) for b in benchmarks}
+        prompted = {name: task.prompts(asked, tokenizer, **care) for name, asked in problems.items()}
         _check_context(path, config, max(len(ids) for problems in prompted.values() for _, ids in problems))
         files = {b.name: {b.file.name: checksum(b.file)} for b in benchmarks}
         wanted = {b.name: b.samples for b in benchmarks}

@@ -27,7 +27,7 @@ from dccot.core.files import BadData, read_jsonl
 from dccot.core.run import METRICS, RECIPE, Run
 from dccot.core.statistics import ByProblem, Estimate, over_problems
 from dccot.eval import latency, paper, plots, tables
-from dccot.eval.document import Block, Cell, Figure, Grid, Heading, Row, Table, render, write_markdown
+from dccot.eval.document import Block, Cell, Figure, Grid, Heading, Row, Table, render, show, write_markdown
 from dccot.eval.results import BENCHMARKS, SUMMARY, Evaluation, rows_of
 
 ERRORS = (
@@ -35,6 +35,12 @@ ERRORS = (
     "changes are paired by problem, and coloured where they exceed two standard errors. In brackets: the standard "
     "error as the paper has it, which takes every response, or every subset of three, as independent, and is "
     "therefore smaller; for changes that of two independent sides."
+)
+APART = (
+    "On all problems of a benchmark, ours and the paper's are means over the same problems, and the standard errors "
+    "(s.e.) are those of drawing responses, as the paper computes them; for votes, those of N/3 votes without overlap, "
+    "because subsets of three overlap. Where ours are only some of the problems, it is our standard error over "
+    "problems. By chance alone, one figure in twenty is two standard errors off."
 )
 CURVES = (
     "Thin lines are single steps, thick ones running means, marks validation. "
@@ -93,6 +99,8 @@ def _results(
         for result in evaluation.results.values()
         if result.unjudged
     ]
+    if comparison := tables.against_paper(methods, titles):
+        blocks += [Heading("Against the paper"), comparison, APART]
     if pairs := tables.compared_pairs(methods, baseline):
         blocks += [Heading("Change against the baseline"), tables.table_2(pairs, titles)]
     hollow = "; hollow marks are the paper's." if known else "."
@@ -107,6 +115,13 @@ def _results(
     if known:
         blocks.append(tables.papers_tables())
     return blocks
+
+
+def show_comparison(evaluations: Sequence[Evaluation]) -> None:
+    """Print ours next to the paper's; nothing if the paper has none of these rows and benchmarks."""
+    titles = {name: result.title for evaluation in evaluations for name, result in evaluation.results.items()}
+    if table := tables.against_paper(tables.methods_of(evaluations), titles):
+        show(table)
 
 
 def _tradeoff(name: str, title: str, methods: Sequence[tables.Method]) -> Figure:
@@ -214,6 +229,7 @@ def _report(arguments: argparse.Namespace) -> None:
     evaluations += rows_of(recipes[0]).values() if recipes else []
     also = {"baseline": arguments.baseline, "latencies": kinds[latency.REPORT], "seeds": recipes[1:] and recipes}
     page = write_report(evaluations, kinds[METRICS], arguments.out, arguments.title, **also)
+    show_comparison(evaluations)
     print(f"{page} (and report.md next to it)")
 
 

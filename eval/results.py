@@ -10,6 +10,7 @@ separately.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter
@@ -23,6 +24,7 @@ from dccot.core.config import one_of, read_yaml, require
 from dccot.core.files import BadData, write_atomic
 from dccot.core.run import Run
 from dccot.core.statistics import ByProblem, Estimate, mean, over_problems
+from dccot.data.problems import Problem
 from dccot.eval.majority import majority_of_three
 from dccot.rollout.response import UNJUDGED, Finish, Verdict
 
@@ -35,6 +37,16 @@ class Benchmark:
     title: str
     samples: int  # responses per problem
     file: Path = Path()
+    max_problems: int | None = None  # None: all
+
+    def chosen(self, problems: Sequence[Problem]) -> list[Problem]:
+        """At most `max_problems` in file order: those whose hashes are smallest, which is as good as drawing them."""
+
+        def drawn(problem: Problem) -> bytes:
+            return hashlib.sha256(f"{self.name}/{problem.id}".encode()).digest()
+
+        kept = {problem.id for problem in sorted(problems, key=drawn)[: self.max_problems]}
+        return [problem for problem in problems if problem.id in kept]
 
 
 BENCHMARKS = {  # the paper's; `dccot data fetch NAME` writes runs/data/NAME.jsonl

@@ -11,6 +11,7 @@ from pathlib import Path
 from dccot.core.config import ConfigError, require
 from dccot.core.run import Run
 from dccot.core.statistics import ByProblem, Estimate, difference, over_problems, relative_change
+from dccot.data.problems import PRESETS
 from dccot.eval import paper
 from dccot.eval.document import Cell, Fold, Row, Table
 from dccot.eval.results import BENCHMARKS, LABELS, Evaluation, rows_of, shown
@@ -193,6 +194,56 @@ def _changes(changes: Sequence[Estimate], pooled: Sequence[float]) -> list[Cell]
         errors = ["" if math.isnan(e) else f"{100 * e:.{decimals}f}" for e in (change.stderr, paper_error)]
         cells.append(Cell(text, errors[0], kind, errors[1]))
     return cells
+
+
+# ---- our figures against the paper's ----
+
+FAR = 3.0  # standard errors from which a difference is marked
+
+
+def against_paper(methods: Sequence[Method], titles: Titles) -> Table | None:
+    """Rows and benchmarks that the paper has too: ours, its own, and their difference in standard errors."""
+    rows = []
+    for method in (each for each in methods if each.label in paper.RESULTS):
+        known = [name for name in titles if name in paper.COLUMNS and method.point(name)]
+        for number, name in enumerate(known):
+            result = method.evaluation.results[name]
+            cells = [_words(titles[name]), Cell(f"{result.problems} × {result.samples}")]
+            for measure in PAIR:
+                cells += _reproduced(measure, *_sides(method, name, measure))
+            rows.append(Row(method.label, cells, begins_block=number == 0 and bool(rows)))
+    columns = ("ours", "paper", "off by", "in s.e.")
+    groups = [("", ("Benchmark", "responses")), ("Accuracy (%)", columns), ("Longest path (tokens)", columns)]
+    caption = f"Our figures against the paper's. Marked: more than {FAR:g} standard errors (s.e.) apart."
+    return Table(caption, "Method", groups, rows) if rows else None
+
+
+def _sides(method: Method, name: str, measure: str) -> tuple[Estimate, Estimate]:
+    """Ours and the paper's, with the errors of their difference: those of drawing responses, and of drawing problems if
+    ours are only some of the paper's.
+
+    Subsets of three overlap, so the error of votes that takes them as independent is far too small. That of N/3 votes
+    without overlap is an upper bound; the paper's is ours, for its own N.
+    """
+    result, theirs = method.evaluation.results[name], paper.RESULTS[method.label][name][PAIR.index(measure)]
+    scale = 0.01 if measure == "accuracy" else 1
+    ours, error = method.estimate(name, measure), theirs.stderr * scale
+    if method.vote:
+        n = result.samples
+        ours = replace(ours, stderr=ours.stderr * math.sqrt((n - 1) * (n - 2) / 2))
+        error = ours.stderr * math.sqrt(n / BENCHMARKS[name].samples)
+    if result.problems < (PRESETS[name].count or 0):
+        ours = over_problems(method.means(name, measure) or {})
+    return ours, Estimate(theirs.value * scale, error)
+
+
+def _reproduced(measure: str, ours: Estimate, theirs: Estimate) -> list[Cell]:
+    apart, error = ours.value - theirs.value, math.hypot(ours.stderr, theirs.stderr)
+    sigmas = apart / error if error > 0 else math.nan
+    sign, (size, _) = "−" if apart < 0 else "+", shown(measure, Estimate(abs(apart)))
+    cells = [Cell(*shown(measure, ours)), Cell(shown(measure, theirs)[0]), Cell(f"{sign}{size}")]
+    far = Cell(f"{sign}{abs(sigmas):.1f}", kind="worse" if abs(sigmas) > FAR else "")
+    return [*cells, DASH if math.isnan(sigmas) else far]
 
 
 # ---- the responses ----

@@ -20,6 +20,7 @@ from dccot.eval.evaluate import EvalConfig, eval_config, evaluate, main
 from dccot.eval.results import Benchmark, Evaluation, Sample, own_benchmark, summarise
 from dccot.rollout.response import Rollout
 from tests.support import programs
+from tests.support.hub import Hub, use_here
 
 pytestmark = pytest.mark.slow
 
@@ -200,6 +201,25 @@ def test_a_problem_that_changed_under_its_id_is_refused(uninterrupted, speaker, 
     (tmp_path / "sums.jsonl").write_text(sums.read_text().replace("What is 3 + 3?", "What is 3 + 4?"))
     with pytest.raises(BadData, match="problem 'p3' has changed since"):
         evaluate(speaker, [own_benchmark(tmp_path / "sums.jsonl", SAMPLES)], config, uninterrupted)
+
+
+def test_a_hub_id_is_downloaded_once_and_never_evaluated_in_part(
+    uninterrupted, speaker, sums, config, speaker_engine, tmp_path, monkeypatch, capsys
+):
+    out = tmp_path / "out"
+    command = ["someone/speaker", "--problems", str(sums), "--n", "2", "--budget", str(BUDGET), "--out", str(out)]
+    with Hub({"someone/speaker": speaker}) as hub:
+        use_here(monkeypatch, hub.url, tmp_path / "home")
+        hub.cut = "model.safetensors"
+        assert main([*command, *SETTINGS]) == 2
+        assert "someone/speaker is not in the cache and cannot be downloaded" in capsys.readouterr().err
+        assert not out.exists()
+        hub.cut = None
+        evaluate("someone/speaker", [own_benchmark(sums, 2)], config, out, engine=speaker_engine)
+        assert hub.served.count("model.safetensors") == 2  # the one that broke off, and the whole
+    assert main([*command, *SETTINGS]) == 0  # the hub is gone
+    assert "pass@1" in capsys.readouterr().out
+    assert [r.response for r in rollouts(out)] == [r.response for r in rollouts(uninterrupted) if r.sample < 2]
 
 
 def test_a_complete_folder_needs_no_engine(uninterrupted, speaker, sums, capsys, monkeypatch):

@@ -1,5 +1,5 @@
-"""`dccot serve`, vLLM's own command with our plugin, and the in-process engine whose tokens theirs must be: one of each
-for the session.
+"""`dccot serve` of a hub id, vLLM's own command with our plugin, and the in-process engine whose tokens theirs must
+be: one of each for the session.
 
 Both serve the same weights. The first folder declares its tokenizer as published Llama folders do, which transformers
 opens without white space unless it is repaired; the other has a chat template of its own instead of DeepSeek's chat
@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from dccot.lab.worlds import bigram as tiny
 from dccot.rollout.engine import EngineConfig
+from tests.support.hub import Hub, environment
 from tests.support.servers import KEY, dccot_serve, vllm_serve
 
 CONTEXT, BUDGET = 1024, 160
@@ -60,10 +61,19 @@ def chat_model(model) -> Path:
 
 
 @pytest.fixture(scope="session")
-def servers(model, chat_model, tmp_path_factory):
+def hub(model, tmp_path_factory):
+    """It has the model as someone/tiny; `hub.home` is the cache of the server that downloads it from there."""
+    with Hub({f"someone/{NAME}": model}) as hub:
+        hub.home = tmp_path_factory.mktemp("home")
+        yield hub
+
+
+@pytest.fixture(scope="session")
+def servers(hub, chat_model, tmp_path_factory):
     """(`dccot serve`, vLLM's own command with our plugin); the last test of test_fleet.py kills the second."""
     folder = tmp_path_factory.mktemp("servers")
-    started = [dccot_serve(model, folder / "dccot", *f"--budget {BUDGET} --max-n 4 --max-requests 8".split())]
+    options = f"--budget {BUDGET} --max-n 4 --max-requests 8".split()
+    started = [dccot_serve(f"someone/{NAME}", folder / "dccot", *options, **environment(hub.url, hub.home))]
     started += [vllm_serve(chat_model, folder / "plain", plugin=f"rollout.budget={BUDGET}")]
     try:
         yield [server.ready() for server in started]

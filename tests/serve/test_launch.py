@@ -4,8 +4,11 @@ import json
 import shlex
 
 from dccot.lab.worlds import bigram as tiny
+from dccot.model.folder import resolve_model
 from dccot.rollout.engine import EngineConfig, as_flags, vllm_options
 from dccot.serve.launch import VARIABLE, from_environment, main, overrides
+from tests.serve.conftest import NAME
+from tests.support.hub import Hub, use_here
 
 NOTHING = {"workers": None, "budget": None, "max_n": None, "max_requests": None}
 
@@ -36,6 +39,23 @@ def test_the_server_is_set_up_like_the_engine_of_solve():
     solving = engine_arguments("model", "model", EngineConfig(), distributed=False, sleeps=False)
     for name in vllm_options(on_gpu=False):
         assert getattr(served, name) == getattr(solving, name), name
+
+
+def test_a_hub_id_is_downloaded_when_it_is_first_served_and_never_in_part(hub, server, client, monkeypatch, capsys):
+    assert client.models.list().data[0].id == NAME  # the session's server was started with someone/tiny
+    assert "model.safetensors" in hub.served
+    served = len(hub.served)
+    use_here(monkeypatch, hub.url, hub.home)
+    assert resolve_model(f"someone/{NAME}").parent.parent.is_relative_to(hub.home)
+    assert len(hub.served) == served
+    with Hub({f"someone/{NAME}": hub.folders["models", f"someone/{NAME}"]}) as other:
+        other.cut = "model.safetensors"
+        use_here(monkeypatch, other.url, hub.home / "other")
+        assert main([f"someone/{NAME}"]) == 2
+    use_here(monkeypatch, "http://127.0.0.1:9", hub.home / "other")
+    assert main([f"someone/{NAME}"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert sum(f"someone/{NAME} is not in the cache and cannot be downloaded" in line for line in lines) == 2
 
 
 def test_a_model_that_cannot_be_asked_is_refused_in_one_line(tmp_path, capsys):

@@ -12,28 +12,30 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-import pytest
+if TYPE_CHECKING:
+    import pytest
 
 LARGE = 1000  # bytes from which a file has a sha256, as large files on the hub have
 
 
 def environment(url: str, home: Path) -> dict[str, str]:
-    return {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    return {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+
+
+def constants_for(url: str, home: Path) -> dict[str, object]:
+    """What huggingface_hub makes of this environment when it is imported, and reads whenever it is used."""
+    pattern = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    found = {"ENDPOINT": url, "HUGGINGFACE_CO_URL_TEMPLATE": pattern, "HF_HUB_CACHE": str(home / "hub")}
+    return found | {"HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}
 
 
 def use_here(patch: pytest.MonkeyPatch, url: str, home: Path) -> None:
-    """The same for this process: the library reads its environment when it is imported, and these when it is used."""
     from huggingface_hub import constants
 
-    for name, value in {
-        "ENDPOINT": url,
-        "HUGGINGFACE_CO_URL_TEMPLATE": f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
-        "HF_HUB_CACHE": str(home / "hub"),
-        "HF_HUB_DISABLE_XET": True,
-        "HF_HUB_OFFLINE": False,
-    }.items():
+    for name, value in constants_for(url, home).items():
         patch.setattr(constants, name, value)
 
 

@@ -40,6 +40,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.support import hub
+
 ROOT = Path(__file__).parents[2]
 SOCKET, OWNER = "DCCOT_TESTS_SOCKET", "DCCOT_TESTS_OWNER"  # set once per session, inherited by pytest's workers
 PATIENCE = 600.0  # seconds to import everything, on a busy machine
@@ -280,7 +282,8 @@ def serve(address: str, owner: int, given: dict[str, str] | None) -> tuple[dict,
 
 def forkable(wanted: dict[str, str], given: dict[str, str]) -> bool:
     """Whether the imports would have read the same variables: as they were before them, or as they left them."""
-    names = {name for name in {*wanted, *given} if name.startswith(READ) and not name.startswith(LATE)}
+    late = (*LATE, *hub.environment("", Path())) if {"HF_ENDPOINT", "HF_HOME"} <= wanted.keys() else LATE
+    names = {name for name in {*wanted, *given} if name.startswith(READ) and not name.startswith(late)}
     return all(wanted.get(name) in (given.get(name), os.environ.get(name)) for name in names)
 
 
@@ -309,6 +312,9 @@ def become(request: dict, streams: list[int], given: dict[str, str]) -> NoReturn
         sys.modules["vllm.logger"]._configure_vllm_root_logger()
         # vLLM forks its engine, too, where there is no reason not to; on a CPU it gives none
         sys.modules["vllm.v1.engine.utils"].get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[attr-defined]
+    if {"HF_ENDPOINT", "HF_HOME"} <= wanted.keys():
+        found = hub.constants_for(wanted["HF_ENDPOINT"], Path(wanted["HF_HOME"]))
+        vars(sys.modules["huggingface_hub.constants"]).update(found)
     sys.modules["transformers.utils.logging"]._reset_library_root_logger()  # TRANSFORMERS_VERBOSITY is read again
     multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
     if program == "torch.distributed.run" or (program == "dccot.cli" and arguments[:1] == ["demo"]):

@@ -87,12 +87,13 @@ def plugins(folder: Path) -> str:
     return str(folder)
 
 
-def dccot_serve(model: Path, folder: Path, *options: str) -> Server:
+def dccot_serve(model: Path | str, folder: Path, *options: str, **variables: str) -> Server:
     """`dccot serve`, with the plugin that injects faults in addition to ours."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     command = [sys.executable, "-m", "dccot.cli", "serve", str(model), "--port", str(port), *as_flags(SIZES), *options]
     environment = {"PYTHONPATH": plugins(folder / "plugins"), "VLLM_PLUGINS": "dccot_faults", "VLLM_API_KEY": KEY}
+    environment |= variables
     return Server(command, folder / "server.log", environment, port)
 
 
