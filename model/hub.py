@@ -70,14 +70,20 @@ def hub_files(name: str | Path, *, data: bool = False, download: bool = True) ->
 
 def require_hub_data(name: str | Path) -> None:
     """Reject a data set that is neither in the cache nor on the hub, or that holds no file that we read."""
+    from huggingface_hub import HfApi
+
+    repo, _, revision = str(name).partition("@")
     try:
         hub_folder(name, data=True, download=False)
+        return
     except FileNotFoundError:
-        try:
-            found = _snapshot(name, DATA, data=True)(dry_run=True)
-        except Exception as error:
-            raise _refused(name, True, error) from None
-        require(bool(found), f"the data set {name} holds no {', '.join(DATA)}: name one that does, or a file")
+        pass
+    try:
+        siblings = HfApi().dataset_info(repo, revision=revision or None).siblings or []
+    except Exception as error:
+        raise _refused(name, True, error) from None
+    found = any(fnmatch(file.rfilename, pattern) for file in siblings for pattern in DATA)
+    require(found, f"the data set {name} holds no {', '.join(DATA)}: name one that does, or a file")
 
 
 def _patterns(weights: bool, data: bool) -> list[str]:

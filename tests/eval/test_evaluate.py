@@ -16,6 +16,7 @@ import dccot.eval.evaluate as run_module
 from dccot.cli import main as dccot
 from dccot.core.config import ConfigError
 from dccot.core.files import BadData, read_jsonl
+from dccot.data.problems import Problem
 from dccot.eval.evaluate import EvalConfig, eval_config, evaluate, main
 from dccot.eval.results import Benchmark, Evaluation, Sample, own_benchmark, summarise
 from dccot.rollout.response import Rollout
@@ -106,6 +107,15 @@ def test_a_run_cut_in_the_middle_of_a_line_resumes_to_the_same_table(uninterrupt
     (out / "rollouts" / "sums.rank0.jsonl").write_text("".join(ungraded) + lines[20][:300])
     assert summary(run(out)) == summary(uninterrupted)
     assert [r.text for r in rollouts(out)][:20] == [r.text for r in rollouts(uninterrupted)][:20]
+
+
+def test_a_part_of_a_benchmark_is_the_same_part_however_its_file_is_ordered():
+    problems = [Problem(f"p{i}", "q", "1") for i in range(100)]
+    benchmark = Benchmark("aime24", "AIME 24", 4, max_problems=30)
+    chosen = benchmark.chosen(problems)
+    assert len(chosen) == 30 and chosen == sorted(chosen, key=problems.index) != problems[:30]
+    assert benchmark.chosen(problems[::-1]) == chosen[::-1]
+    assert Benchmark("aime24", "AIME 24", 4).chosen(problems) == problems
 
 
 def test_more_samples_extend_the_same_folder(uninterrupted, run, tmp_path):

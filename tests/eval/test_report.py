@@ -112,6 +112,55 @@ def test_our_rows_with_the_papers_numbers_change_as_the_paper_says():
     assert [texts(row) for row in rows if not row.tag] == [theirs["DSR-32K"], theirs["DC-CoT"]]
 
 
+def reproduced(problems: int, **means: float) -> Evaluation:
+    """DC-CoT on AIME 24 with 200 responses to each problem; half of the problems are above the means, half below."""
+    spread = {name: 0.1 * mean for name, mean in means.items()}
+    by_problem = {
+        name: {f"p{i}": mean + (spread[name] if i % 2 else -spread[name]) for i in range(problems)}
+        for name, mean in means.items()
+    }
+    count = problems * math.comb(200, 3)
+    pooled = {"accuracy": 0.0064, "longest_path": 38.0, "maj3_longest_path": 30 / math.sqrt(count)}
+    pooled["maj3_accuracy"] = share_error(means.get("maj3_accuracy", 0.5), count)
+    result = BenchmarkResult("aime24", "AIME 24", 200, {}, by_problem, pooled)
+    return Evaluation("DC-CoT", "", "parallel", 12000, {"aime24": result})
+
+
+def against(found: Evaluation) -> dict[str, list[str]]:
+    table = tables.against_paper(tables.methods_of([found]), AIME)
+    return {row.label: [str(cell) for cell in row.cells] for row in table.rows}
+
+
+def test_differences_from_the_paper_are_in_the_errors_of_both_sides():
+    """The paper: 41.87 ± 0.64 and 5974 ± 38."""
+    rows = against(reproduced(30, accuracy=0.43, longest_path=6174))
+    sigmas = 1.13 / math.hypot(0.64, 0.64), 200 / math.hypot(38, 38)
+    expected = ["43.00 ± 0.64", "41.87", "+1.13", f"+{sigmas[0]:.1f}", "6174 ± 38", "5974", "+200", f"+{sigmas[1]:.1f}"]
+    assert rows == {"DC-CoT": ["AIME 24", "30 × 200", *expected]}
+
+
+def test_some_of_the_papers_problems_differ_by_which_they_are():
+    [row] = against(reproduced(12, accuracy=0.30, longest_path=5974)).values()
+    error = 100 * 0.03 * math.sqrt(12 / 11) / math.sqrt(12)  # of the mean of twelve that are 3 points off their mean
+    assert row[2:6] == [f"30.00 ± {error:.2f}", "41.87", "−11.87", f"−{11.87 / math.hypot(error, 0.64):.1f}"]
+    assert row[7:] == ["5974", "+0", "+0.0"]
+
+
+def test_votes_are_as_far_from_the_papers_as_votes_without_overlap_say():
+    """The paper's own ± of votes, 0.01, takes overlapping subsets as independent: two points would be 200 of them."""
+    means = {"accuracy": 0.4187, "longest_path": 5974, "maj3_accuracy": 0.4802, "maj3_longest_path": 7412}
+    row = against(reproduced(30, **means))["DC-CoT-Maj"]
+    error = 100 * math.sqrt(0.4802 * 0.5198 / (30 * 200 / 3))
+    assert row[2:6] == [f"48.02 ± {error:.2f}", "46.02", "+2.00", f"+{2 / (error * math.sqrt(2)):.1f}"]
+    assert row[6] == f"7412 ± {30 / math.sqrt(30 * 200 / 3):.0f}"
+
+
+def test_rows_and_benchmarks_that_the_paper_has_not_are_not_compared_with_it():
+    other = evaluation("DC-CoT", benchmarks=("arithmetic",))
+    assert tables.against_paper(tables.methods_of([other]), {"arithmetic": "arithmetic"}) is None
+    assert tables.against_paper(tables.methods_of([evaluation("mine", benchmarks=("aime24",))]), AIME) is None
+
+
 def test_votes_are_compared_with_votes():
     methods = tables.methods_of([evaluation("seq", "sequential"), evaluation("par")])
 

@@ -45,6 +45,7 @@ class Hub:
         self.folders |= {("datasets", name): path for name, path in (datasets or {}).items()}
         self.served: list[str] = []
         self.cut: str | None = None  # a file whose download breaks off half-way and is then refused
+        self.gone = False
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -65,6 +66,9 @@ class Hub:
         return hashlib.sha1(b"".join(path.read_bytes() for path in files)).hexdigest()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
+        if self.gone:  # a connection that was kept
+            request.close_connection = True
+            return
         parts = [part for part in unquote(urlsplit(request.path).path).split("/") if part]
         if parts[0] == "api":
             kind, name, what = parts[1], "/".join(parts[2:4]), parts[4:]
@@ -135,5 +139,6 @@ class Hub:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.gone = True
         self.server.shutdown()
         self.server.server_close()
