@@ -190,6 +190,8 @@ def _step_is_kept(stage: str, step: str, config: Any) -> str | None:
 
 
 def _examples(path: str, task: str) -> None:
+    made = "`dccot data rewrite` and `dccot data import-sft` write such sets"
+    require(Path(path).is_file(), f"no SFT set {path!r}; {made}")
     row = next((row for _, row in read_jsonl(path, report=lambda message: None)), None)
     lacking = [name for name in ("question", "completion") if row is None or not isinstance(row.get(name), str)]
     has = "an SFT row has id, question and completion"

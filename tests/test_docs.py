@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 import dccot
@@ -38,6 +40,8 @@ from dccot.lab.worlds.arithmetic import problem_stream
 from dccot.rollout.response import Finish, Segment
 from dccot.rollout.tags import TagIds
 from dccot.train.rewards import Graded
+from tests.support.hub import Hub, use_here
+from tests.support.hub import environment as hub_environment
 from tests.support.rounds import Round, flat
 from tests.support.servers import free_port
 
@@ -116,7 +120,8 @@ def folder(tmp_path_factory) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_jsonl_atomic(folder / f"{name}.jsonl", problems)
     examples = [{"id": str(i), "question": "Count.", "completion": demonstration(i)} for i in range(4)]
-    write_jsonl_atomic(folder / "sft.jsonl", examples)
+    for name in ("sft.jsonl", "runs/data/sft.jsonl"):
+        write_jsonl_atomic(folder / name, examples)
     (folder / "my_package").mkdir()
     (folder / "my_package/my_module.py").write_text("def my_reward(rollout, config, budget):\n    return 1.0\n")
     demo = ROOT / "runs/demo"
@@ -128,6 +133,25 @@ def folder(tmp_path_factory) -> Path:
         rollouts = [small_rollout(i, tiny.tokenizer("single")).to_json() for i in range(3)]
         write_jsonl_atomic(folder / "runs/demo/stage4/rollouts/step_000000.jsonl", rollouts)
     return folder
+
+
+@pytest.fixture(scope="session")
+def hub(folder):
+    """Stand-ins for everything that the pages fetch."""
+    datasets = {}
+    for name, wanted in PRESETS.items():
+        datasets[wanted.repo] = folder / "hub" / name
+        fields, rows = wanted.fields, [{"question": f"What is {i} + 1?", "gold": i + 1} for i in range(3)]
+        mark = f"{fields.gold_after} " if fields.gold_after else ""
+        renamed = [{fields.question: row["question"], fields.gold: f"{mark}{row['gold']}"} for row in rows]
+        (datasets[wanted.repo] / wanted.file).parent.mkdir(parents=True)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(renamed), datasets[wanted.repo] / wanted.file)
+    datasets["amahanka/DC-CoT-SFT-Dataset"] = folder / "hub/sft"
+    published = [{"problem": "What?", "parallel_rewritten_completion": demonstration(i)} for i in range(4)]
+    write_jsonl_atomic(folder / "hub/sft/train.jsonl", published)
+    models = ("agentica-org/DeepScaleR-1.5B-Preview", "amahanka/DC-CoT", "amahanka/DC-CoT-HLP")
+    with Hub(dict.fromkeys(models, folder / "MODEL"), datasets) as opened:
+        yield opened
 
 
 def in_process(words: list[str], capsys) -> str:
@@ -188,6 +212,7 @@ QUICK = {
     r"dccot pipeline .*": (checked, "the same"),
     r"(srun )?torchrun .* -m dccot\..*": (resolved, "wants 8 GPUs; docs-check trains with two processes"),
     r"dccot (sft|rl) .*": (resolved, "the same, or a whole training run"),
+    r"dccot data (fetch|import-sft) .*": (in_process, ""),
     r"dccot data (rewrite|sequential) .*": (resolved, "asks a paid API with a key, or generates for hours"),
     r"dccot( \w+)? --help": (helped, ""),
     r"dccot (plan|view|export) .*|dccot model check .* --no-engine": (in_process, ""),
@@ -248,12 +273,13 @@ def test_the_pages_hold_the_commands_that_they_should():
 
 @pytest.mark.parametrize("command", FOUND, ids=str)
 @pytest.mark.slow
-def test_every_command_is_run_or_has_a_reason(command, folder, capsys, monkeypatch):
+def test_every_command_is_run_or_has_a_reason(command, folder, hub, capsys, monkeypatch):
     rule = rule_for(command, QUICK)
     if rule is None:
         assert rule_for(command, THOROUGH) is not None, f"{command}: add a rule to {Path(__file__).name}"
         return
     monkeypatch.chdir(folder)
+    use_here(monkeypatch, hub.url, folder / "home")
     output = rule[0](command.words, capsys)
     assert output.strip()
     check_printed(command, output)
@@ -261,13 +287,14 @@ def test_every_command_is_run_or_has_a_reason(command, folder, capsys, monkeypat
 
 @thorough
 @pytest.mark.parametrize("command", [c for c in FOUND if rule_for(c, THOROUGH) is not None], ids=str)
-def test_commands_that_compute_do_so(command, folder):
+def test_commands_that_compute_do_so(command, folder, hub):
     words = [*command.words, *shlex.split(rule_for(command, THOROUGH))]
     if "--nproc_per_node" in words:
         words[words.index("--nproc_per_node") + 1] = "2"
     if words[0] == "tensorboard":
         return look_at_tensorboard(words, folder)
-    done = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=1800)
+    variables = environment() | hub_environment(hub.url, folder / "home") | {"HF_HUB_OFFLINE": "0"}
+    done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert done.stdout.strip() or "torchrun" in words
     check_printed(command, done.stdout)

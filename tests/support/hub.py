@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 if TYPE_CHECKING:
     import pytest
 
+PARQUET = "refs/convert/parquet"  # the revision in which the hub keeps every data set as parquet
 LARGE = 1000  # bytes from which a file has a sha256, as large files on the hub have
 
 
@@ -69,7 +70,10 @@ class Hub:
         if self.gone:  # a connection that was kept
             request.close_connection = True
             return
-        parts = [part for part in unquote(urlsplit(request.path).path).split("/") if part]
+        path = unquote(urlsplit(request.path).path).replace(PARQUET, "parquet")
+        parts = [part for part in path.split("/") if part]
+        if not parts:  # is anybody there?
+            return self._json(request, {})
         if parts[0] == "api":
             kind, name, what = parts[1], "/".join(parts[2:4]), parts[4:]
             if (kind, name) not in self.folders:
