@@ -127,7 +127,7 @@ def test_validation_without_problems_is_a_fault(inputs):
         ("report.rows={stage1: X}", "a key of rows is 'stage1'; it must be one of eval_dsr_32k"),
         ("report.baselines={DC-CoT: DSR}", "a name in baselines is 'DSR'; it must be one of DSR-32K"),
         ("eval_sft.model=rewrite", "stage rewrite trains no model; name one that does"),
-        ("sft.data.train=runs/paper/rewirte/sft.jsonl", "No such file"),
+        ("sft.data.train=runs/paper/rewirte/sft.jsonl", "no SFT set"),
         ("report.kind='-[a-z]+-'", "it must have one group"),
         ("report.kind='-([a-z+-'", "not a regular expression"),
         ("report.other_seeds=[nowhere]", "no file 'nowhere/recipe.yaml'"),
