@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Generate responses to a file of problems.", epilog=f"example: {example}"
     )
     add, methods = parser.add_argument, ("parallel", "sequential")
-    add("model", help="a Hugging Face folder, or a run (its newest checkpoint)")
+    add("model", help="a hub id, a Hugging Face folder, or a run (its newest checkpoint)")
     add("problems", type=Path, help="JSONL or parquet with id, question, gold")
     add("settings", nargs="*", metavar="key=value", help="e.g. rollout.temperature=1 engine.dtype=float32 seed=1")
     add("--n", type=positive, default=1, help="responses per problem (default: 1)")

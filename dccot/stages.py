@@ -180,8 +180,8 @@ ROWS = required("map evaluation stages to their names in the tables")
 @dataclass
 class EvalStage:
     seed: Seed = 0
-    # stage, stage@step or folder
-    model: Annotated[str, required("name a stage of the recipe or a folder")] = ""
+    # stage, stage@step, folder or hub id
+    model: Annotated[str, required("name a stage of the recipe, a folder or a hub id")] = ""
     method: Literal["parallel", "sequential"] = "parallel"
     budget: Positive = 12_000
     top_p: Share = 0.95  # the paper's; below 1, sampling sorts the vocabulary, which takes a CPU a while
@@ -233,7 +233,7 @@ def run_eval(context: Context, config: EvalStage) -> None:
 @dataclass
 class LatencyStage:
     seed: Seed = 0
-    parallel: COMPARED = ""  # stages, stage@step or folders
+    parallel: COMPARED = ""  # stages, stage@step, folders or hub ids
     sequential: COMPARED = ""
     problems: COMPARED = ""
     task: TaskName = "math"  # or your own: my_package.my_module:MyTask

@@ -41,6 +41,7 @@ from dccot.eval import results
 from dccot.eval.results import BENCHMARKS, Benchmark, Evaluation, Sample
 from dccot.model.config import read_config
 from dccot.model.folder import explain_best, model_checksums, resolve_model
+from dccot.model.hub import hub_name
 from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import Engine, EngineConfig, open_engine
@@ -244,10 +245,10 @@ def _classes(samples: Sequence[Sample], judge: Judge, runtime: Runtime) -> dict[
 
 
 def default_name(model: Path, config: EvalConfig) -> str:
-    """Of a model's folder: its run and step, or the folder's name; and how it was prompted."""
+    """Of a model's folder: its run and step, its name on the hub, or the folder's; and how it was prompted."""
     model = model.resolve()
     checkpoint = Checkpoint.of_weights(model)
-    name = f"{checkpoint.run.name}-{checkpoint.step}" if checkpoint else model.name
+    name = f"{checkpoint.run.name}-{checkpoint.step}" if checkpoint else hub_name(model) or model.name
     return f"{name}-{config.method}-{config.rollout.budget}"
 
 
@@ -263,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="example: dccot eval runs/hlp --bench aime24,math500 --n 16; rerun the same command to resume",
     )
     add = parser.add_argument
-    add("model", help="a Hugging Face folder, or a run (its newest checkpoint)")
+    add("model", help="a hub id, a Hugging Face folder, or a run (its newest checkpoint)")
     add("settings", nargs="*", metavar="key=value", help="e.g. rollout.temperature=1 engine.dtype=float32 seed=1")
     add("--bench", default="", help=f"some of {','.join(BENCHMARKS)}")
     mine = "JSONL with id, question, gold; may be repeated"

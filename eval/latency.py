@@ -194,9 +194,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="example: dccot eval latency runs/hlp --baseline runs/base --problems mine.jsonl --concurrency 1,4,16",
     )
     add = parser.add_argument
-    add("model", help="answers in parallel; a Hugging Face folder or a run")
+    add("model", help="answers in parallel; a hub id, a Hugging Face folder or a run")
     add("settings", nargs="*", metavar="key=value", help="e.g. engine.dtype=float32 rollout.workers=3")
-    add("--baseline", required=True, help="answers sequentially; a Hugging Face folder or a run")
+    add("--baseline", required=True, help="answers sequentially; the same")
     add("--problems", required=True, type=Path, metavar="FILE", help="JSONL with id, question, gold")
     add("--concurrency", type=levels_of, default="1,4,16", help="responses in progress at once (default: 1,4,16)")
     add("--n", type=positive, default=1, help="measured responses per problem and concurrency (default: 1)")

@@ -212,7 +212,7 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> int
         description=what, epilog='example: dccot solve runs/demo/stage4 "What is 2 + 3?" --trace solve.json'
     )
     add = parser.add_argument
-    add("model", help="a Hugging Face folder, or a run (its newest checkpoint, prompted as in training)")
+    add("model", help="a hub id, a Hugging Face folder, or a run (its newest checkpoint, prompted as in training)")
     add("problem", help="the problem, in quotes; - reads it from standard input")
     add("--budget", type=positive, metavar="N", help="tokens on the longest path; default: the run's own, or 7500")
     add("--temperature", type=float, metavar="T", help="0 takes the likeliest token; default: the run's own, or 0.6")

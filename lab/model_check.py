@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     what, example = "describe a model folder; compare with transformers and vLLM", "example: dccot model check MODEL"
     one = commands.add_parser("check", help=what, epilog=example)
-    one.add_argument("model", help="a Hugging Face folder, or a run (its newest checkpoint)")
+    one.add_argument("model", help="a hub id, a Hugging Face folder, or a run (its newest checkpoint)")
     one.add_argument("--workers", type=int, default=3, help="workers whose tags are shown (default: %(default)s)")
     one.add_argument("--no-engine", action="store_true", help="do not compare with vLLM, which takes a while to start")
     one.add_argument("--no-weights", action="store_true", help="compute nothing: configuration and tokenizer only")

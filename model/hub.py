@@ -86,6 +86,13 @@ def require_hub_data(name: str | Path) -> None:
     require(found, f"the data set {name} holds no {', '.join(DATA)}: name one that does, or a file")
 
 
+def hub_name(folder: Path) -> str | None:
+    """Name and commit of a folder in the cache; None for any other folder."""
+    if folder.parent.name != "snapshots":
+        return None
+    return f"{folder.parents[1].name.split('--')[-1]}-{folder.name[:7]}"
+
+
 def _patterns(weights: bool, data: bool) -> list[str]:
     return DATA if data else [*SMALL, "*.safetensors"] if weights else SMALL
 

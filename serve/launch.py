@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = made.add_argument
-    add("model", help="a Hugging Face folder, or a run (its newest checkpoint, prompted as it was trained)")
+    add("model", help="a hub id, a Hugging Face folder, or a run (its newest checkpoint, prompted as it was trained)")
     add("--port", default="8000", help="default 8000")
     add("--host", default="127.0.0.1", help="default 127.0.0.1; 0.0.0.0 listens on every network")
     add("--workers", type=positive, metavar="K", help="default: the run's own, or 3")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
 from dccot.model.folder import resolve_model
-from dccot.model.hub import is_hub_id
+from dccot.model.hub import hub_name, is_hub_id
 from tests.support.hub import Hub, use_here
 
 
@@ -42,7 +43,7 @@ def test_the_first_use_downloads_and_the_second_does_not_even_without_a_network(
         assert found, folder
         assert sorted(hub.served) == ["config.json", "model.safetensors"]  # no code
         commit = hub.commit("models", "someone/tiny")
-        assert folder.endswith(commit)
+        assert folder.endswith(commit) and hub_name(Path(folder)) == f"tiny-{commit[:7]}"
         assert ask(f"someone/tiny@{commit}", hub.url) == (True, folder)
         assert len(hub.served) == 2
     assert ask("someone/tiny", hub.url) == (True, folder)  # the hub is gone
