@@ -29,6 +29,7 @@ from dccot.model.folder import find_model
 from dccot.model.hub import hub_files, hub_folder, is_hub_id, verify_hub_folder
 from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.tags import TagIds, flaw_of, parse
+from dccot.rollout.thread import Thread
 
 FIELDS = {
     "id": ("id",),
@@ -119,7 +120,9 @@ def _files(source: str) -> list[Path]:
 
 def _example(row: dict, number: int, golds: dict[str, Any]) -> dict:
     """A row with our names for its fields."""
-    values = {name: next((row[key] for key in keys if row.get(key) is not None), None) for name, keys in FIELDS.items()}
+    values: dict[str, Any] = {
+        name: next((row[key] for key in keys if row.get(key) is not None), None) for name, keys in FIELDS.items()
+    }
     for name in ("question", "completion"):
         if not isinstance(values[name], str) or not values[name].strip():
             raise BadData(f"no text in {' or '.join(FIELDS[name])}")
@@ -147,16 +150,20 @@ def too_long(row: dict, config: ImportConfig, tokenizer: Any) -> str | None:
     if tokenizer is None:
         return None
     tags, parsed = TagIds.of(tokenizer, config.workers), parse(row["completion"], config.workers)
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
-    parts = [encode(parsed.final), [tags.eos]]
-    for each in parsed.rounds:
-        workers = [[*tag, *encode(text)] for tag, text in zip(tags.worker_open, each.workers)]
-        parts += [encode(each.director), *workers, *workers, tags.spawn_close]
+
+    def written(thread: Thread[str]) -> int:
+        """Tokens of its text and of the tags that inference inserts into it."""
+        opened = (len(tag) for fork in thread.all_forks() for tag, _ in zip(tags.worker_open, fork))
+        closed = sum(len(tags.spawn_close) for _ in thread.all_forks())
+        return thread.total(lambda text: len(tokenizer.encode(text, add_special_tokens=False))) + sum(opened) + closed
+
+    forks = [zip(tags.worker_open, fork) for fork in parsed.all_forks()]
+    read_again = sum(len(tag) + written(worker) for fork in forks for tag, worker in fork)
     try:
         prompt = task_of(config).prompting.ids(tokenizer, row["question"])
     except UnusablePrompt:
         return "its prompt cannot be used"
-    tokens = len(prompt) + sum(map(len, parts))
+    tokens = len(prompt) + written(parsed) + 1 + read_again
     return f"longer than {config.max_tokens:,} tokens" if tokens > config.max_tokens else None
 
 

@@ -119,8 +119,8 @@ def load_problems(
 
 def read_rows(path: Path, strict: bool = False, report: Report = print) -> Iterator[tuple[str, int, dict]]:
     """(place for messages, index, row) of every row of a JSONL or parquet file, or of a JSON file with a list."""
-    if path.suffix == ".json" and (rows := _listed(path)) is not None:
-        yield from ((f"{path} row {index}", index, row) for index, row in enumerate(rows))
+    if path.suffix == ".json" and (listed := _listed(path)) is not None:
+        yield from ((f"{path} row {index}", index, row) for index, row in enumerate(listed))
         return
     if path.suffix != ".parquet":
         for line, row in read_jsonl(path, strict=strict, report=report):

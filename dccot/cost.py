@@ -259,8 +259,8 @@ def stage_cost(plan: StagePlan, hardware: Hardware, a: Assumptions) -> Cost:
         return Cost(plan.name, _sampling(asked, hardware, a, 0, 24_000))
     if isinstance(config, EvalStage):
         most = config.max_problems or sum(PROBLEMS.values())
-        asked = {name: min(most, PROBLEMS.get(Path(name).stem, 100)) for name in config.benchmarks}
-        answers = sum(count * (config.n or _paper_n(name)) for name, count in asked.items())
+        counts = {name: min(most, PROBLEMS.get(Path(name).stem, 100)) for name in config.benchmarks}
+        answers = sum(count * (config.n or _paper_n(name)) for name, count in counts.items())
         return Cost(plan.name, _sampling(answers, hardware, a, 3 if config.method == "parallel" else 0, config.budget))
     if isinstance(config, RewriteConfig):
         count = (config.first or 4000) * 1.3  # attempts per solution

@@ -203,7 +203,7 @@ FAR = 3.0  # standard errors from which a difference is marked
 
 def against_paper(methods: Sequence[Method], titles: Titles) -> Table | None:
     """Rows and benchmarks that the paper has too: ours, its own, and their difference in standard errors."""
-    rows = []
+    rows: list[Row] = []
     for method in (each for each in methods if each.label in paper.RESULTS):
         known = [name for name in titles if name in paper.COLUMNS and method.point(name)]
         for number, name in enumerate(known):
