@@ -117,6 +117,8 @@ def launch(kind: type, train: Callable[[Any], None], argv: Sequence[str] | None,
 def log_to_terminal() -> None:
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s")
+    for client in ("httpx", "httpx2"):  # they log every request to the hub
+        logging.getLogger(client).setLevel(logging.WARNING)
 
 
 def launch_parser(description: str, example: str) -> argparse.ArgumentParser:

@@ -139,7 +139,7 @@ def test_validation_without_problems_is_a_fault(inputs):
         ("latency.concurrency=[0, 1]", "concurrency[0] is 0"),
         ("stage1.step=3", "unknown key step"),
         ("rewrite.by=rul", "by is 'rul'"),
-        ("eval_sft.model=''", "model is not set; name a stage of the recipe or a folder"),
+        ("eval_sft.model=''", "model is not set; name a stage of the recipe, a folder or a hub id"),
         ("latency.parallel=''", "parallel is not set"),
     ],
 )
