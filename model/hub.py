@@ -29,14 +29,15 @@ DATA = ["*.jsonl", "*.json", "*.parquet"]
 
 
 def is_hub_id(name: str | Path) -> bool:
-    """`owner/name` or `owner/name@revision`, unless there is such a path."""
+    """`owner/name` or `owner/name@revision`, unless there is such a path or it is the name of a data file."""
     text = str(name)
     return re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", text) is not None and not _exists(text)
 
 
 def _exists(text: str) -> bool:
     path = text.partition("@")[0]
-    return Path(path).exists() or path.startswith((".", "runs/", "configs/"))
+    named = path.startswith((".", "runs/", "configs/")) or any(fnmatch(path, pattern) for pattern in DATA)
+    return named or Path(path).exists()
 
 
 def hub_folder(name: str | Path, *, weights: bool = True, data: bool = False, download: bool = True) -> Path:

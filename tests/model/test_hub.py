@@ -86,6 +86,7 @@ def test_an_unknown_id_and_an_unknown_revision_say_so(tiny, ask):
         ("runs/hlp", False),
         ("runs/hlp@180", False),
         ("./model", False),
+        ("data/sft.jsonl", False),
         ("model", False),
         ("a/b/c", False),
         ("/abs/path", False),
