@@ -17,8 +17,9 @@ check        balance      mean over blocks of shortest / longest worker, 1 = all
              leak         a worker that names another worker, or states a result (`x = 5`) that another worker of this
                           block reached first and that neither the question nor the director's text before the block has
 
-Outputs are in the order of the problems. A rerun reads the attempts and continues; an attempt's seed is derived from
-(seed, problem, attempt), so it ends with what an uninterrupted run would have.
+Outputs are in the order of the problems; sequential solutions, with `order: attempts`, by the attempt that solved them.
+A rerun reads the attempts and continues; an attempt's seed is derived from (seed, problem, attempt), so it ends with
+what an uninterrupted run would have.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
+
+import numpy as np
 
 from dccot.core.config import Positive, Seed, lookup, require, required
 from dccot.core.files import BadData, JsonlWriter, checksum, read_jsonl, write_atomic, write_jsonl_atomic
@@ -68,8 +71,11 @@ class SequentialConfig:
     problems: Annotated[str, required("name a JSONL or parquet file")] = ""
     output: str = "runs/data/sequential.jsonl"
     task: TaskName = "math"  # or your own: my_package.my_module:MyTask
+    shuffle: Seed | None = None  # put the problems into a random order, drawn with this seed, before `first`; None: no
     first: int | None = 15_000  # use only the first N problems; None: all
     attempts: Positive = 3
+    # of the output: as the problems come, or all solved at the first attempt, then at the second, …
+    order: Literal["problems", "attempts"] = "problems"
     seed: Seed = 0
     prompt: PromptConfig = field(default_factory=lambda: PromptConfig("raw_sequential"))
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(budget=24_000, top_p=0.95))
@@ -100,7 +106,7 @@ def solve_sequentially(
 ) -> SequentialSummary | None:
     """`dccot data sequential`; None on ranks other than the first. A given engine is used and left running."""
     task, output = task_of(config), Path(config.output)
-    problems = task.problems(config.problems)[: config.first]
+    problems = chosen_problems(task.problems(config.problems), config.shuffle, config.first)
     with Runtime.of_workers() as runtime:
         model = resolve_model(config.model)
         read = {Path(config.problems).name: checksum(config.problems)}
@@ -111,6 +117,14 @@ def solve_sequentially(
             _attempt_problems(engine, judge, problems, config, progress)
             runtime.gather([])  # every attempt is on disk
         return _keep_first_correct(problems, config) if runtime.is_main else None
+
+
+def chosen_problems(problems: Sequence[Problem], shuffle: int | None, first: int | None) -> list[Problem]:
+    """The first `first` problems; with `shuffle`, of the permutation that NumPy's default generator draws with this
+    seed, which is also the one of Hugging Face's `Dataset.shuffle(seed)`.
+    """
+    order = range(len(problems)) if shuffle is None else np.random.default_rng(shuffle).permutation(len(problems))
+    return [problems[index] for index in order[:first]]
 
 
 def solution_attempts(output: str | Path, replica: int | str) -> Path:
@@ -153,6 +167,8 @@ def _keep_first_correct(problems: Sequence[Problem], config: SequentialConfig) -
     correct = [row for row in rows if row["verdict"] == Verdict.CORRECT]
     first = {row["id"]: row for row in sorted(correct, key=lambda row: row["attempt"], reverse=True)}
     solved = [problem for problem in problems if problem.id in first]
+    if config.order == "attempts":
+        solved.sort(key=lambda problem: first[problem.id]["attempt"])
     kept = [
         {**asdict(problem), "solution": row["text"], "attempt": row["attempt"], "tokens": row["tokens"]}
         for problem, row in ((problem, first[problem.id]) for problem in solved)

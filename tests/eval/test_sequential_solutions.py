@@ -6,11 +6,12 @@ from collections import defaultdict
 
 import pytest
 
-from dccot.core.config import ConfigError, check
+from dccot.core.config import ConfigError, check, load_config
 from dccot.core.files import read_jsonl
 from dccot.data.judge import Grader, GradingConfig
+from dccot.data.problems import Problem
 from dccot.data.prompts import INSTRUCTION, PromptConfig
-from dccot.data.sft_set import SequentialConfig, solution_attempts, solve_sequentially
+from dccot.data.sft_set import SequentialConfig, chosen_problems, solution_attempts, solve_sequentially
 from dccot.rollout.director import RolloutConfig
 
 pytestmark = pytest.mark.slow
@@ -65,6 +66,33 @@ def test_attempts_at_the_same_problem_differ(uninterrupted, config):
 def test_solutions_begin_with_the_tag_that_the_prompt_opened(uninterrupted, config):
     assert all(row["solution"].startswith("<think>\n") for _, row in read_jsonl(config.output))
     assert config.prompt.text("What is 1?") == f"What is 1? {INSTRUCTION}<think>\n"
+
+
+def test_in_the_order_of_attempts_all_first_attempts_come_first(uninterrupted, config, speaker_engine, tmp_path):
+    """The release's file: every problem's first attempt, then the second ones of those still open, …"""
+    again = SequentialConfig(**{**config.__dict__, "output": str(tmp_path / "kept.jsonl"), "order": "attempts"})
+    solution_attempts(again.output, 0).write_bytes(solution_attempts(config.output, 0).read_bytes())
+    solve_sequentially(again, speaker_engine)
+    solved = {
+        id: next((row["attempt"] for row in rows if row["verdict"] == "correct"), None)
+        for id, rows in attempts(config).items()
+    }
+    expected = [f"p{i}" for attempt in range(3) for i in range(24) if solved[f"p{i}"] == attempt]
+    assert [row["id"] for _, row in read_jsonl(again.output)] == expected
+    assert len(set(solved.values()) - {None}) > 1
+
+
+def test_shuffling_takes_numpys_permutation_of_the_seed_before_the_first_are_taken():
+    problems = [Problem(str(number), "?", "1") for number in range(10)]
+    # numpy.random.default_rng(42).permutation(10)
+    assert [int(each.id) for each in chosen_problems(problems, 42, None)] == [5, 6, 0, 7, 3, 2, 4, 9, 1, 8]
+    assert [int(each.id) for each in chosen_problems(problems, 42, 3)] == [5, 6, 0]
+    assert chosen_problems(problems, None, 3) == problems[:3]
+
+
+def test_the_papers_recipe_draws_and_orders_its_problems_as_the_release_does():
+    config = load_config(SequentialConfig, "configs/data/sequential.yaml", ["model=m", "problems=p"])
+    assert (config.shuffle, config.first, config.attempts, config.order) == (42, 15_000, 3, "attempts")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 0.9])
