@@ -52,7 +52,7 @@ from dccot.model.folder import model_checksums, resolve_model
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import Engine, EngineConfig, open_engine
 from dccot.rollout.response import Rollout
-from dccot.rollout.tags import TAG_PATTERN, IllFormed, Parsed, flaw_of, parse
+from dccot.rollout.tags import TAG_PATTERN, THINK_OPEN, IllFormed, Parsed, flaw_of, parse
 from dccot.rollout.thread import Thread
 
 Progress = Callable[[int, int], None]  # (done, total)
@@ -182,6 +182,7 @@ def _keep_first_correct(problems: Sequence[Problem], config: SequentialConfig) -
 
 ACCEPTED, FAILED = "accepted", "failed"
 ENDPOINT = "endpoint"
+OPENED = re.compile(rf"{THINK_OPEN}(?:\s|\\n)*\Z")  # in a file, the paper's template ends with a backslash and an n
 
 
 @dataclass
@@ -265,15 +266,19 @@ def by_rule(rewrite: Callable[..., str]) -> Rewriter:
 
 def by_endpoint(endpoint: Endpoint, instruction: str) -> Rewriter:
     """A rewriter that asks a stronger model: the instruction and then the problem with its solution, or one message if
-    the instruction has {question} and {assistant_response} to be filled in. There, doubled braces become single.
+    the instruction has {question} and {assistant_response} to be filled in. There, doubled braces become single, and a
+    solution that opens its thinking does not do so again after an instruction that ends with `<think>`, as the paper's.
     """
     message = prompt_text("rewrite_task.txt")
     if whole := "{question}" in instruction and "{assistant_response}" in instruction:
         message = instruction
+    opened = whole and OPENED.search(instruction.split("{assistant_response}")[0])
     places = r"\{\{question\}\}|\{\{solution\}\}" if not whole else r"\{\{|\}\}|\{question\}|\{assistant_response\}"
 
     async def reply(solution: Solution, attempt: int) -> Reply:
         question, text = solution.problem.question, solution.text
+        if opened:
+            text = text.lstrip().removeprefix(THINK_OPEN).lstrip("\n")
         meant = {"{{": "{", "}}": "}", "{question}": question, "{assistant_response}": text}
         meant |= {"{{question}}": question, "{{solution}}": text}
         filled = re.sub(places, lambda found: meant[found.group()], message)

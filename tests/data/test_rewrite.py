@@ -399,3 +399,19 @@ def test_an_instruction_with_places_for_problem_and_solution_is_one_message(tmp_
     expected = "Problem:\n\nfine\n\nIn \\boxed{}, {question}: " + solution + " {more} {fine}"
     assert body["messages"] == [{"role": "user", "content": expected}]
     assert "system" not in body
+
+
+@pytest.mark.parametrize("ending", ["<think>\\n", "<think>\n", "<think>"])
+def test_a_solution_that_opens_its_thinking_does_not_do_so_twice_after_the_papers_template(ending):
+    """The template's own last lines, as its appendix prints them and as Python reads them."""
+    template = f"Problem: {{question}}\nAlice's solution: {ending}{{assistant_response}}"
+    asked = []
+
+    class Listening:
+        async def ask(self, system: str, user: str):
+            asked.append(user)
+
+    rewriter = sft_set.by_endpoint(Listening(), template)
+    for text in ("<think>\nOkay, so</think>45", "Okay, so</think>45"):
+        asyncio.run(rewriter(sft_set.Solution(Problem("1", "What?", "45"), text), 0))
+    assert asked == [f"Problem: What?\nAlice's solution: {ending}Okay, so</think>45"] * 2
