@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 
 from dccot.core.files import BadData, JsonlWriter, read_jsonl
@@ -94,11 +94,14 @@ def sample_to_file(
 
 
 def grade(rollouts: Sequence[Rollout], judge: Judge, *, thinking_counts: bool = True) -> None:
-    """Fill in the verdicts: on whole responses, or only on what follows their thinking (DeepScaleR's rule)."""
-    texts = [rollout.text if thinking_counts else after_think(rollout.text) for rollout in rollouts]
-    pairs = [(text, rollout.gold) for text, rollout in zip(texts, rollouts)]
-    for rollout, verdict in zip(rollouts, judge.grade(pairs)):
-        rollout.verdict = verdict.value
+    """Fill in the verdicts on whole responses; unless `thinking_counts`, also on what follows their thinking, which is
+    what DeepScaleR's rule rewards.
+    """
+    whole = [(rollout.text, rollout.gold) for rollout in rollouts]
+    rest = [] if thinking_counts else [(after_think(rollout.text), rollout.gold) for rollout in rollouts]
+    verdicts = [verdict.value for verdict in judge.grade([*whole, *rest])]
+    for rollout, verdict, answer in zip_longest(rollouts, verdicts[: len(whole)], verdicts[len(whole) :]):
+        rollout.verdict, rollout.answer_verdict = verdict, answer
 
 
 def graded(rollouts: Iterable[Rollout], judge: Judge) -> Iterator[Rollout]:

@@ -57,7 +57,7 @@ HARDLY = 9999  # log-probs are kept as hundredths of a nat below zero, up to thi
 FIELDS: dict[Any, tuple[str, ...]] = {
     str: ("problem", "question", "text"),
     str | list: ("gold",),
-    str | None: ("flaw", "verdict"),
+    str | None: ("flaw", "verdict", "answer_verdict"),
     int: ("sample",),
     int | None: ("step",),
     int | float | None: ("reward", "advantage"),

@@ -144,6 +144,7 @@ class Rollout:
     flaw: str | None = None  # None: well-formed
     verdict: str | None = None  # a Verdict; None: not graded
     step: int | None = None
+    answer_verdict: str | None = None  # on what follows the thinking, if the reward looks at that alone
 
     @property
     def correct(self) -> bool:

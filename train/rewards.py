@@ -11,9 +11,10 @@
                   mean                  R − mean: a group's weight grows with the spread of its rewards
 
 DeepScaleR's rule for the sequential baselines is `high_length_penalty` with `correct_only` = 0, where well-formed means
-`<think>…</think>` with an answer after it; there, only what follows `</think>` is graded (data/rollouts.py). A response
-that the judge could not judge (timed out, crashed) has no reward, moves no other response's advantage, and has
-advantage 0. A group with equal rewards carries no signal: zeros.
+`<think>…</think>` with an answer after it. There, a response has two verdicts (data/rollouts.py): the reward goes by
+what follows `</think>`, filters and metrics by the final answer wherever it is, as in the paper. A response that the
+judge could not judge (timed out, crashed) has no reward, moves no other response's advantage, and has advantage 0. A
+group with equal rewards carries no signal: zeros.
 
 Each of the three is chosen from its registry, or is your own function, my_package.my_module:my_function:
 
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from dccot.core.config import NonNegative, Probability, known, lookup
@@ -82,6 +83,8 @@ def reward_of(rollout: Rollout, config: RewardConfig, budget: int, own: Reward |
     """
     if rollout.verdict is None:
         raise ValueError(f"rollout {rollout.sample} of problem {rollout.problem} has not been graded")
+    if rollout.answer_verdict is not None:
+        rollout = replace(rollout, verdict=rollout.answer_verdict)
     chosen = own or lookup(REWARDS, config.kind, "reward.kind")
     return chosen(rollout, config, budget) if rollout.judged else None
 

@@ -199,7 +199,7 @@ FAULTS = [
         "data/rollouts.py",
         "tests/data/test_rollouts.py tests/train/test_rewards.py",
         ('row["sample"] >= samples', 'row["sample"] > samples'),
-        ("rollout.text if thinking_counts else after_think(rollout.text)", "after_think(rollout.text)"),
+        ("[] if thinking_counts else [(after_think(rollout.text)", "[(after_think(rollout.text)"),
     ),
     *faults(
         "data/problems.py",

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dccot.core.config import ConfigError, load_config, lookup
 from dccot.core.runtime import Runtime
 from dccot.data.judge import Grader, GradingConfig
+from dccot.data.rollouts import grade
 from dccot.rollout.response import Rollout, Segment
 from dccot.rollout.tags import sequential_flaw_of
 from dccot.train.batch import Batch
@@ -86,6 +87,25 @@ def test_a_sequential_baseline_is_graded_on_what_follows_its_thinking(prompt, te
     with Grader(GradingConfig(workers=1)) as rl.judge:
         [graded] = rl.grade([asked])
     assert reward_of(graded, config.reward, config.rollout.budget) == expected
+
+
+@pytest.mark.parametrize(
+    ("texts", "rewards", "kept"),
+    [
+        ([r"<think>so \boxed{45}</think>I am done.", r"<think>so</think>\boxed{44}"], [0.0, 0.0], True),
+        ([r"<think>so \boxed{45}</think>I am done.", r"<think>so</think>\boxed{45}"], [0.0, 1.0], False),
+    ],
+)
+def test_remove_easy_goes_by_the_final_answer_alone_where_the_reward_wants_it_after_the_thinking(texts, rewards, kept):
+    """The paper, appendix: the DSR-HLP baselines filter "based solely on the correctness of the final answer"."""
+    config = load_config(RLConfig, "configs/rl/dsr_hlp_12k.yaml", ["model.path=m", "data.train=d"])
+    response = flat([1], [], Segment([], [5]))
+    rollouts = [Rollout("1", n, "?", "45", text, response, sequential_flaw_of(text)) for n, text in enumerate(texts)]
+    with Grader(GradingConfig(workers=1)) as judge:
+        grade(rollouts, judge, thinking_counts=config.prompt.parallel)
+    found = [Graded(**vars(each), reward=reward_of(each, config.reward, config.rollout.budget)) for each in rollouts]
+    assert [each.reward for each in found] == rewards
+    assert FILTERS[config.filter](found) is kept
 
 
 def test_an_ungraded_rollout_is_an_error_and_not_a_zero():
