@@ -111,6 +111,8 @@ def check_recipe(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: C
         try:
             config = plan.load()
             needs = plan.needs(config)
+            if mark is None:
+                plan.kind.ready(config)
         except (ConfigError, BadData) as error:
             found.fault(plan.name, "", str(error).removeprefix(f"stage {plan.name}: "))
         else:

@@ -143,16 +143,17 @@ def run_sequential(context: Context, config: sft_set.SequentialConfig) -> None:
     context.say(sft_set.solve_sequentially(config, engine))
 
 
-def _key(plan: StagePlan, config: sft_set.RewriteConfig) -> list[Need]:
+def _has_key(config: sft_set.RewriteConfig) -> None:
     if config.rule() is None:
         config.endpoint.key()
-    return []
 
 
 REWRITTEN = {"output": "{folder}/sft.jsonl"}
 
 
-@kind(sft_set.RewriteConfig, given=REWRITTEN, reads={"source": "file", "instruction": "file"}, needs=_key, alone=True)
+@kind(
+    sft_set.RewriteConfig, given=REWRITTEN, reads={"source": "file", "instruction": "file"}, ready=_has_key, alone=True
+)
 def run_rewrite(context: Context, config: sft_set.RewriteConfig) -> None:
     context.folder.mkdir(parents=True, exist_ok=True)
     context.say(asyncio.run(sft_set.rewrite(config)))

@@ -13,7 +13,7 @@ import pytest
 from dccot.core.config import ConfigError
 from dccot.lab.worlds import bigram
 from dccot.pipeline import main
-from dccot.preflight import check_recipe
+from dccot.preflight import check_recipe, made_from
 from dccot.stages import load_recipe
 
 BENCHMARKS = ("aime24", "amc23", "hmmt25", "math500", "minerva", "olympiadbench")
@@ -87,6 +87,15 @@ def test_a_missing_model_names_every_stage_that_begins_with_it(inputs):
 def test_a_missing_key_names_its_variable(inputs, monkeypatch):
     monkeypatch.delenv("ANTHROPIC_API_KEY")
     assert faults() == {"the environment variable ANTHROPIC_API_KEY (endpoint.key_variable) is not set": {"rewrite"}}
+
+
+def test_a_finished_rewriting_needs_no_key(inputs, monkeypatch):
+    _, plans = load_recipe("configs/paper.yaml", ["model=MODEL"])
+    [plan] = [plan for plan in plans if plan.name == "rewrite"]
+    plan.folder.mkdir(parents=True)
+    plan.home.finish({"seconds": 1.0, "made_from": made_from(plan, plan.load())})
+    monkeypatch.delenv("ANTHROPIC_API_KEY")
+    assert faults() == {}
 
 
 def test_all_faults_are_reported_at_once(inputs, monkeypatch, capsys):
