@@ -15,6 +15,7 @@ from contextlib import closing
 from itertools import islice, zip_longest
 from pathlib import Path
 
+from dccot.core.config import lookup
 from dccot.core.files import BadData, JsonlWriter, read_jsonl
 from dccot.data.judge import Judge
 from dccot.data.prompts import PromptConfig, Prompted
@@ -22,7 +23,7 @@ from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import Engine
 from dccot.rollout.generate import Request, Watch, generate
 from dccot.rollout.response import Rollout
-from dccot.rollout.tags import after_think, flaw_of, sequential_flaw_of
+from dccot.rollout.tags import RULES, after_think, sequential_flaw_of
 
 Pair = tuple[str, int]  # problem id, sample
 GRADED_TOGETHER = 64
@@ -67,15 +68,19 @@ def roll_out(
     *,
     seed: tuple[int | str, ...],
     watch: Watch | None = None,
+    rule: str = "strict",
 ) -> Iterator[Rollout]:
-    """These samples, ungraded, each as soon as it is finished, its format checked by the rules of its prompt."""
+    """These samples, ungraded, each as soon as it is finished, its format checked by the rules of its prompt; `rule` is
+    that of parallel ones (tags.RULES).
+    """
+    parallel_flaw_of = lookup(RULES, rule, "format.rule")
     known = {problem.id: (problem, ids) for problem, ids in prompted}
     requests = [Request(problem, sample, known[problem][1], prompt.parallel) for problem, sample in pairs]
     with closing(generate(engine, requests, config, seed=seed, watch=watch)) as responses:
         for request, response in responses:
             problem, _ = known[request.problem]
             text = prompt.whole_text(response.text(engine.tokenizer))
-            flaw = flaw_of(text, config.workers) if prompt.parallel else sequential_flaw_of(text)
+            flaw = parallel_flaw_of(text, config.workers) if prompt.parallel else sequential_flaw_of(text)
             yield Rollout(problem.id, request.sample, problem.question, problem.gold, text, response, flaw)
 
 

@@ -6,17 +6,20 @@
 A response is well-formed when `<think>…</think><answer>…</answer>` is the whole text except for white space, at least
 one `<spawn_workers>` block is inside think, every block holds exactly workers 1..K in order with only white space
 between them, non-empty director text comes before every block, and there is no other tag. `flaw_of` says which rule is
-broken.
+broken. The reward may go by another rule (`format.rule`, RULES); a text is split into segments by this one only.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
+from dccot.core.config import known
 from dccot.core.files import BadData
 from dccot.model.tokenizer import SPACED
 from dccot.rollout.thread import Thread
@@ -111,6 +114,48 @@ def flaw_of(text: str, workers: int = 3) -> Flaw | None:
     except IllFormed as ill:
         return ill.flaw
     return None
+
+
+def release_flaw_of(text: str, workers: int = 3) -> Flaw | None:
+    """The rule of the authors' release: each tag is the first of its kind after the one before it, and what is between
+    them is not read. So workers and the answer may hold other tags, and director text tags that open no block.
+    """
+    before, _, rest = text.partition(THINK_OPEN)
+    if before.strip() or THINK_OPEN not in text:
+        return Flaw.NO_THINK
+    thought, closed, rest = rest.partition(THINK_CLOSE)
+    if not closed:
+        return Flaw.OPEN_THINK
+    between, opened, rest = rest.partition(ANSWER_OPEN)
+    if between.strip() or not opened:
+        return Flaw.NO_ANSWER
+    _, closed, after = rest.partition(ANSWER_CLOSE)
+    if not closed or after.strip():
+        return Flaw.TEXT_AFTER_ANSWER if closed else Flaw.OPEN_ANSWER
+    if SPAWN_OPEN not in thought:
+        return Flaw.NO_SPAWN
+    while SPAWN_OPEN in thought:
+        director, _, rest = thought.partition(SPAWN_OPEN)
+        block, closed, thought = rest.partition(SPAWN_CLOSE)
+        if not director.strip() or not closed:
+            return Flaw.OPEN_SPAWN if director.strip() else Flaw.EMPTY_DIRECTOR
+        for index in range(1, workers + 1):
+            between, opened, rest = block.partition(worker_open(index))
+            _, closed, block = rest.partition(worker_close(index))
+            if between.strip() or not opened or not closed:
+                return Flaw.OPEN_WORKER if opened and not between.strip() else Flaw.WORKER_ORDER
+        if block.strip():
+            return Flaw.TEXT_BETWEEN_WORKERS
+    return None
+
+
+RULES: dict[str, Callable[[str, int], Flaw | None]] = {"strict": flaw_of, "release": release_flaw_of}
+
+
+@dataclass
+class FormatConfig:
+    # what counts as well-formed: strict, release (the authors' code), or your own module:function (text, workers)
+    rule: Annotated[str, known(RULES)] = "strict"
 
 
 def overshoots(text: str) -> Counter[str]:

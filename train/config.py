@@ -21,7 +21,7 @@ from dccot.model.sharding import ShardingConfig
 from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import EngineConfig
-from dccot.rollout.tags import TagIds
+from dccot.rollout.tags import FormatConfig, TagIds
 from dccot.train.checkpoint import CheckpointConfig
 from dccot.train.objectives import ObjectiveConfig
 from dccot.train.phases import ProfileConfig
@@ -153,6 +153,7 @@ class RLConfig(TrainingConfig):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     grading: GradingConfig = field(default_factory=GradingConfig)
+    format: FormatConfig = field(default_factory=FormatConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     batch: RLBatch = field(default_factory=RLBatch)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)

@@ -280,7 +280,8 @@ class RL(Trainer[RLConfig]):
         mine = problems[self.engine.replica :: self.engine.replicas]
         self.engine.forget_prefixes()  # the cache must not depend on earlier work
         pairs = missing_pairs(mine, samples)
-        return list(roll_out(self.engine, mine, pairs, self.config.prompt, config, seed=seed, watch=watch))
+        prompt, rule = self.config.prompt, self.config.format.rule
+        return list(roll_out(self.engine, mine, pairs, prompt, config, seed=seed, watch=watch, rule=rule))
 
     def _judged(self, mine: list[Rollout]) -> list[Rollout]:
         """All ranks' rollouts, graded where they were made, in an order that no speed decides."""

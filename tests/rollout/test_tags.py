@@ -1,5 +1,7 @@
 """The protocol's rules, each with a text that breaks only it."""
 
+import random
+
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -13,9 +15,11 @@ from dccot.rollout.tags import (
     flaw_of,
     overshoots,
     parse,
+    release_flaw_of,
     sequential_flaw_of,
 )
 from tests.support.rounds import Round, final_of, rounds_of
+from tests.support.tag_soup import oracle, soup
 
 BLOCK = "<spawn_workers><worker_1>a</worker_1><worker_2>b</worker_2></spawn_workers>"
 GOOD = f"<think>plan{BLOCK}so</think><answer>4</answer>"
@@ -60,6 +64,46 @@ FLAWS = {  # texts, and changes to the good one
 def test_each_broken_rule_is_named(flaw, text):
     assert set(FLAWS) == set(Flaw)
     assert flaw_of(text if isinstance(text, str) else GOOD.replace(*text), workers=2) == flaw
+
+
+CRAFTED = {  # change to the good text → whether the release accepts it; the strict rule refuses all fifteen
+    ("a</", "a <think> a</"): True,  # workers and the answer may hold any other tag
+    ("a</", "a <answer> a</"): True,
+    ("a</", "a <worker_2> a</"): True,
+    ("a</", "a </worker_2> a</"): True,
+    ("b</", "b <spawn_workers> b</"): True,
+    ("4", "<think>4"): True,
+    ("4", "</think>4"): True,
+    ("4", "<worker_1>4</worker_1>"): True,
+    ("a</", "a </think> a</"): False,  # the first occurrence of a tag counts
+    ("b</", "b </spawn_workers> b</"): False,
+    ("a</", "a</worker_1> a</"): False,
+    ("4", "4</answer>4"): False,
+    ("<worker_2>b</worker_2>", ""): False,
+    ("</think>", "</think>so"): False,
+    ("<think>plan", "<think>"): False,
+}
+
+
+@pytest.mark.parametrize(("change", "accepted"), CRAFTED.items())
+def test_of_fifteen_texts_with_stray_or_nested_tags_the_release_accepts_eight(change, accepted):
+    """Its rule as described: the first occurrence of each tag, and any other tag inside workers and the answer. Which
+    fifteen texts were tried is not known; these follow from that description.
+    """
+    text = GOOD.replace(*change)
+    assert text != GOOD and flaw_of(text, workers=2) is not None
+    assert (release_flaw_of(text, workers=2) is None) is accepted
+    assert len(CRAFTED) == 15 and sum(CRAFTED.values()) == 8
+
+
+def test_what_is_well_formed_by_the_strict_rule_is_so_by_the_releases():
+    rng, well_formed = random.Random(0), 0
+    for _ in range(3000):
+        workers = rng.choice((1, 2, 3))
+        if oracle(text := soup(rng, workers), workers):
+            well_formed += 1
+            assert release_flaw_of(text, workers) is None, text
+    assert well_formed > 500
 
 
 def test_the_error_shows_where_reading_stopped():
