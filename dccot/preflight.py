@@ -244,12 +244,16 @@ def changes(plan: StagePlan, config: Any, mark: dict[str, Any]) -> list[tuple[st
     return found
 
 
+# settings added since, whose default is not what versions without them did
+BEFORE = {"loss_mean": "tokens"}
+
+
 def _completed(before: dict[str, Any], now: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """`before` with the defaults of settings added since, which describe the old behaviour, without those that went."""
     before = {name: value for name, value in before.items() if name in now or name in defaults or not defaults}
     groups = [name for name in before if isinstance(before[name], dict) and isinstance(now.get(name), dict)]
     inner = {name: _completed(before[name], now[name], defaults.get(name) or {}) for name in groups}
-    added = {name: defaults[name] for name in now if name in defaults and name not in before}
+    added = {name: BEFORE.get(name, defaults[name]) for name in now if name in defaults and name not in before}
     named = {}
     if "task" in added:  # before tasks had names, a stage did what its task does, and `by` named the task's rewriting
         named = {name: now[name] for name in ("task", "by") if name == "task" or (name in now and now[name] is None)}

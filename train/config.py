@@ -94,6 +94,8 @@ class SFTValidation:
 class SFTConfig(TrainingConfig):
     name: str = "sft"
     steps: Positive = 1800
+    # of what the loss is a mean: examples (each example's own token mean; the release) or tokens (long ones count more)
+    loss_mean: Literal["examples", "tokens"] = "examples"
     threads: Positive | None = None  # CPU threads per rank; a tiny model is fastest with one. None: torch's choice
     data: SFTData = field(default_factory=SFTData)
     prompt: PromptConfig = field(default_factory=lambda: PromptConfig(open_think=False))

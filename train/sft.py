@@ -3,8 +3,9 @@
     torchrun --nproc_per_node 8 -m dccot.train.sft configs/sft.yaml model.path=…   or   dccot sft configs/sft.yaml …
 
 A demonstration is split into segments as inference would have produced them, tokenised segment by segment, and laid out
-as a forest; the loss is the mean negative log-prob of the sampled tokens, at temperature 1. Opening worker tags and
-`</spawn_workers>` carry no loss: at inference they are inserted. Data: JSONL with `id`, `question`, `completion`.
+as a forest; the loss is the negative log-prob of the sampled tokens, at temperature 1: the mean of each example's own
+mean, or the mean over all tokens of the batch (`loss_mean`). Opening worker tags and `</spawn_workers>` carry no loss:
+at inference they are inserted. Data: JSONL with `id`, `question`, `completion`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from dccot.train.config import SFTConfig, open_model
 from dccot.train.flops import pair_cost
 from dccot.train.forest import Forest, longest_position, pack
 from dccot.train.trainer import Trainer
-from dccot.train.update import compute_logprobs
+from dccot.train.update import TokenLoss, compute_logprobs
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +114,21 @@ def negative_logprob(number: int, forest: Forest, logprob: Tensor, entropy: Tens
     return -logprob
 
 
+def sft_loss(responses: Sequence[Response], mean: str) -> TokenLoss:
+    """For `examples`, tokens are weighted such that the token mean of the batch is the mean of the examples' means: it
+    depends neither on packing nor on the number of ranks, since all ranks know the whole batch.
+    """
+    if mean == "tokens":
+        return negative_logprob
+    sampled = torch.tensor([response.sampled_tokens for response in responses], dtype=torch.float64)
+    weights = sampled.sum() / (len(responses) * sampled.clamp(min=1))
+
+    def weighted(number: int, forest: Forest, logprob: Tensor, entropy: Tensor) -> Tensor:
+        return -logprob * weights.to(logprob)[forest.response[forest.targets].long()]
+
+    return weighted
+
+
 class SFT(Trainer[SFTConfig]):
     """One run: its parts, and what a step does."""
 
@@ -141,7 +157,8 @@ class SFT(Trainer[SFTConfig]):
         """One optimizer step and its metrics."""
         with self.phases("pack"):
             forests = self.forests(examples)
-        report = self.optimizer_step(forests, negative_logprob, temperature=1.0)
+        loss = sft_loss([example.response for example in examples], self.config.loss_mean)
+        report = self.optimizer_step(forests, loss, temperature=1.0)
         self.note_bad(self.phases.step, [report], lambda folder: self.save_rows(examples, folder))
         return self.update_metrics([report], forests)
 

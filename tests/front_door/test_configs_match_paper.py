@@ -17,6 +17,8 @@ TABLE = {
     "batch.prompts": (96, 96, 192, 96, 96, 96, 96, 96),
     "objective.kind": ("dapo", "cispo", "cispo", "cispo", "cispo", "cispo", "cispo", "cispo"),
     "rollout.budget": (7500, 7500, 7500, 7500, 12000, 12000, 12000, 24000),
+    "rollout.total_tokens": (None,) * 4 + (21000, 21000, None, None),  # the release's; the paper has none
+    "objective.dual_clip": (3.0,) + (None,) * 7,  # the release's; the paper has none
     "reward.cutoff": (2000, 2000, 2000, 2000, 6500, 2000, 2000, 2000),
     "reward.length_penalty": (0.1, 0.1, 0.1, 0.1, 0.1, 0.9, 0.9, 0.9),
     "reward.correct_only": (0.5, 0.5, 0.5, 0.5, 0.5, 0.01, 0.0, 0.0),
@@ -31,14 +33,12 @@ SAME_IN_ALL = {
     "rollout.temperature": 0.6,
     "rollout.top_p": 1.0,
     "rollout.max_rounds": None,
-    "rollout.total_tokens": None,
     "prompt.open_think": True,
     "batch.group_size": 7,
     "advantage": "std",
     "batch.optimizer_steps": 2,
     "objective.clip_low": 0.2,
     "objective.clip_high": 0.28,
-    "objective.dual_clip": None,
     "objective.ratio_cap": 5.0,
     "objective.kl_coefficient": 0.001,
     "objective.rollout_ratio_cap": None,
@@ -60,6 +60,7 @@ SFT = {
     "batch.examples": 8,
     "rollout.workers": 3,
     "data.max_tokens": 10_000,
+    "loss_mean": "examples",  # the release's
     "prompt.kind": "parallel",
     "prompt.open_think": False,
     "optimizer.learning_rate": 5e-6,

@@ -138,7 +138,9 @@ def test_in_the_miniature_the_sequential_base_gets_the_same_rl_as_dc_cot():
     plans = {plan.name: plan for plan in load_recipe("configs/mini/mini.yaml")[1]}
     for ours, theirs in [*((stage, f"dsr_{stage}") for stage in STAGES), ("hlp", "dsr_hlp_12k")]:
         one, other = flat(plans[ours].load()), flat(plans[theirs].load())
-        allowed = {"name", "seed", "model.path", "prompt.kind"} | ({"reward.correct_only"} if ours == "hlp" else set())
+        allowed = {"name", "seed", "model.path", "prompt.kind"} | (
+            {"reward.correct_only", "rollout.total_tokens"} if ours == "hlp" else set()
+        )
         assert {key for key in one if one[key] != other[key]} == allowed
     assert {plan.load().budget for name, plan in plans.items() if name.startswith("eval_") or name == "latency"} == {
         640

@@ -1,15 +1,17 @@
 """Demonstrations become the responses that inference would have given, and training on them can be stopped anywhere."""
 
 import pytest
+import torch
 
 from dccot.core.config import load_config
 from dccot.core.files import BadData
 from dccot.lab.worlds.arithmetic import make_tokenizer
+from dccot.rollout.response import Segment
 from dccot.rollout.tags import IllFormed, TagIds
 from dccot.train.config import SFTConfig
-from dccot.train.forest import build_forest
-from dccot.train.sft import demonstration, load_examples
-from tests.support.rounds import final_of, rounds_of
+from dccot.train.forest import build_forest, pack
+from dccot.train.sft import demonstration, load_examples, sft_loss
+from tests.support.rounds import final_of, flat, rounds_of
 
 TEXT = """<think>
 abc<spawn_workers> <worker_1>x</worker_1>
@@ -113,6 +115,16 @@ def test_what_is_left_out_is_counted_and_said(tokenizer, write_rows, caplog):
     assert [example.id for example in load_examples(path, config(path), tokenizer)] == ["good"]
     assert "1 examples; dropped 1 over 10000 tokens, 1 ill-formed, 1 with a prompt that cannot be used" in caplog.text
     assert f"{path}:4 left out: prompt has 2,0" in caplog.text
+
+
+def test_the_loss_is_the_mean_of_example_means_or_of_all_tokens():
+    """One example of a single token and one of three: (2 + (1 + 3 + 8) / 3) / 2 = 3, or (2 + 1 + 3 + 8) / 4 = 3.5."""
+    responses = [flat([1], [], Segment([], [5] * count)) for count in (1, 3)]
+    [forest] = pack(responses, 100, share_prompts=False).forests()
+    own = {0: [2.0], 1: [1.0, 3.0, 8.0]}
+    logprob = -torch.tensor([own[int(each)].pop(0) for each in forest.response[forest.targets]])
+    found = {mean: sft_loss(responses, mean)(0, forest, logprob, logprob).mean() for mean in ("examples", "tokens")}
+    assert found == {"examples": 3.0, "tokens": 3.5}
 
 
 def test_a_row_without_a_completion_is_named(tokenizer, write_rows):

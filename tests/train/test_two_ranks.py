@@ -4,6 +4,7 @@ a full disk stops nobody.
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from dccot.kernels.tree_attention import TreeMask
 from dccot.model.config import read_config
 from dccot.model.transformer import Transformer
 from dccot.model.weights import load_weights
+from dccot.rollout.response import Response, Segment
 from dccot.train.objectives import dapo
 from tests.support.rounds import final_of, rounds_of
 from tests.train.test_token_metrics import agree
@@ -43,33 +45,57 @@ def facts(world: Path, ranks: int, packing: str) -> dict:
     return json.loads((world / str(ranks) / "facts.json").read_text())[packing]
 
 
+def separate_calls(model: Transformer, response: Response, temperature: float) -> Iterator[tuple[Segment, Tensor]]:
+    """(segment, log-probs of what it sampled), one causal run per call that inference made, none packed."""
+    read = list(response.prompt)
+    segments = [[round_.director] for round_ in rounds_of(response)]
+    for director, round_ in zip(segments, rounds_of(response)):
+        director.extend(round_.workers)
+    for together in [*segments, [final_of(response)] if final_of(response) else []]:
+        for number, segment in enumerate(together):
+            context = read + (together[0].tokens if number else [])
+            ids = torch.tensor(context + segment.tokens)
+            mask = TreeMask.causal([len(ids)])
+            logprobs = (model(ids, mask.position, mask) / temperature).log_softmax(-1)
+            first = len(context) + len(segment.inserted)
+            yield segment, logprobs[first - 1 : len(ids) - 1].gather(1, ids[first:, None])[:, 0]
+        read += [token for segment in together for token in segment.tokens]
+
+
 @pytest.fixture(scope="module")
-def expected(world, checkpoint, random_responses) -> tuple[float, int, dict[str, Tensor]]:
-    """Loss, tokens and gradient in fp64, one causal run per call that inference made, none packed with another."""
+def model(checkpoint) -> Transformer:
     model = Transformer(read_config(checkpoint)).double()
     load_weights(model, checkpoint)
+    return model
+
+
+@pytest.fixture(scope="module")
+def expected(world, model, random_responses) -> tuple[float, int, dict[str, Tensor]]:
+    """Loss, tokens and gradient in fp64."""
     responses = random_responses(prompts=5, samples=4, seed=5, longest=30)
     losses = []
     for response, advantage in zip(responses, torch.linspace(-1.5, 2.0, len(responses))):
-        read = list(response.prompt)
-        segments = [[round_.director] for round_ in rounds_of(response)]
-        for director, round_ in zip(segments, rounds_of(response)):
-            director.extend(round_.workers)
-        for together in [*segments, [final_of(response)] if final_of(response) else []]:
-            for number, segment in enumerate(together):
-                context = read + (together[0].tokens if number else [])
-                ids = torch.tensor(context + segment.tokens)
-                mask = TreeMask.causal([len(ids)])
-                logprobs = (model(ids, mask.position, mask) / 0.6).log_softmax(-1)
-                first = len(context) + len(segment.inserted)
-                logprob = logprobs[first - 1 : len(ids) - 1].gather(1, ids[first:, None])[:, 0]
-                old = torch.tensor(segment.logprobs, dtype=torch.float32).double()
-                kl = torch.exp(old - logprob) - (old - logprob) - 1
-                losses.append(dapo(logprob, old, advantage.double(), clip_low=0.2, clip_high=0.28) + 0.001 * kl)
-            read += [token for segment in together for token in segment.tokens]
+        for segment, logprob in separate_calls(model, response, 0.6):
+            old = torch.tensor(segment.logprobs, dtype=torch.float32).double()
+            kl = torch.exp(old - logprob) - (old - logprob) - 1
+            losses.append(dapo(logprob, old, advantage.double(), clip_low=0.2, clip_high=0.28) + 0.001 * kl)
     every = torch.cat(losses)
+    model.zero_grad()
     every.mean().backward()
     return float(every.detach().mean()), len(every), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_mean_of_example_means_depends_neither_on_packing_nor_on_ranks(world, model, random_responses, ranks):
+    """SFT's loss and the norm of its gradient, against separate calls in fp64."""
+    responses = random_responses(prompts=5, samples=4, seed=5, longest=30)
+    calls = [[logprob for _, logprob in separate_calls(model, one, 1.0)] for one in responses]
+    loss = sum(-torch.cat(logprobs).mean() for logprobs in calls if logprobs) / len(responses)  # one is empty
+    model.zero_grad()
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    norm = float(torch.cat([gradient.flatten() for gradient in gradients]).norm())
+    for packing in PACKED:
+        assert facts(world, ranks, packing)["example_mean"] == pytest.approx([float(loss.detach()), norm], rel=1e-6)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -22,6 +22,7 @@ from dccot.train.forest import pack
 from dccot.train.metrics import TokenMetrics
 from dccot.train.objectives import ObjectiveConfig, objective_loss
 from dccot.train.phases import Phases, ProfileConfig, profiled
+from dccot.train.sft import sft_loss
 from dccot.train.update import OptimizerConfig, accumulate, apply_gradients, make_optimizer
 from tests.train.test_token_metrics import batches
 
@@ -54,10 +55,13 @@ def gradients(runtime: Runtime, checkpoint: Path, responses_file: Path, out: Pat
     for name, (budget, share, once) in PACKINGS.items():
         packed = responses[1:2] if name == LONELY else responses
         forests = pack(packed, budget, runtime.ranks, share_prompts=share).forests(runtime.rank)
+        mean, _ = accumulate(model, forests, sft_loss(packed, "examples"), 1.0, runtime, once)
+        mean_norm, _ = apply_gradients(model, optimizer, float("nan"), 1.0, 1.0)
         loss, tokens = accumulate(model, forests, token_loss, 0.6, runtime, once)
         gradients = {key: p.grad.full_tensor().clone() for key, p in model.named_parameters()}
         facts[name] = {
             "loss": loss,
+            "example_mean": [mean, mean_norm],
             "tokens": tokens,
             "targets": runtime.gather([[len(forest.targets) for forest in forests]]),
         }
