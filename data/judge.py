@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, Self
+from typing import Annotated, Any, Literal, Protocol, Self
 
 import psutil
 from pydantic import Field
@@ -76,6 +76,7 @@ class GradingConfig:
     seconds: Annotated[float, Field(ge=0.1)] = 5.0  # CPU seconds per answer
     memory_mb: Annotated[int, Field(ge=64)] = 1024  # per answer, on top of what the process itself needs
     answer_block_only: bool = False  # look only inside <answer>…</answer>
+    golds: Literal["any", "first"] = "any"  # of several golds: any of them is right, or only the first (the release)
 
 
 class Grader(Judge):
@@ -103,7 +104,8 @@ class Grader(Judge):
         return self._verdicts([(text, gold)])[0]
 
     def _verdicts(self, pairs: Sequence[tuple[str, Gold]]) -> list[Verdict]:
-        golds = [[gold] if isinstance(gold, str) else gold for _, gold in pairs]
+        most = 1 if self.config.golds == "first" else None
+        golds = [[gold] if isinstance(gold, str) else gold[:most] for _, gold in pairs]
         keys = [(self._scope(text), tuple(map(boxed, gold))) for (text, _), gold in zip(pairs, golds)]
         distinct = list(dict.fromkeys(keys))
         answers = dict(zip(distinct, self._ask_all([["grade", text, list(golds)] for text, golds in distinct])))

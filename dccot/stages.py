@@ -39,6 +39,7 @@ from dccot.core.run import Run
 from dccot.core.runtime import Runtime
 from dccot.data import sft_set
 from dccot.data.import_sft import ImportConfig, import_sft
+from dccot.data.judge import GradingConfig
 from dccot.data.prompts import PromptConfig
 from dccot.data.task import TaskName
 from dccot.eval import latency
@@ -194,6 +195,7 @@ class EvalStage:
     max_problems: Positive | None = None  # of each benchmark, always the same ones, drawn at random; None: all
     max_prompt_tokens: Positive = 4096
     engine: EngineConfig = field(default_factory=EngineConfig)
+    grading: GradingConfig = field(default_factory=GradingConfig)
 
     def check(self) -> None:
         _require_distinct([Path(file).stem for file in self.benchmarks], "benchmarks", "the files")
@@ -211,10 +213,12 @@ def _require_distinct(names: Sequence[str], what: str, renamed: str) -> None:
     require(len(set(names)) == len(names), f"two {what} are called {twice!r}; rename one of {renamed}")
 
 
-def sampling(config: EvalStage | LatencyStage, method: str, top_p: float = 0.95) -> EvalConfig:
+def sampling(
+    config: EvalStage | LatencyStage, method: str, top_p: float = 0.95, grading: GradingConfig | None = None
+) -> EvalConfig:
     prompt = PromptConfig(kind=method, max_prompt_tokens=config.max_prompt_tokens)
     rollout = RolloutConfig(budget=config.budget, top_p=top_p)
-    found = EvalConfig(config.seed, config.task, prompt, rollout, config.engine)
+    found = EvalConfig(config.seed, config.task, prompt, rollout, config.engine, grading or GradingConfig())
     check(found)
     return found
 
@@ -228,7 +232,8 @@ def _evaluated(plan: StagePlan, config: EvalStage) -> list[Need]:
 def run_eval(context: Context, config: EvalStage) -> None:
     model = resolve_model(context.plan.recipe.place(config.model))
     engine = None if config.engine.url else context.engines.on(model, config.engine)
-    evaluate(model, config.resolved(), sampling(config, config.method, config.top_p), context.folder, engine=engine)
+    how = sampling(config, config.method, config.top_p, config.grading)
+    evaluate(model, config.resolved(), how, context.folder, engine=engine)
 
 
 @dataclass

@@ -141,6 +141,7 @@ def _settings(path: Path, weights: Mapping[str, str], config: EvalConfig) -> dic
         "engine.dtype": config.engine.dtype,
         "grading.kind": config.grading.kind,
         "grading.answer_block_only": config.grading.answer_block_only,
+        "grading.golds": config.grading.golds,
         **{f"prompt.{name}": value for name, value in asdict(config.prompt).items()},
         **{f"rollout.{name}": value for name, value in asdict(config.rollout).items()},
     }
@@ -158,7 +159,7 @@ def _fault_of(out: Path, settings: dict) -> str | None:
     older = {
         name: settings[name] for name in ("model.sha256", "task")
     }  # in folders of versions that did not write them
-    older |= {"grading.kind": "math_verify", "prompt.instruction": None}
+    older |= {"grading.kind": "math_verify", "grading.golds": "any", "prompt.instruction": None}
     before = older | json.loads(file.read_text()) if file.exists() else settings
     before = {RENAMED.get(name, name): value for name, value in before.items()}
     changed = [name for name in settings if before.get(name) != settings[name]]

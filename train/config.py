@@ -87,7 +87,7 @@ class SFTRollout:
 
 @dataclass
 class SFTValidation:
-    every: NonNegative = 100  # steps; 0: never
+    every: NonNegative = 100  # steps, if data.validation names a file; 0: never
 
 
 @dataclass
@@ -141,6 +141,7 @@ class RLValidation:
     samples: Positive = 50
     top_p: Share = 0.95
     problems: Positive | None = None  # use only the first N of data.validation; None: all
+    max_prompt_tokens: Positive | None = None  # None: as prompt.max_prompt_tokens
 
 
 @dataclass
@@ -200,7 +201,11 @@ def open_folder(folder: Path, prompt: PromptConfig, workers: int) -> tuple[Model
 def check_context(config: RLConfig, model: ModelConfig) -> None:
     """Reject a configuration whose longest response does not fit into the model's context."""
     context = config.engine.context or model.max_position
-    longest = config.prompt.max_prompt_tokens + config.rollout.budget
+    prompts = {"prompt.max_prompt_tokens": config.prompt.max_prompt_tokens}
+    if config.validation.every:
+        prompts["validation.max_prompt_tokens"] = config.validation.max_prompt_tokens or 0
     raised = " or raise engine.context" if config.engine.context else ""
     limit = f"the model's context is {context:,}: lower one of them{raised}"
-    require(longest <= context, f"prompt.max_prompt_tokens + rollout.budget is {longest:,}; {limit}")
+    for key, prompt in prompts.items():
+        longest = prompt + config.rollout.budget
+        require(longest <= context, f"{key} + rollout.budget is {longest:,}; {limit}")

@@ -30,7 +30,7 @@ from dccot.data.judge import Judge
 from dccot.data.problems import ProblemStream
 from dccot.data.prompts import Prompted
 from dccot.data.rollouts import grade, missing_pairs, roll_out
-from dccot.data.task import task_of
+from dccot.data.task import Task, task_of
 from dccot.model.sharding import build_model
 from dccot.model.weights import full_parameters
 from dccot.rollout.director import RolloutConfig
@@ -86,6 +86,12 @@ def train(config: RLConfig, engine: TrainingEngine | None = None) -> None:
             rl.checkpoint(step, rl.state())
 
 
+def validation_task(config: RLConfig) -> Task:
+    """The same task with validation's own limit on prompts."""
+    longest = config.validation.max_prompt_tokens or config.prompt.max_prompt_tokens
+    return task_of(replace(config, prompt=replace(config.prompt, max_prompt_tokens=longest)))
+
+
 class RL(Trainer[RLConfig]):
     """One stage: what it is made of, and one method per arrow of the algorithm.
 
@@ -94,9 +100,9 @@ class RL(Trainer[RLConfig]):
 
     def __init__(self, config: RLConfig, runtime: Runtime, stack: ExitStack, engine: TrainingEngine | None = None):
         path, _, tokenizer = open_model(config)
-        self.task = task = task_of(config)
+        self.task = task_of(config)
 
-        def prompted(file: str | None) -> list[Prompted]:
+        def prompted(task: Task, file: str | None) -> list[Prompted]:
             report = log.warning if runtime.is_main else lambda message: None
             if not file:
                 return []
@@ -105,11 +111,11 @@ class RL(Trainer[RLConfig]):
         self.replayed = Batch.replay(config.replay, config.batch.prompts) if config.replay is not None else None
         self.stream: ProblemStream | None = None
         if self.replayed is None:
-            problems = prompted(config.data.train)
+            problems = prompted(self.task, config.data.train)
             self.prompts = {problem.id: ids for problem, ids in problems}
             drawn = config.batch.prompts_rolled_out
             self.stream = ProblemStream([problem for problem, _ in problems], config.seed, drawn)
-            self.validation = prompted(config.data.validation)[: config.validation.problems]
+            self.validation = prompted(validation_task(config), config.data.validation)[: config.validation.problems]
         super().__init__(config, runtime, path, self.stream.rows if self.stream else ())
         self.reference: nn.Module | None = None
         if config.objective.kl_coefficient:
@@ -118,7 +124,7 @@ class RL(Trainer[RLConfig]):
             self.reference = build_model(path, frozen, device=runtime.device).requires_grad_(False).eval()
         self.engine: TrainingEngine | None = None
         if self.replayed is None:
-            self.judge: Judge = stack.enter_context(task.open_judge())
+            self.judge: Judge = stack.enter_context(self.task.open_judge())
             started = open_training_engine(path, config.engine, engine, logs=self.run.folder, sleeps=True)
             self.engine = sampler = stack.enter_context(started)
             self.phases.pending = lambda: list(sampler.pending)

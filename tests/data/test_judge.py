@@ -181,6 +181,13 @@ def test_a_batch_without_a_judged_or_without_a_correct_answer_raises_an_alarm(gr
         assert alarm in grader.alarm == caplog.records[-1].message and caplog.records[-1].levelno == level
 
 
+def test_of_several_golds_any_is_right_or_as_in_the_release_only_the_first(grader):
+    pairs = [(rf"\boxed{{{answer}}}", ["2", "-2"]) for answer in ("2", "-2", "3")]
+    assert grader.grade(pairs) == [Verdict.CORRECT, Verdict.CORRECT, Verdict.WRONG]
+    with Grader(GradingConfig(workers=1, golds="first")) as first:
+        assert first.grade(pairs) == [Verdict.CORRECT, Verdict.WRONG, Verdict.WRONG]
+
+
 def test_gold_that_cannot_be_parsed_is_named(grader, caplog):
     with caplog.at_level(logging.ERROR, "dccot.grading"):
         assert grader.grade([(r"\boxed{2}", " "), (r"\boxed{2}", "2")]) == [U, C]

@@ -5,6 +5,7 @@ import pytest
 from dccot.core.config import load_config
 from dccot.stages import load_recipe
 from dccot.train.config import RLConfig, SFTConfig
+from dccot.train.rl import validation_task
 
 NEEDED = ["model.path=m", "data.train=d"]
 STAGES = ("stage1", "stage2a", "stage2b", "stage3", "stage4", "hlp", "dsr_hlp_12k", "dsr_hlp_24k")
@@ -53,6 +54,8 @@ SAME_IN_ALL = {
     "validation.every": 20,
     "validation.samples": 50,
     "validation.top_p": 0.95,
+    "validation.max_prompt_tokens": 2048,  # the release's
+    "format.rule": "strict",
 }
 
 SFT = {
@@ -115,6 +118,14 @@ def test_runs_about_plateaus_keep_the_rule_that_the_next_stage_drops():
     assert (cispo.objective.kind, cispo.filter, cispo.steps) == ("cispo", "include_easy", 700)
 
 
+def test_validation_takes_longer_prompts_than_training():
+    """The release: 2,048 tokens in validation."""
+    config = stage("stage1")
+    assert (config.prompt.max_prompt_tokens, validation_task(config).prompting.max_prompt_tokens) == (1024, 2048)
+    config.validation.max_prompt_tokens = None
+    assert validation_task(config).prompting.max_prompt_tokens == 1024
+
+
 def test_sft_has_the_papers_values():
     config = load_config(SFTConfig, "configs/sft.yaml", NEEDED)
     assert {key: value(config, key) for key in SFT} == SFT
@@ -156,6 +167,7 @@ def test_the_recipe_trains_and_evaluates_what_the_paper_did_each_stage_from_the_
         "hlp@180": ("parallel", 12000),
     }
     assert sorted(config.budget for config in evaluated.values() if config.model == "MODEL") == [12000, 32768]
+    assert {config.grading.golds for config in evaluated.values()} == {"first"}  # the release's
     samples = {b.name: b.samples for config in evaluated.values() for b in config.resolved()}
     assert samples == {"aime24": 200, "amc23": 200, "hmmt25": 200, "math500": 16, "minerva": 16, "olympiadbench": 16}
     assert all(len(config.resolved()) == 6 for config in evaluated.values())

@@ -183,8 +183,10 @@ def test_a_recipe_leaves_out_what_it_is_told_to_and_its_rows(tmp_path):
 def test_all_stages_share_one_engine_that_takes_what_the_most_modest_grants_it(recipe, least, tmp_path):
     _, plans = load_recipe(f"configs/{recipe}", ["model=M"])
     engines = [asdict(config.engine) for config in (plan.load() for plan in plans) if hasattr(config, "engine")]
-    assert {engine.pop("gpu_memory") for engine in engines} == {0.6, 0.85} and len(engines) > 10
+    assert {engine.pop("gpu_memory") for engine in engines} == {0.6} and len(engines) > 10
     assert all(engine == engines[0] for engine in engines)
     shared = SharedEngine(plans, tmp_path)
     assert (shared.gpu_memory, shared.sleeps) == (least, True)
+    _, plans = load_recipe(f"configs/{recipe}", ["model=M", "eval_sft.engine.gpu_memory=0.5"])
+    assert SharedEngine(plans, tmp_path).gpu_memory == 0.5
     assert not SharedEngine([plan for plan in plans if plan.stage.run == "eval"], tmp_path).sleeps

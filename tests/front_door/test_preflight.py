@@ -144,6 +144,7 @@ def test_validation_without_problems_is_a_fault(inputs):
         ("benchmarks=[a/test.jsonl, b/test.jsonl]", "two benchmarks are called 'test'"),
         ("eval_sft.method=paralel", "method is 'paralel'; it must be one of parallel, sequential"),
         ("eval_sft.n=0", "n is 0"),
+        ("stage1.validation.max_prompt_tokens=60000", "validation.max_prompt_tokens + rollout.budget is 67,500"),
         ("latency.concurrency=[]", "concurrency is not set"),
         ("latency.concurrency=[0, 1]", "concurrency[0] is 0"),
         ("stage1.step=3", "unknown key step"),
