@@ -59,13 +59,13 @@ class SharedEngine:
     """One engine for all stages. A model of the same shape is streamed into it; another shape needs a new engine.
 
     It uses no more GPU memory than any stage allows, and can sleep if one of them trains, so neither requires a new
-    engine.
+    engine. During SFT, which samples nothing, it sleeps.
     """
 
     def __init__(self, plans: Sequence[StagePlan], logs: Path) -> None:
         configs = [config for plan in plans if (config := getattr(plan.load(), "engine", None))]
         self.gpu_memory = min((config.gpu_memory for config in configs), default=1.0)
-        self.sleeps = any(plan.kind.config is RLConfig for plan in plans)
+        self.sleeps = any(plan.kind.trains for plan in plans)
         self.logs = logs
         self.engine: TrainingEngine | None = None
         self._shape: tuple | None = None
@@ -76,12 +76,18 @@ class SharedEngine:
         files = json.loads((model / "config.json").read_text()), (model / "tokenizer.json").read_bytes()
         shape = (*files, asdict(config))
         if self.engine is not None and self._shape == shape:
+            self.engine.wake()
             self.engine.load(stored_parameters(model))
             return self.engine
         self.close()
         opened = open_training_engine(model, config, logs=self.logs, sleeps=self.sleeps)
         self.engine, self._shape = self._stack.enter_context(opened), shape
         return self.engine
+
+    def sleep(self) -> None:
+        """Lend its GPU memory, until a stage asks for it again."""
+        if self.engine is not None:
+            self.engine.sleep()
 
     def close(self) -> None:
         self._stack.close()
@@ -114,6 +120,7 @@ PROBLEMS = {"model.path": "model", "data.train": "problems"}
 
 @kind(SFTConfig, given=TRAINING, reads=EXAMPLES, trains=True)
 def run_sft(context: Context, config: SFTConfig) -> None:
+    context.engines.sleep()
     sft.train(config)
 
 

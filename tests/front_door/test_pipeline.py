@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict
 
 import pytest
 
 from dccot.core.config import ConfigError, flat
+from dccot.core.runtime import Runtime
 from dccot.data.problems import Problem, ProblemStream
+from dccot.lab.worlds import bigram
+from dccot.rollout.engine import EngineConfig
 from dccot.rollout.generate import seed_of
-from dccot.stages import SharedEngine, load_recipe
+from dccot.stages import KINDS, Context, SharedEngine, load_recipe
 
 RECIPE = """
 name: r
@@ -190,3 +194,27 @@ def test_all_stages_share_one_engine_that_takes_what_the_most_modest_grants_it(r
     _, plans = load_recipe(f"configs/{recipe}", ["model=M", "eval_sft.engine.gpu_memory=0.5"])
     assert SharedEngine(plans, tmp_path).gpu_memory == 0.5
     assert not SharedEngine([plan for plan in plans if plan.stage.run == "eval"], tmp_path).sleeps
+
+
+def test_the_shared_engine_sleeps_during_sft_and_is_woken_for_the_next_stage_that_samples(
+    recipe_file, tmp_path, monkeypatch
+):
+    """The order of calls alone: an engine can only sleep on a GPU."""
+    happened = []
+
+    class Recording:
+        sleep = lambda self: happened.append("sleep")
+        wake = lambda self: happened.append("wake")
+        load = lambda self, parameters: happened.append("load")
+
+    model = bigram.save(tmp_path / "model", "single")
+    monkeypatch.setattr("dccot.stages.open_training_engine", lambda *_, sleeps, **__: nullcontext(Recording()))
+    monkeypatch.setattr("dccot.train.sft.train", lambda config: happened.append("train"))
+    _, plans = load_recipe(recipe_file, ["model=M"])
+    engines = SharedEngine(plans, tmp_path)
+    assert SharedEngine([plans[1], plans[3]], tmp_path).sleeps  # SFT and evaluation
+    KINDS["sft"](Context(plans[1], engines, Runtime.alone()), plans[1].load())
+    engines.on(model, EngineConfig())
+    KINDS["sft"](Context(plans[1], engines, Runtime.alone()), plans[1].load())
+    engines.on(model, EngineConfig())
+    assert happened == ["train", "sleep", "train", "wake", "load"]
