@@ -105,11 +105,7 @@ def _import(arguments: Namespace) -> None:
 
 
 def _run(
-    kind: type,
-    arguments: Namespace,
-    title: str,
-    work: Callable[[Any, Callable[[int, int], None]], Any],
-    **settings: str,
+    kind: type, arguments: Namespace, title: str, work: Callable[[Any, Callable[..., None]], Any], **settings: str
 ) -> None:
     """Do the work with a progress bar on rank 0 and print its summary; or only print the configuration."""
     file = None if settings else arguments.config
@@ -119,7 +115,7 @@ def _run(
         return
     is_main, console = os.environ.get("RANK", "0") == "0", Console(stderr=True, highlight=False)
     with Progress(title, active=is_main, console=console) as progress:
-        summary = work(config, lambda done, total: progress.show(done, total=total))
+        summary = work(config, lambda done, total, text="": progress.show(done, text, total=total))
     if summary is not None:
         print(f"{summary}\n→ {config.output}")
 

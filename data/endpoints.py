@@ -14,7 +14,18 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from dccot.core.config import Address, ConfigError, Positive, PositiveFloat, require, required, warn_of_plain_http
+from pydantic import Field
+
+from dccot.core.config import (
+    Address,
+    ConfigError,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    require,
+    required,
+    warn_of_plain_http,
+)
 
 CLIENTS = {"anthropic": "AsyncAnthropic", "openai": "AsyncOpenAI"}  # protocol = its SDK → the client in it
 ALL_REQUESTS_FAIL = {401, 403, 404}
@@ -37,6 +48,8 @@ class EndpointConfig:
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     timeout_seconds: PositiveFloat = 600.0
     patience_seconds: PositiveFloat = 3600.0  # for one reply, including the SDK's retries
+    # US dollars per million tokens: read, read from the server's cache, written; None: only tokens are counted
+    prices: Annotated[list[NonNegativeFloat], Field(min_length=3, max_length=3)] | None = None
 
     def key(self) -> str:
         name = self.key_variable
@@ -51,6 +64,7 @@ class Reply:
     cut: bool  # ended by max_tokens
     input_tokens: int
     output_tokens: int
+    cached_tokens: int = 0  # of the input, read from the server's cache
 
 
 class Refused(Exception):
@@ -81,13 +95,15 @@ class Endpoint:
     async def __aexit__(self, *_) -> None:
         await self._client.close()
 
-    async def ask(self, system: str, user: str) -> Reply:
-        """The model's reply, however often the SDK has to retry. An empty `system` is omitted."""
+    async def ask(self, system: str, user: str, shared: str = "") -> Reply:
+        """The model's reply, however often the SDK has to retry. An empty `system` is omitted; the message begins
+        with `shared`, which all requests have in common.
+        """
         send, read = PROTOCOLS[self.config.protocol]
         try:
             async with asyncio.timeout(self.config.patience_seconds):
                 while True:
-                    reply = await send(self._client, self.config, system, user)
+                    reply = await send(self._client, self.config, system, user, shared)
                     try:
                         return read(reply)
                     except UNREADABLE:
@@ -111,34 +127,42 @@ class Endpoint:
         return (message if self._key == "none" else message.replace(self._key, "[key]"))[:300]
 
 
-async def _send_anthropic(client: Any, config: EndpointConfig, system: str, user: str) -> Any:
+async def _send_anthropic(client: Any, config: EndpointConfig, system: str, user: str, shared: str) -> Any:
     # The SDK's method no longer has a temperature, but models that accept one are still served.
     sampling = {} if config.temperature is None else {"extra_body": {"temperature": config.temperature}}
-    # The instruction is the same in every request: marked, it is served from the server's cache.
-    instruction = [{"type": "text", "text": system, "cache_control": {"type": "ephemeral"}}]
-    before = {"system": instruction} if system else {}
-    messages = [{"role": "user", "content": user}]
+
+    def cached(text: str) -> dict[str, Any]:
+        """The same in every request: marked, it is served from the server's cache."""
+        return {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
+
+    before = {"system": [cached(system)]} if system else {}
+    content = [cached(shared), {"type": "text", "text": user}] if shared else user
+    messages = [{"role": "user", "content": content}]
     sizes = {"model": config.model, "max_tokens": config.max_tokens}
     return await client.messages.create(messages=messages, **sizes, **before, **sampling)
 
 
 def _read_anthropic(reply: Any) -> Reply:
     text, usage = "".join(block.text for block in reply.content if block.type == "text"), reply.usage
-    read = usage.input_tokens + (usage.cache_creation_input_tokens or 0) + (usage.cache_read_input_tokens or 0)
-    return Reply(text, reply.stop_reason == "max_tokens", int(read), int(usage.output_tokens))
+    cached = usage.cache_read_input_tokens or 0
+    read = usage.input_tokens + (usage.cache_creation_input_tokens or 0) + cached
+    return Reply(text, reply.stop_reason == "max_tokens", int(read), int(usage.output_tokens), int(cached))
 
 
-async def _send_openai(client: Any, config: EndpointConfig, system: str, user: str) -> Any:
+async def _send_openai(client: Any, config: EndpointConfig, system: str, user: str, shared: str) -> Any:
     sampling = {} if config.temperature is None else {"temperature": config.temperature}
     before = [{"role": "system", "content": system}] if system else []
-    messages = [*before, {"role": "user", "content": user}]
+    # servers of this protocol cache what requests begin with, unasked
+    messages = [*before, {"role": "user", "content": shared + user}]
     sizes = {"model": config.model, config.max_tokens_field: config.max_tokens}
     return await client.chat.completions.create(messages=messages, **sizes, **sampling)
 
 
 def _read_openai(reply: Any) -> Reply:
     choice, usage = reply.choices[0], reply.usage
-    counts = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
+    details = getattr(usage, "prompt_tokens_details", None)
+    cached = (details.cached_tokens or 0) if details else 0
+    counts = (usage.prompt_tokens, usage.completion_tokens, cached) if usage else (0, 0, 0)
     return Reply(choice.message.content or "", choice.finish_reason == "length", *map(int, counts))
 
 

@@ -29,7 +29,7 @@ import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
@@ -55,10 +55,10 @@ from dccot.rollout.response import Rollout
 from dccot.rollout.tags import TAG_PATTERN, THINK_OPEN, IllFormed, Parsed, flaw_of, parse
 from dccot.rollout.thread import Thread
 
-Progress = Callable[[int, int], None]  # (done, total)
+Progress = Callable[[int, int, str], None]  # (done, total, what else to say)
 
 
-def _silent(done: int, total: int) -> None: ...
+def _silent(done: int, total: int, text: str) -> None: ...
 
 
 # ---- sequential solutions ----
@@ -153,7 +153,7 @@ def _attempt_problems(
             for rollout in sample_to_file(log, rollouts, judge=judge, row=_attempt_row):
                 if rollout.correct:
                     solved.add(rollout.problem)
-                progress(len(solved), len(prompted))
+                progress(len(solved), len(prompted), "")
 
 
 def _attempt_row(rollout: Rollout) -> dict:
@@ -230,17 +230,32 @@ class Summary:
     outcomes: dict[str, int]  # of single attempts, by reason
     failed: int  # solutions whose request failed permanently
     exhausted: int  # solutions with no attempt left
-    input_tokens: int
-    output_tokens: int
+    spent: dict[str, int]  # tokens, by TOKENS
+    dollars: float | None  # None: endpoint.prices is not set
 
     def __str__(self) -> str:
         reasons = Counter({key: count for key, count in self.outcomes.items() if key not in (ACCEPTED, FAILED)})
         lines = [
             f"{self.accepted:,} of {self.solutions:,} solutions accepted, {self.exhausted:,} out of attempts, "
             f"{self.failed:,} failed",
-            f"tokens spent: {self.input_tokens:,} read, {self.output_tokens:,} written",
+            f"spent: {spent_text(self.spent, self.dollars)}",
         ]
         return "\n".join(lines + [f"  {count:>6,} attempts {reason}" for reason, count in reasons.most_common()])
+
+
+TOKENS = ("input_tokens", "cached_tokens", "output_tokens")  # as rows of the log name them
+
+
+def dollars_of(spent: Mapping[str, int], prices: Sequence[float] | None) -> float | None:
+    """What the tokens cost; `prices` are per million read, read from the cache, and written."""
+    read, cached, written = (spent[name] for name in TOKENS)
+    return prices and (prices[0] * (read - cached) + prices[1] * cached + prices[2] * written) / 1e6
+
+
+def spent_text(spent: Mapping[str, int], dollars: float | None) -> str:
+    read, cached, written = (spent[name] for name in TOKENS)
+    cost = f", ${dollars:,.2f}" if dollars is not None else ""
+    return f"{read:,} tokens read ({cached:,} from the cache), {written:,} written{cost}"
 
 
 Rewriter = Callable[[Solution, int], Awaitable[Reply]]  # (solution, attempt) → reply
@@ -269,9 +284,10 @@ def by_endpoint(endpoint: Endpoint, instruction: str) -> Rewriter:
     the instruction has {question} and {assistant_response} to be filled in. There, doubled braces become single, and a
     solution that opens its thinking does not do so again after an instruction that ends with `<think>`, as the paper's.
     """
-    message = prompt_text("rewrite_task.txt")
+    message, shared = prompt_text("rewrite_task.txt"), ""
     if whole := "{question}" in instruction and "{assistant_response}" in instruction:
-        message = instruction
+        place = re.search(r"(?<!\{)\{(question|assistant_response)\}", instruction)
+        shared, message = instruction[: place.start() if place else 0], instruction[place.start() if place else 0 :]
     opened = whole and OPENED.search(instruction.split("{assistant_response}")[0])
     places = r"\{\{question\}\}|\{\{solution\}\}" if not whole else r"\{\{|\}\}|\{question\}|\{assistant_response\}"
 
@@ -281,8 +297,8 @@ def by_endpoint(endpoint: Endpoint, instruction: str) -> Rewriter:
             text = text.lstrip().removeprefix(THINK_OPEN).lstrip("\n")
         meant = {"{{": "{", "}}": "}", "{question}": question, "{assistant_response}": text}
         meant |= {"{{question}}": question, "{{solution}}": text}
-        filled = re.sub(places, lambda found: meant[found.group()], message)
-        return await (endpoint.ask("", filled) if whole else endpoint.ask(instruction, filled.strip()))
+        before, filled = (re.sub(places, lambda found: meant[found.group()], part) for part in (shared, message))
+        return await (endpoint.ask("", filled, before) if whole else endpoint.ask(instruction, filled.strip()))
 
     return reply
 
@@ -342,7 +358,7 @@ async def rewrite_all(
         finished = {row["id"] for row in rows if row["outcome"] == ACCEPTED}
         open_ones = [s for s in solutions if s.problem.id not in finished and tried[s.problem.id] < config.attempts]
         done = len(solutions) - len(open_ones)
-        queue = iter(open_ones)
+        queue, spent = iter(open_ones), _spent(rows)
 
         async def lane() -> None:
             nonlocal done
@@ -351,10 +367,11 @@ async def rewrite_all(
                     row = await _rewrite_once(solution, attempt, rewriter, judge, config.workers)
                     rows.append(row)
                     log.write(row)
+                    spent.update(_spent([row]))
                     if row["outcome"] in (ACCEPTED, FAILED):
                         break
                 done += 1
-                progress(done, len(solutions))
+                progress(done, len(solutions), spent_text(spent, dollars_of(spent, config.endpoint.prices)))
 
         try:
             async with asyncio.TaskGroup() as lanes:
@@ -366,7 +383,7 @@ async def rewrite_all(
     accepted = [solution for solution in solutions if solution.problem.id in texts]
     set_rows = ({**asdict(s.problem), "completion": texts[s.problem.id], "source": s.text} for s in accepted)
     write_jsonl_atomic(config.output, set_rows)
-    return _summary(solutions, rows, config.attempts)
+    return _summary(solutions, rows, config)
 
 
 async def _rewrite_once(solution: Solution, attempt: int, rewriter: Rewriter, judge: Judge, workers: int) -> dict:
@@ -382,16 +399,20 @@ async def _rewrite_once(solution: Solution, attempt: int, rewriter: Rewriter, ju
     return {**row, "outcome": reason or ACCEPTED, **asdict(reply)}
 
 
-def _summary(solutions: Sequence[Solution], rows: Sequence[dict], attempts: int) -> Summary:
+def _spent(rows: Iterable[dict]) -> Counter[str]:
+    return Counter({name: sum(row.get(name, 0) for row in rows) for name in TOKENS})
+
+
+def _summary(solutions: Sequence[Solution], rows: Sequence[dict], config: RewriteConfig) -> Summary:
     ids = {solution.problem.id for solution in solutions}
     rows = [row for row in rows if row["id"] in ids]
     tried = Counter(row["id"] for row in rows if row["outcome"] != FAILED)
     accepted = {row["id"] for row in rows if row["outcome"] == ACCEPTED}
-    exhausted = {id_ for id_, count in tried.items() if count >= attempts} - accepted
+    exhausted = {id_ for id_, count in tried.items() if count >= config.attempts} - accepted
     failed = {row["id"] for row in rows if row["outcome"] == FAILED} - accepted - exhausted
-    spent = [sum(row.get(name, 0) for row in rows) for name in ("input_tokens", "output_tokens")]
-    outcomes = dict(Counter(row["outcome"] for row in rows))
-    return Summary(len(ids), len(accepted), outcomes, len(failed), len(exhausted), *spent)
+    spent, outcomes = _spent(rows), dict(Counter(row["outcome"] for row in rows))
+    dollars = dollars_of(spent, config.endpoint.prices)
+    return Summary(len(ids), len(accepted), outcomes, len(failed), len(exhausted), dict(spent), dollars)
 
 
 # ---- the report on a finished set ----

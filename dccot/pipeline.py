@@ -2,12 +2,14 @@
 
     dccot pipeline configs/paper.yaml model=MODEL --check                                  what is missing, in seconds
     torchrun --nproc_per_node 8 -m dccot.pipeline configs/paper.yaml model=MODEL           the whole paper
+    dccot pipeline configs/paper.yaml model=MODEL --until rewrite                          the first stages only
     dccot pipeline configs/authors.yaml --quick                                            with its keys under `quick`
 
 Every start checks all stages first (preflight.py). Stages share one process and, if the model's shape allows, one
 engine: a new model is streamed into it. A finished stage leaves a mark that records what it was made from and is
 skipped; if that has changed since, the start is rejected. `--redo STAGE` moves its results to replaced/ and runs it
-again.
+again. Rewriting through an API keeps GPUs idle, so it is rejected on several ranks: run it with `--until` as one
+process, without GPUs, between two starts on all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 import torch
 
 from dccot.core.command import launch_parser, log_to_terminal, run_cleanly
-from dccot.core.config import ConfigError, to_yaml
+from dccot.core.config import ConfigError, one_of, to_yaml
 from dccot.core.files import write_atomic
 from dccot.core.provenance import record
 from dccot.core.runtime import PATIENCE, Runtime, free_memory, on_rank_zero, set_timeout
@@ -32,11 +34,23 @@ from dccot.recipe import Recipe, StagePlan
 from dccot.stages import Context, SharedEngine, load_recipe
 
 
+def first_stages(plans: list[StagePlan], until: str | None) -> list[StagePlan]:
+    """All up to and including stage `until`."""
+    names = [plan.name for plan in plans]
+    one_of(until or names[-1], names, "--until")
+    return plans[: names.index(until or names[-1]) + 1]
+
+
 def run_recipe(
-    path: str | Path, overrides: Sequence[str] = (), redo: Sequence[str] = (), quick: bool = False
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    redo: Sequence[str] = (),
+    quick: bool = False,
+    until: str | None = None,
 ) -> Recipe:
     """Check every stage, then run those that are not finished or are in `redo`; returns the resolved recipe."""
     recipe, plans = load_recipe(path, overrides, quick)
+    plans = first_stages(plans, until)
     with Runtime.start(PATIENCE) as runtime:
         on_rank_zero(lambda: _open(recipe, plans, runtime.ranks, redo))
         record(recipe.folder, recipe, {}, runtime)
@@ -93,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="the recipe's own smaller version, in a folder of its own")
     again = "do a finished stage again; may be repeated"
     parser.add_argument("--redo", action="append", default=[], metavar="STAGE", help=again)
+    parser.add_argument("--until", metavar="STAGE", help="stop after this stage; later ones are not checked either")
     arguments = parser.parse_intermixed_args(argv)
     log_to_terminal()
 
@@ -103,9 +118,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("".join(f"\n# ---- stage {plan.name}\n{to_yaml(plan.load())}" for plan in plans), end="")
         elif arguments.check:
             ranks = int(os.environ.get("WORLD_SIZE", "0")) or torch.cuda.device_count() or 8
-            print(checked_recipe(recipe, plans, ranks, arguments.redo))
+            print(checked_recipe(recipe, first_stages(plans, arguments.until), ranks, arguments.redo))
         else:
-            run_recipe(arguments.config, arguments.overrides, arguments.redo, arguments.quick)
+            run_recipe(arguments.config, arguments.overrides, arguments.redo, arguments.quick, arguments.until)
 
     return run_cleanly(work)
 

@@ -112,7 +112,7 @@ def check_recipe(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: C
             config = plan.load()
             needs = plan.needs(config)
             if mark is None:
-                plan.kind.ready(config)
+                plan.kind.ready(plan, config)
         except (ConfigError, BadData) as error:
             found.fault(plan.name, "", str(error).removeprefix(f"stage {plan.name}: "))
         else:

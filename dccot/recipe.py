@@ -139,9 +139,8 @@ class Kind:
     given: Mapping[str, str] = field(default_factory=dict)
     reads: Mapping[str, str] = field(default_factory=dict)  # key that names an input → what it must be
     needs: Callable[[StagePlan, Any], list[Need]] = lambda plan, config: []  # inputs that no single key names
-    ready: Callable[[Any], None] = lambda config: (
-        None
-    )  # ConfigError if it cannot run here; a finished stage is not asked
+    # ConfigError if it cannot run here; a finished stage is not asked
+    ready: Callable[[StagePlan, Any], None] = lambda plan, config: None
     trains: bool = False  # it produces a model, from which the next stage starts
     alone: bool = False  # only rank 0 runs it
 

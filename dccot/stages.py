@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -34,6 +35,7 @@ from dccot.core.config import (
     require,
     required,
 )
+from dccot.core.progress import Progress
 from dccot.core.provenance import describe_code
 from dccot.core.run import Run
 from dccot.core.runtime import Runtime
@@ -151,20 +153,33 @@ def run_sequential(context: Context, config: sft_set.SequentialConfig) -> None:
     context.say(sft_set.solve_sequentially(config, engine))
 
 
-def _has_key(config: sft_set.RewriteConfig) -> None:
-    if config.rule() is None:
-        config.endpoint.key()
+def _alone_with_a_key(plan: StagePlan, config: sft_set.RewriteConfig) -> None:
+    if config.rule() is not None:
+        return
+    ranks, names = int(os.environ.get("WORLD_SIZE", "1")), list(plan.recipe.all_stages())
+    waits = f"it waits for an API for hours, and {ranks} ranks would wait with it"
+    before = names[: names.index(plan.name)][-1:]
+    first = f"; the stages before it can run here, with --until {before[0]}" if before else ""
+    remedy = f"run it as one process first, `dccot pipeline …` with the same arguments and --until {plan.name}"
+    require(ranks == 1, f"{waits}: {remedy}{first}")
+    config.endpoint.key()
 
 
 REWRITTEN = {"output": "{folder}/sft.jsonl"}
 
 
 @kind(
-    sft_set.RewriteConfig, given=REWRITTEN, reads={"source": "file", "instruction": "file"}, ready=_has_key, alone=True
+    sft_set.RewriteConfig,
+    given=REWRITTEN,
+    reads={"source": "file", "instruction": "file"},
+    ready=_alone_with_a_key,
+    alone=True,
 )
 def run_rewrite(context: Context, config: sft_set.RewriteConfig) -> None:
     context.folder.mkdir(parents=True, exist_ok=True)
-    context.say(asyncio.run(sft_set.rewrite(config)))
+    with Progress("rewritten") as progress:
+        show = lambda done, total, text: progress.show(done, text, total=total)
+        context.say(asyncio.run(sft_set.rewrite(config, show)))
 
 
 IMPORTED = REWRITTEN | {"model": "{start}", "problems": "{train}"}

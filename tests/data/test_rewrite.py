@@ -73,6 +73,12 @@ class Server(ThreadingHTTPServer):
     def handle_error(self, request, client_address): ...  # a client that hung up is no news here
 
 
+def said(body: dict) -> str:
+    """The user's message, which Anthropic's protocol may have in blocks."""
+    content = body["messages"][-1]["content"]
+    return content if isinstance(content, str) else "".join(block["text"] for block in content)
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -81,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         server: Server = self.server
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        question = body["messages"][-1]["content"].split("Problem:\n\n")[1].split("\n\n")[0]
+        question = said(body).split("Problem:\n\n")[1].split("\n\n")[0]
         with server.lock:
             number = sum(1 for request in server.requests if request[0] == question)
             server.requests.append((question, time.monotonic(), body, dict(self.headers)))
@@ -113,6 +119,7 @@ class Handler(BaseHTTPRequestHandler):
             message = {"role": "assistant", "content": text}
             choice = {"index": 0, "message": message, "finish_reason": "length" if cut else "stop"}
             usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
+            usage |= {"prompt_tokens_details": {"cached_tokens": 50}}
             head = {"id": "c", "object": "chat.completion", "created": 0, "model": "m"}
             return json.dumps({**head, "choices": [choice], "usage": usage})
         content, stop = [{"type": "text", "text": text}], "max_tokens" if cut else "end_turn"
@@ -193,7 +200,9 @@ def test_summary_counts_outcomes_and_tokens(troubled):
     assert (summary.solutions, summary.accepted, summary.exhausted, summary.failed) == (12, 10, 1, 1)
     assert summary.outcomes == outcomes
     answered = sum(outcomes.values()) - outcomes["failed"]
-    assert (summary.input_tokens, summary.output_tokens) == (100 * answered, 10 * answered)
+    cached = (60 if config.endpoint.protocol == "anthropic" else 50) * answered
+    assert summary.spent == {"input_tokens": 100 * answered, "cached_tokens": cached, "output_tokens": 10 * answered}
+    assert f"{100 * answered:,} tokens read ({cached:,} from the cache), {10 * answered:,} written\n" in str(summary)
     assert "2 attempts ill-formed: no_spawn" in str(summary)
     assert json.loads(Path(config.output).with_suffix(".summary.json").read_text())["accepted"] == 10
 
@@ -397,8 +406,23 @@ def test_an_instruction_with_places_for_problem_and_solution_is_one_message(tmp_
     solution = "<think>\nthought 0</think>\\boxed{7}"
     [(*_, body, _)] = server.requests
     expected = "Problem:\n\nfine\n\nIn \\boxed{}, {question}: " + solution + " {more} {fine}"
-    assert body["messages"] == [{"role": "user", "content": expected}]
+    assert said(body) == expected
+    if protocol == "anthropic":  # what all requests begin with is marked for the server's cache
+        marked = {"type": "text", "text": "Problem:\n\n", "cache_control": {"type": "ephemeral"}}
+        assert body["messages"][0]["content"][0] == marked
     assert "system" not in body
+
+
+def test_progress_says_what_the_tokens_cost_so_far(tmp_path, monkeypatch):
+    """Of 100 tokens in, 60 come from the cache: (40 × 3 + 60 × 0.3 + 10 × 15) / 10⁶ dollars for each reply."""
+    monkeypatch.setenv("TEST_KEY", KEY)
+    config = config_for(Server("anthropic", {}), tmp_path, ["a", "b"], prices=[3.0, 0.3, 15.0])
+    config.concurrency, told = 1, []
+    summary = asyncio.run(sft_set.rewrite(config, lambda *shown: told.append(shown)))
+    each = (40 * 3 + 60 * 0.3 + 10 * 15) / 1e6
+    assert summary.dollars == pytest.approx(2 * each)
+    assert told[0] == (1, 2, "100 tokens read (60 from the cache), 10 written, $0.00")
+    assert sft_set.dollars_of({"input_tokens": 47e6, "cached_tokens": 0, "output_tokens": 31e6}, [3, 0.3, 15]) == 606
 
 
 @pytest.mark.parametrize("ending", ["<think>\\n", "<think>\n", "<think>"])
@@ -408,8 +432,8 @@ def test_a_solution_that_opens_its_thinking_does_not_do_so_twice_after_the_paper
     asked = []
 
     class Listening:
-        async def ask(self, system: str, user: str):
-            asked.append(user)
+        async def ask(self, system: str, user: str, shared: str = ""):
+            asked.append(shared + user)
 
     rewriter = sft_set.by_endpoint(Listening(), template)
     for text in ("<think>\nOkay, so</think>45", "Okay, so</think>45"):

@@ -98,6 +98,24 @@ def test_a_finished_rewriting_needs_no_key(inputs, monkeypatch):
     assert faults() == {}
 
 
+def test_rewriting_through_an_api_is_refused_on_several_ranks_with_the_command_to_run_first(inputs, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.delenv("ANTHROPIC_API_KEY")  # the GPUs' machine needs none
+    [(message, places)] = faults().items()
+    assert places == {"rewrite"} and "8 ranks would wait" in message
+    assert "--until rewrite" in message and "with --until sequential" in message
+    assert faults("rewrite.by=dccot.lab.worlds.arithmetic:rewrite_parallel") == {}
+
+
+def test_until_checks_and_runs_the_first_stages_only(inputs, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    Path("runs/data/minerva.jsonl").unlink()
+    assert main(["configs/paper.yaml", "model=MODEL", "--until", "sequential", "--check"]) == 0
+    assert "1 stages can run" in capsys.readouterr().out
+    assert main(["configs/paper.yaml", "model=MODEL", "--until", "sequental", "--check"]) == 2
+    assert "did you mean 'sequential'" in capsys.readouterr().err
+
+
 def test_all_faults_are_reported_at_once(inputs, monkeypatch, capsys):
     monkeypatch.delenv("ANTHROPIC_API_KEY")
     Path("runs/data/minerva.jsonl").unlink()
