@@ -246,14 +246,14 @@ def stage_cost(plan: StagePlan, hardware: Hardware, a: Assumptions) -> Cost:
         answers = checks * (config.validation.problems or 30) * config.validation.samples
         each = step.rollout / max(1, step.batches) / (config.batch.prompts_rolled_out * config.batch.group_size)
         seconds = config.steps * (step.seconds + a.other) + answers * each
-        disk = one_run.checkpoint_bytes(hardware.parameters, config) + config.keep_rollouts * step.sampled * 8
+        disk = one_run.run_bytes(hardware.parameters, config)
         remark = f"{step.rollout:.0f} s rollout, {step.training:.0f} s training per step; {step.batches:.1f} batches"
         return Cost(plan.name, seconds, disk, remark=remark)
     if isinstance(config, SFTConfig):
         rng = np.random.default_rng(0)
         batch = [draw_response(rng, a, 1.0, 10_000, 3) for _ in range(config.batch.examples)]
         one = training_seconds(batch, hardware, a, (4, 4))
-        return Cost(plan.name, config.steps * one, one_run.checkpoint_bytes(hardware.parameters, config))
+        return Cost(plan.name, config.steps * one, one_run.run_bytes(hardware.parameters, config))
     if isinstance(config, SequentialConfig):
         asked = (config.first or 15_000) * (1 + (1 - a.solved) * (config.attempts - 1) * 0.7)  # hard ones again
         return Cost(plan.name, _sampling(asked, hardware, a, 0, 24_000))
@@ -261,7 +261,8 @@ def stage_cost(plan: StagePlan, hardware: Hardware, a: Assumptions) -> Cost:
         most = config.max_problems or sum(PROBLEMS.values())
         counts = {name: min(most, PROBLEMS.get(Path(name).stem, 100)) for name in config.benchmarks}
         answers = sum(count * (config.n or _paper_n(name)) for name, count in counts.items())
-        return Cost(plan.name, _sampling(answers, hardware, a, 3 if config.method == "parallel" else 0, config.budget))
+        seconds = _sampling(answers, hardware, a, 3 if config.method == "parallel" else 0, config.budget)
+        return Cost(plan.name, seconds, one_run.rollout_bytes(answers, config.budget, compressed=False))
     if isinstance(config, RewriteConfig):
         count = (config.first or 4000) * 1.3  # attempts per solution
         return Cost(

@@ -31,10 +31,12 @@ from dccot.core.config import ConfigError, load_config
 from dccot.core.run import Run
 from dccot.memory import TrainingMemory, largest_batch, parameters
 from dccot.model.config import ModelConfig, parse_config, read_config
+from dccot.model.sharding import DTYPES
 from dccot.rollout.engine import EngineConfig
-from dccot.train.config import RLConfig
+from dccot.train.config import RLConfig, SFTConfig
 
 GB = 1e9
+WRITTEN_TOKEN, COMPRESSED_TOKEN = 33.0, 13.0  # bytes of a sampled token in a file of rollouts
 
 
 _DISTILLED = {  # the DeepSeek-R1-Distill-Qwen family
@@ -136,10 +138,26 @@ def training_peak(model: ModelConfig, config: RLConfig, ranks: int) -> float:
 
 
 def checkpoint_bytes(total: int, config: Any) -> float:
-    """Disk space of a run's checkpoints at the end: weights and moments of the kept ones, and permanent hf/ folders."""
-    whole, weights = 16 * total, 4 * total
-    stay = config.steps // config.checkpoint.keep_hf_every if config.checkpoint.keep_hf_every else 0
-    return config.checkpoint.keep * whole + stay * weights
+    """Disk space of a run's checkpoints at the end: fp32 weights and moments of the kept ones, hf/ folders in the
+    precision of inference, and the last one's in fp32.
+    """
+    keep, every, width = config.checkpoint.keep, config.checkpoint.keep_hf_every, config.sharding.compute_dtype
+    folders = (config.steps - 1) // every if every else keep - 1
+    return total * (12.0 * keep + DTYPES[width].itemsize * folders + 4)
+
+
+def rollout_bytes(responses: int, budget: int, compressed: bool) -> float:
+    """Disk space of responses with ids, log-probs and text, half as long as they may be."""
+    return responses * budget / 2 * (COMPRESSED_TOKEN if compressed else WRITTEN_TOKEN)
+
+
+def run_bytes(total: int, config: RLConfig | SFTConfig) -> float:
+    """Disk space of a training run at the end: its checkpoints and, of RL, the newest steps' rollouts."""
+    found = checkpoint_bytes(total, config)
+    if isinstance(config, RLConfig):
+        trained = min(config.keep_rollouts, config.steps) * config.batch.prompts * config.batch.group_size
+        found += rollout_bytes(trained, config.rollout.total_tokens or config.rollout.budget, compressed=True)
+    return found
 
 
 def advice(plan: Plan, gpu: Gpu, token_budget: int) -> list[str]:

@@ -38,10 +38,12 @@ from dccot.data.task import find_task
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import find_model, model_checksums
 from dccot.model.hub import hub_files, is_hub_id, require_hub_data
-from dccot.plan import GB, checkpoint_bytes, parameters, training_peak
+from dccot.plan import GB, parameters, rollout_bytes, run_bytes, training_peak
 from dccot.recipe import SHARED, Need, Recipe, StagePlan
+from dccot.stages import EvalStage
 from dccot.train.config import RLConfig, SFTConfig, check_context, open_folder
 
+WRITTEN = "checkpoints, rollouts and evaluations"
 HINT = "restore it, change it for later stages only (STAGE.key=…), give the recipe another name, or:"
 
 
@@ -57,7 +59,7 @@ class Checked:
     """The result: every fault, and the resources the unfinished stages need."""
 
     faults: list[tuple[str, str]] = field(default_factory=list)  # (stage.key, message)
-    disk: float = 0.0  # bytes that training will write
+    disk: float = 0.0  # bytes that training and evaluation will write
     free: float = 0.0  # bytes on the disk of the recipe's output
     memory: dict[str, float] = field(default_factory=dict)  # stage → bytes per rank at the peak of training
     stages: int = 0
@@ -80,7 +82,7 @@ class Checked:
             raise Unmet("\n".join([count, *lines]))
 
     def __str__(self) -> str:
-        needed = f"checkpoints will take {self.disk / GB:,.1f} GB of {self.free / GB:,.1f} GB free"
+        needed = f"{WRITTEN} will take {self.disk / GB:,.1f} GB of {self.free / GB:,.1f} GB free"
         lines = [f"{self.stages} stages can run; {needed}"]
         if self.memory:
             stage, peak = max(self.memory.items(), key=lambda each: each[1])
@@ -126,7 +128,7 @@ def check_recipe(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: C
                 _estimate(found, plan, config, _shape(plan, plans), ranks)
         made[plan.name] = plan.kind.trains, config
     if found.disk > found.free:
-        message = f"checkpoints will take about {found.disk / GB:,.1f} GB, {found.free / GB:,.1f} GB are free in "
+        message = f"{WRITTEN} will take about {found.disk / GB:,.1f} GB, {found.free / GB:,.1f} GB are free in "
         found.fault("all", "output", f"{message}{existing}: make room, set output=…, or lower checkpoint.keep")
     return found
 
@@ -314,6 +316,10 @@ def _shape(plan: StagePlan, plans: Sequence[StagePlan]) -> tuple[Path, ModelConf
 
 
 def _estimate(found: Checked, plan: StagePlan, config: Any, model: tuple[Path, ModelConfig] | None, ranks: int) -> None:
+    if isinstance(config, EvalStage):
+        sizes = [(_lines(each.file), each.samples) for each in config.resolved() if each.file.is_file()]
+        answers = sum(min(lines, config.max_problems or lines) * n for lines, n in sizes)
+        found.disk += rollout_bytes(answers, config.budget, compressed=False)
     if model is None or not isinstance(config, RLConfig | SFTConfig):
         return
     folder, shape = model
@@ -324,7 +330,7 @@ def _estimate(found: Checked, plan: StagePlan, config: Any, model: tuple[Path, M
     except (ConfigError, BadData) as error:
         found.fault(plan.name, "model.path", str(error))
         return
-    found.disk += checkpoint_bytes(parameters(shape), config)
+    found.disk += run_bytes(parameters(shape), config)
     if isinstance(config, RLConfig):
         peak = found.memory[plan.name] = training_peak(shape, config, ranks)
         room, where = _memory_per_rank()
@@ -332,6 +338,11 @@ def _estimate(found: Checked, plan: StagePlan, config: Any, model: tuple[Path, M
             message = f"training needs about {peak / GB:,.1f} GB per rank, {where} has {room / GB:,.1f} GB: lower it, "
             message += "rollout.budget or rollout.total_tokens (the largest response counts), or use more ranks"
             found.fault(plan.name, "batch.token_budget", message)
+
+
+def _lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(1 for _ in file)
 
 
 def _memory_per_rank() -> tuple[float, str]:

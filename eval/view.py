@@ -1,7 +1,7 @@
 """One HTML page to browse rollouts: a list with filters and search, and every response as a tree drawn to scale with
 its texts.
 
-    dccot view runs/rl/rollouts/step_000010.jsonl                        →  runs/rl/rollouts/step_000010.html
+    dccot view runs/rl/rollouts/step_000010.jsonl.gz                     →  runs/rl/rollouts/step_000010.html
     dccot view a.jsonl b.jsonl --out page.html --model runs/rl --entropy
 
 The page needs no server or network, and its policy forbids any request. Its data is compressed, as base64 in script
@@ -339,7 +339,7 @@ def build(paths: Sequence[Path], out: Path, model: str | Path | None, entropy: b
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         description="Make one HTML page to browse rollouts; it opens offline.",
-        epilog="example: dccot view runs/rl/rollouts/step_000010.jsonl",
+        epilog="example: dccot view runs/rl/rollouts/step_000010.jsonl.gz",
     )
     add = parser.add_argument
     add("rollouts", nargs="+", type=Path, help="JSONL files as rl, eval and rollout write them")
@@ -354,8 +354,9 @@ def _run(arguments: argparse.Namespace) -> None:
     for path in arguments.rollouts:
         if not path.is_file():
             what = "is a folder" if path.is_dir() else "does not exist"
-            raise FileNotFoundError(f"{path} {what}; name a file of rollouts (.jsonl)")
-    out = arguments.out or arguments.rollouts[0].with_suffix(".html")
+            raise FileNotFoundError(f"{path} {what}; name a file of rollouts (.jsonl or .jsonl.gz)")
+    first = arguments.rollouts[0]
+    out = arguments.out or first.with_name(first.name.removesuffix(".gz")).with_suffix(".html")
     if out in arguments.rollouts or out.is_dir() or not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out} cannot be written; name a new .html file in a folder that exists")
     responses, size = build(arguments.rollouts, out, arguments.model, arguments.entropy)

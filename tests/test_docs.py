@@ -125,13 +125,13 @@ def folder(tmp_path_factory) -> Path:
     (folder / "my_package").mkdir()
     (folder / "my_package/my_module.py").write_text("def my_reward(rollout, config, budget):\n    return 1.0\n")
     demo = ROOT / "runs/demo"
-    if (demo / "stage4/latest").is_file() and (demo / "stage4/rollouts/step_000000.jsonl").is_file():
+    if (demo / "stage4/latest").is_file() and (demo / "stage4/rollouts/step_000000.jsonl.gz").is_file():
         shutil.copytree(demo, folder / "runs/demo", symlinks=True)
     else:
         shutil.copytree(model, folder / "runs/demo/stage4")
         (folder / "runs/demo/stage4/config.yaml").write_text("model: {path: MODEL}\nobjective: {kind: dapo}\n")
         rollouts = [small_rollout(i, tiny.tokenizer("single")).to_json() for i in range(3)]
-        write_jsonl_atomic(folder / "runs/demo/stage4/rollouts/step_000000.jsonl", rollouts)
+        write_jsonl_atomic(folder / "runs/demo/stage4/rollouts/step_000000.jsonl.gz", rollouts)
     return folder
 
 
@@ -406,5 +406,5 @@ def test_the_wheel_runs_outside_the_checkout(folder, tmp_path):
     assert 0 < solution["longest_path"] <= 300
     shown = run(empty / "bin/dccot", "rl", "configs/rl/stage1.yaml", "model.path=x", "data.train=y", "--print-config")
     assert "kind: dapo" in shown
-    rollouts = folder / "runs/demo/stage4/rollouts/step_000000.jsonl"
+    rollouts = folder / "runs/demo/stage4/rollouts/step_000000.jsonl.gz"
     assert "responses" in run(empty / "bin/dccot", "view", rollouts, "--out", tmp_path / "page.html")

@@ -47,8 +47,9 @@ class Batch:
         """Write what the step trains on, for inspection and for `replay`; keeps the newest `keep` files."""
         folder.mkdir(exist_ok=True)
         rows = (graded.to_json() for group in self.groups for graded in group)
-        write_jsonl_atomic(folder / f"{step_name(step)}.jsonl", rows)
-        for old in sorted(path for path in folder.glob("step_*.jsonl") if step_of(path) is not None)[:-keep]:
+        write_jsonl_atomic(folder / f"{step_name(step)}.jsonl.gz", rows)
+        kept = [path for path in folder.glob("step_*.jsonl*") if step_of(path) is not None]
+        for old in sorted(kept, key=lambda path: (step_of(path), path.name))[:-keep]:
             old.unlink()
 
     @classmethod

@@ -1,7 +1,8 @@
 """Checkpoints of a run: written under a temporary name, renamed when complete, verified when read.
 
-    checkpoints/step_000010/dcp/…           sharded model and optimizer (torch's); any number of ranks can resume
-    checkpoints/step_000010/hf/…            the same weights for transformers, vLLM and the next stage
+    checkpoints/step_000010/dcp/…           sharded model and optimizer (torch's), fp32; any number of ranks can resume
+    checkpoints/step_000010/hf/…            weights for transformers and vLLM, in the precision they compute in; those
+                                            of the last step in fp32, since the next stage continues from them
     checkpoints/step_000010/state.json      step, position in the data, counters
     checkpoints/step_000010/manifest.json   size and checksum of every file above; written last
     latest                                  name of the newest complete checkpoint; updated last
@@ -59,7 +60,7 @@ class CheckpointConfig:
     minutes: PositiveFloat | None = None
     keep: Positive = 2  # newest complete checkpoints kept with their optimizer state
     max_failures: NonNegative = 3  # tolerated in a row; one more ends the run
-    # keep the hf/ folder of every N-th step permanently (to choose among them later)
+    # write hf/, weights for inference, every N-th step only and keep it (and with the last); None: with each checkpoint
     keep_hf_every: Positive | None = None
     # auto: resume from the newest complete checkpoint; never: reject a folder that has one
     resume: Literal["auto", "never"] = "auto"
@@ -68,7 +69,18 @@ class CheckpointConfig:
 class Checkpointer:
     """Saves and restores one run. Every method except `costs` is collective: all ranks call it."""
 
-    def __init__(self, run: Run, config: CheckpointConfig, runtime: Runtime, source: str | Path):
+    def __init__(
+        self,
+        run: Run,
+        config: CheckpointConfig,
+        runtime: Runtime,
+        source: str | Path,
+        *,
+        steps: int | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        """`steps`: the run's last step, whose hf/ is as exact as the model; `dtype`: of the others'."""
+        self.steps, self.dtype = steps, dtype
         self.run, self.folder, self.latest = run, run.checkpoints, run.latest
         self.config, self.runtime = config, runtime
         # now: the source may be deleted or changed during the run
@@ -102,7 +114,7 @@ class Checkpointer:
             )
         model_state, optimizer_state = get_state_dict(model, optimizer)
         everything = {"model": model_state, "optimizer": optimizer_state}
-        if problem := self._no_room(_bytes(everything) + _bytes(model_state)):
+        if problem := self._no_room(_bytes(everything) + _bytes(model_state) * self._has_weights(step)):
             self._underway = Future()
             self._underway.set_result([problem])
             self._failed(step, [problem], last)
@@ -119,6 +131,10 @@ class Checkpointer:
         if last and (problems := self._problems()):
             remedy = "make room and run this again"
             raise OSError(f"the last checkpoint, step {step}, was not written ({problems[0]}); {remedy}")
+
+    def _has_weights(self, step: int) -> bool:
+        every = self.config.keep_hf_every
+        return every is None or step % every == 0 or step == self.steps
 
     def finish(self) -> bool:
         """Wait for a checkpoint that is being written; False if it failed, with everything older intact."""
@@ -177,7 +193,9 @@ class Checkpointer:
     def _finish_alone(self, partial: Checkpoint, final: Checkpoint, shape: Transformer, state: str) -> list[str]:
         """What rank 0 adds to the shards; returns what went wrong."""
         try:
-            write_folder(shape, _read_back(partial.dcp, shape), partial.hf, source=self.companions)
+            if self._has_weights(final.step):
+                dtype = None if final.step == self.steps else self.dtype
+                write_folder(shape, _read_back(partial.dcp, shape), partial.hf, source=self.companions, dtype=dtype)
             partial.state.write_text(state)
             partial.write_manifest()
             if final.folder.exists():
@@ -198,7 +216,10 @@ class Checkpointer:
         whole = self.runtime.broadcast([each for each in there if each.dcp.exists()])
         found, mine = None, slice(self.runtime.rank, None, self.runtime.ranks)
         for each in reversed(whole):
-            parts = [each.damage(part, mine) for part in ("dcp/", "hf/", "state.json")]  # every rank reads its share
+            there_too = ["hf/"] if each.hf.exists() else []
+            parts = [
+                each.damage(part, mine) for part in ("dcp/", *there_too, "state.json")
+            ]  # every rank reads its share
             damage = next((damage for parts in self.runtime.gather(parts) for damage in parts if damage), None)
             if damage is None:
                 found = each
@@ -244,7 +265,7 @@ class Checkpointer:
 
     def _delete(self, old: Checkpoint, damaged: bool) -> None:
         every = self.config.keep_hf_every
-        if damaged or not every or old.step % every:
+        if damaged or not every or old.step % every or not old.hf.exists():
             shutil.rmtree(old.folder)
         elif old.dcp.exists():
             old.keep_weights_only()

@@ -38,7 +38,7 @@ EPSILON = 1e-6
 
 @dataclass
 class Graded(Rollout):
-    """A rollout with what training makes of it: one line of a run's rollouts/step_*.jsonl."""
+    """A rollout with what training makes of it: one line of a run's rollouts/step_*.jsonl.gz."""
 
     reward: float | None = None
     advantage: float | None = None

@@ -55,7 +55,8 @@ class Trainer(Generic[C]):
     def resume(self, stack: ExitStack) -> dict[str, Any]:
         """Restore the newest checkpoint and open what the run writes to; returns the state saved with the weights."""
         config, main = self.config, self.runtime.is_main
-        self.checkpointer = Checkpointer(self.run, config.checkpoint, self.runtime, source=self.source)
+        inference = {"steps": config.steps, "dtype": DTYPES[config.sharding.compute_dtype]}
+        self.checkpointer = Checkpointer(self.run, config.checkpoint, self.runtime, source=self.source, **inference)
         stack.callback(self.checkpointer.close)
         state = self.checkpointer.resume(self.model, self.optimizer) or {}
         self.first_step: int = state.get("step", 0)

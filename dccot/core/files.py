@@ -4,6 +4,7 @@
     with JsonlWriter(path) as out: out.write(row)   one row = one write; an earlier run's partial last line is removed
     write_jsonl_atomic(path, rows)                  the whole file or nothing
 
+A file whose name ends with .gz is read and written compressed (not by JsonlWriter, which appends).
 Bad means: not UTF-8, not JSON, not an object, or longer than `MAX_LINE_BYTES`. An over-long line is never held in
 memory.
 """
@@ -13,20 +14,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gzip
 import hashlib
 import json
 import logging
 import os
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 8 << 20  # a rollout of 100,000 tokens with log-probs takes about 3 MB
 LEASE_SECONDS = 120.0  # after which a file server releases the locks of a dead machine; NFSv4 does after 90
+GZIP_LEVEL = 1  # a training step waits for it; higher ones gain little on digits
 REPORTED_LINES = 20  # a file that is bad throughout does not flood the terminal
 
 
@@ -41,10 +45,10 @@ class JsonlReader:
         self.path, self.strict, self.report, self.skipped = Path(path), strict, report, 0
 
     def __iter__(self) -> Iterator[tuple[int, dict]]:
-        with self.path.open("rb") as file:
+        with gzip.open(self.path) if self.path.suffix == ".gz" else self.path.open("rb") as file:
             if not self.path.stat().st_size:
                 self._bad(f"{self.path}: the file is empty")
-            for number, raw in enumerate(_bounded_lines(file), start=1):
+            for number, raw in enumerate(self._lines(file), start=1):
                 row, fault = _decode(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw)
                 if fault:
                     self.skipped += 1
@@ -53,6 +57,12 @@ class JsonlReader:
                     yield number, row
         if self.skipped > REPORTED_LINES:
             self.report(f"{self.path}: {self.skipped:,} bad lines skipped in all")
+
+    def _lines(self, file: IO[bytes]) -> Iterator[bytes]:
+        try:
+            yield from _bounded_lines(file)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise BadData(f"{self.path} is damaged or cut short ({error}); restore it from a copy") from None
 
     def _bad(self, message: str) -> None:
         if self.strict:
@@ -261,9 +271,12 @@ def write_atomic(path: str | Path, text: str) -> None:
 
 
 def write_jsonl_atomic(path: str | Path, rows: Iterable[dict]) -> int:
-    """The whole file or nothing; returns the number of rows."""
+    """The whole file or nothing; returns the number of rows. The same rows give the same bytes, compressed or not."""
     count = 0
-    with atomic_file(path) as file:
+    with atomic_file(path) as whole, contextlib.ExitStack() as stack:
+        file: Any = whole
+        if Path(path).suffix == ".gz":
+            file = stack.enter_context(gzip.GzipFile("", "wb", compresslevel=GZIP_LEVEL, fileobj=whole, mtime=0))
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
             count += 1

@@ -3,7 +3,7 @@
 runs/hlp/config.yaml  provenance.json                     resolved settings; what each start was made from
          data.jsonl                                       id and checksum of every row it trains on
          metrics.jsonl  tensorboard/                      one row per step
-         rollouts/step_000010.jsonl  bad/  profile/       of steps: responses, batches with a skipped update, traces
+         rollouts/step_000010.jsonl.gz  bad/  profile/    of steps: responses, batches with a skipped update, traces
          checkpoints/step_000010/{dcp/, hf/, state.json, manifest.json}
          latest                                           name of the newest complete checkpoint
          done.json  .lock                                 a finished stage's mark; held by the process that writes here
@@ -55,7 +55,7 @@ def step_name(step: int) -> str:
 
 def step_of(path: Path) -> int | None:
     """The step that a file or folder belongs to by its name; None for anything else (`step_000010_keep`)."""
-    match = _STEP.fullmatch(path.name.removesuffix(".jsonl"))
+    match = _STEP.fullmatch(path.name.removesuffix(".gz").removesuffix(".jsonl"))
     return int(match[1]) if match else None
 
 
@@ -280,10 +280,13 @@ class Run:
         return self.checkpoint_folder(int(step))
 
     def newest(self) -> Checkpoint:
-        """The checkpoint that `latest` names."""
+        """The checkpoint that `latest` names, or the last one before it that has weights for inference."""
         name = self.latest.read_text().strip()
-        found = Checkpoint(self.checkpoints / name)
-        if step_of(Path(name)) is None or not (found.hf / "config.json").is_file():
+        found, step = Checkpoint(self.checkpoints / name), step_of(Path(name))
+        for earlier in reversed(self.steps() if step is not None and found.dcp.is_dir() else ()):
+            if earlier < (step or 0) and not found.hf.exists():
+                return self.checkpoint_folder(earlier)
+        if step is None or not (found.hf / "config.json").is_file():
             there = ", ".join(map(str, self.steps())) or "none"
             problem = f"names {name!r}, which has no weights" if name else "is empty"
             raise FileNotFoundError(f"{self.latest} {problem}; choose a checkpoint as {self}@STEP (there are {there})")

@@ -1,7 +1,7 @@
 """Times each kernel against its alternatives, and counts the work that the tile schedule saves.
 
     dccot bench attention                 # paper-like trees; CPU backends here, Triton kernels where there is a GPU
-    dccot bench attention --tree runs/x/rollouts/step_000010.jsonl --tokens 16384 --profile
+    dccot bench attention --tree runs/x/rollouts/step_000010.jsonl.gz --tokens 16384 --profile
     dccot bench logprob --rows 8192 --vocabulary 151936
 
 Results are printed as a table and written below runs/bench as JSON; with --profile also a trace that opens in Perfetto.

@@ -94,7 +94,7 @@ def run_dccot(model: Path, problems: Path, steps: int, seed: int, processes: int
     run = Run(ROOT / "runs/peers" / name)
     found, memory = [], 0.0
     for number, row in read_jsonl(run.metrics_file, strict=True):
-        sampled = read_jsonl(run.rollouts / f"{step_name(number - 1)}.jsonl", strict=True)
+        sampled = read_jsonl(run.rollouts / f"{step_name(number - 1)}.jsonl.gz", strict=True)
         responses = [Rollout.from_json(rollout).response for _, rollout in sampled]
         groups = [[(0, each) for each in responses[i : i + SAMPLES]] for i in range(0, len(responses), SAMPLES)]
         generated, computed = sum(response.total_tokens for response in responses), len(build_forest(groups))

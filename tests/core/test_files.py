@@ -1,5 +1,6 @@
 """JSON lines: every kind of bad line is named by file and line, and no crash of a writer costs a finished row."""
 
+import gzip
 import json
 import os
 import resource
@@ -174,6 +175,18 @@ def test_full_disk_leaves_the_file_as_it_was(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, ignored)
     assert [row for _, row in read_jsonl(path)] == [{"a": 1}, {"a": 2}]
+
+
+def test_a_compressed_file_is_read_like_any_other_and_has_the_same_bytes_each_time(tmp_path):
+    rows = [{"text": "ü" * n} for n in range(50)]
+    for name in ("a.jsonl", "a.jsonl.gz", "b.jsonl.gz"):
+        assert write_jsonl_atomic(tmp_path / name, rows) == 50
+    plain, packed = (tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.jsonl.gz").read_bytes()
+    assert gzip.decompress(packed) == plain and packed == (tmp_path / "b.jsonl.gz").read_bytes()
+    assert [row for _, row in read_jsonl(tmp_path / "a.jsonl.gz")] == rows
+    (tmp_path / "a.jsonl.gz").write_bytes(packed[:-20])
+    with pytest.raises(BadData, match="is damaged or cut short"):
+        list(read_jsonl(tmp_path / "a.jsonl.gz"))
 
 
 def test_atomic_write_replaces_all_or_nothing(tmp_path):

@@ -288,8 +288,10 @@ def test_a_row_that_the_model_cannot_compute_costs_itself_alone(tmp_path):
 def test_rollouts_of_a_run_are_split_by_its_own_tokenizer(tmp_path):
     save(tmp_path / "checkpoints" / "step_000001" / "hf", "spelled")
     (tmp_path / "latest").write_text("step_000001\n")
-    write_jsonl_atomic(tmp_path / "rollouts" / "step_000001.jsonl", [rollout().to_json()])
-    assert main([str(tmp_path / "rollouts" / "step_000001.jsonl"), "--entropy", "--out", str(tmp_path / "p.html")]) == 0
+    write_jsonl_atomic(tmp_path / "rollouts" / "step_000001.jsonl.gz", [rollout().to_json()])
+    assert (
+        main([str(tmp_path / "rollouts" / "step_000001.jsonl.gz"), "--entropy", "--out", str(tmp_path / "p.html")]) == 0
+    )
     page = (tmp_path / "p.html").read_text("utf-8")
     [[first, *_]] = unpacked(page, "block-0")
     assert unpacked(page, "index")["tokens"] is True

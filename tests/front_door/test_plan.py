@@ -11,7 +11,7 @@ from dccot.lab.rehearsal.inputs import response_of
 from dccot.memory import TrainingMemory, largest_batch, parameters
 from dccot.model.config import parse_config
 from dccot.model.sharding import ShardingConfig
-from dccot.plan import GPUS, SHAPES, main, make_plan, read_shape
+from dccot.plan import GPUS, SHAPES, checkpoint_bytes, main, make_plan, read_shape, run_bytes
 from dccot.train.config import RLConfig
 from dccot.train.forest import build_forest
 from tests.support import programs
@@ -109,7 +109,8 @@ def test_a_copy_of_the_model_per_rank_waits_for_nothing():
 
 def test_a_response_larger_than_the_token_budget_sets_the_size_of_a_micro_batch():
     """Three workers: 12,000 tokens on the longest path are nearly 60,000 in the tree, next to a prompt of 1,024."""
-    config = load_config(RLConfig, "configs/rl/stage4.yaml", ["model.path=x", "data.train=y"])
+    free = ["model.path=x", "data.train=y", "rollout.total_tokens=null"]
+    config = load_config(RLConfig, "configs/rl/stage4.yaml", free)
     largest = largest_batch(config, 131_072)
     response = response_of(largest, 0)
     forest = build_forest([[(0, response)]])
@@ -125,7 +126,7 @@ def test_short_responses_fill_the_token_budget():
 
 
 def test_a_response_larger_than_the_token_budget_is_said(capsys):
-    assert main(["1.5B", "--gpus", "8"]) == 0
+    assert main(["1.5B", "configs/rl/stage4.yaml", "rollout.total_tokens=null", "--gpus", "8"]) == 0
     assert "one response can be a tree of 60,960 tokens, more than batch.token_budget 32,768" in capsys.readouterr().out
     assert main(["1.5B", "configs/rl/stage4.yaml", "batch.token_budget=65536", "--gpus", "8"]) == 0
     assert "one response can be" not in capsys.readouterr().out
@@ -134,10 +135,21 @@ def test_a_response_larger_than_the_token_budget_is_said(capsys):
 def test_a_cap_on_all_tokens_bounds_the_largest_tree():
     """Three workers of at most 7,000 of 21,000 tokens: worker 1 once, the others twice, and the prompt's 1,024."""
     needed = ["model.path=m", "data.train=d", "batch.token_budget=1024"]
-    free = largest_batch(load_config(RLConfig, "configs/rl/stage4.yaml", needed), 131_072)
-    capped = largest_batch(
-        load_config(RLConfig, "configs/rl/stage4.yaml", [*needed, "rollout.total_tokens=21000"]), 131_072
+    free = largest_batch(
+        load_config(RLConfig, "configs/rl/stage4.yaml", [*needed, "rollout.total_tokens=null"]), 131_072
     )
+    capped = largest_batch(load_config(RLConfig, "configs/rl/stage4.yaml", needed), 131_072)
     assert 5 * 11_900 < free.tokens <= 1024 + 5 * 12_000
     assert 5 * 6_900 < capped.tokens <= 1024 + 5 * 7_000
     assert capped.rows <= 21_000
+
+
+def test_disk_space_of_a_run_by_hand():
+    """100 parameters, 200 steps, two whole checkpoints of 12 bytes each; bf16 weights at 20, 40, … 180; fp32 at 200.
+    And of 20 steps 96 groups of 7 responses, half of 21,000 tokens long, 13 bytes each.
+    """
+    config = load_config(RLConfig, "configs/rl/hlp.yaml", ["model.path=m", "data.train=d"])
+    assert checkpoint_bytes(100, config) == 100 * (2 * 12 + 9 * 2 + 4)
+    assert run_bytes(100, config) == checkpoint_bytes(100, config) + 20 * 96 * 7 * 10_500 * 13
+    config.checkpoint.keep_hf_every = None
+    assert checkpoint_bytes(100, config) == 100 * (2 * 12 + 2 + 4)

@@ -32,6 +32,8 @@ def inputs(tmp_path, model, monkeypatch) -> Path:
     """Everything that the paper's recipe reads, in a folder like a user's."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ANTHROPIC_API_KEY", "planted")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=10**12))
     shutil.copytree(model, "MODEL")
     row = {"id": "1", "question": "What is 1 + 1?", "gold": "2"}
     for name in DATA:
@@ -51,7 +53,7 @@ def faults(*settings: str, recipe: str = "configs/paper.yaml", ranks: int = 8) -
 def test_the_papers_recipe_with_all_inputs_can_run(inputs, capsys):
     assert faults() == {}
     assert main(["configs/paper.yaml", "model=MODEL", "--check"]) == 0
-    assert "20 stages can run; checkpoints will take" in capsys.readouterr().out
+    assert "20 stages can run; checkpoints, rollouts and evaluations will take" in capsys.readouterr().out
     assert not Path("runs/paper").exists()  # nothing was written
 
 
@@ -185,7 +187,7 @@ def test_a_disk_that_is_too_small_is_a_fault(inputs, monkeypatch):
     usage = shutil.disk_usage(inputs)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1000))
     [(message, places)] = faults().items()
-    assert "checkpoints will take about" in message and places == {"all.output"}
+    assert "evaluations will take about" in message and places == {"all.output"}
 
 
 def test_training_that_does_not_fit_the_memory_is_a_fault(inputs, monkeypatch):

@@ -83,7 +83,7 @@ def main(out: Path, steps: int) -> None:
         train(settings(out, "hopeless", 1, *never_right), engine)
     except RuntimeError as error:
         (out / f"error_of_rank_{runtime.rank}.txt").write_text(str(error))
-    train(settings(out, "replayed", 1, f"replay={out / 'whole' / 'rollouts' / 'step_000000.jsonl'}"))
+    train(settings(out, "replayed", 1, f"replay={out / 'whole' / 'rollouts' / 'step_000000.jsonl.gz'}"))
     engine.shutdown()
     runtime.stop()
 

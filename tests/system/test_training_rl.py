@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 from torch.utils.tensorboard import SummaryWriter
 
+from dccot.core.files import read_jsonl, write_jsonl_atomic
 from dccot.data.prompts import PromptConfig
 from dccot.lab.worlds.arithmetic import make_tokenizer
 from tests.support import programs
@@ -89,7 +90,7 @@ def test_nothing_of_a_trainer_is_left_beside_the_engine_when_its_stage_has_ended
 
 
 def test_saved_rollouts_hold_text_verdict_reward_and_lengths(out):
-    rows = [json.loads(line) for line in (out / "whole" / "rollouts" / "step_000000.jsonl").read_text().splitlines()]
+    rows = [row for _, row in read_jsonl(out / "whole" / "rollouts" / "step_000000.jsonl.gz")]
     assert len(rows) == ROLLOUTS
     for row in rows:
         right, formed = (
@@ -107,10 +108,7 @@ def test_whole_batches_are_rolled_out_until_the_filter_has_kept_enough_prompts(o
     of 8.
     """
     for step, row in enumerate(metrics(out / "filtered")):
-        trained = [
-            json.loads(line)
-            for line in (out / "filtered" / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
-        ]
+        trained = [row for _, row in read_jsonl(out / "filtered" / "rollouts" / f"step_{step:06d}.jsonl.gz")]
         groups = {}
         for rollout in trained:
             groups.setdefault(rollout["problem"], []).append(rollout["verdict"] == "correct")
@@ -134,8 +132,7 @@ def test_validation_runs_before_the_first_step_and_at_the_last_on_its_own_proble
         assert 0.0 <= row["validation/accuracy"] <= 1.0
         assert row["validation/longest_path"] > 0
     for step in (0, 1):
-        for line in (out / "filtered" / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines():
-            row = json.loads(line)
+        for _, row in read_jsonl(out / "filtered" / "rollouts" / f"step_{step:06d}.jsonl.gz"):
             assert row["question"] == f"Say 3, case {row['problem'][1:]}."
             assert prompt_of(row["question"]) == row["response"]["prompt"]
 
@@ -163,7 +160,7 @@ def test_a_run_killed_and_restarted_by_torchrun_is_one_that_nobody_touched(out):
     spoil(out / "faulted", STEPS)
     assert [text.split(" ")[0] for text in injection.differences()] == [
         "hf/",
-        "rollouts/step_000001.jsonl",
+        "rollouts/step_000001.jsonl.gz",
         "metrics.jsonl",
         "TensorBoard",
     ]
@@ -173,8 +170,9 @@ def spoil(run: Path, steps: int) -> None:
     """The last bit of the weights, one rollout, a row too many, a value too many: each must be noticed."""
     weights = run / "checkpoints" / f"step_{steps:06d}" / "hf" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + bytes([weights.read_bytes()[-1] ^ 1]))
-    rollouts = run / "rollouts" / "step_000001.jsonl"
-    rollouts.write_text(rollouts.read_text().replace("correct", "wrong", 1))
+    rollouts = run / "rollouts" / "step_000001.jsonl.gz"
+    rows = [row for _, row in read_jsonl(rollouts)]
+    write_jsonl_atomic(rollouts, [rows[0] | {"verdict": "timed_out"}, *rows[1:]])
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": steps - 1}) + "\n")
     with SummaryWriter(str(run / "tensorboard")) as writer:

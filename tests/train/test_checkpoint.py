@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -217,8 +218,39 @@ def test_a_run_of_which_only_weights_were_kept_is_not_silently_started_over(chec
         checkpointer().resume(*trained)
 
 
+def test_between_validations_a_checkpoint_has_no_weights_for_inference_and_resumes_all_the_same(checkpointer, trained):
+    model, optimizer = trained
+    keeper = checkpointer(keep=2, keep_hf_every=2)
+    for step in (2, 3):
+        saved(keeper, step, model, optimizer, {})
+    assert not (keeper.folder / "step_000003" / "hf").exists()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert checkpointer(keep=2, keep_hf_every=2).resume(model, optimizer)["step"] == 3
+    assert all(map(torch.equal, before, model.parameters()))
+    run = keeper.folder.parent
+    assert resolve_model(run) == keeper.folder / "step_000002" / "hf"  # the newest that has some
+
+
+def test_weights_for_inference_are_rounded_and_those_of_the_last_step_are_exact(checkpointer, trained):
+    """The next stage starts from the last step's: fp32 master weights, to the bit."""
+    model, optimizer = trained
+    keeper = checkpointer()
+    keeper.steps, keeper.dtype = 2, torch.bfloat16
+    for step in (1, 2):
+        saved(keeper, step, model, optimizer, {})
+    first, last = (load_file(keeper.folder / f"step_00000{step}/hf/model.safetensors") for step in (1, 2))
+    for name, parameter in model.named_parameters():
+        whole = parameter.detach().full_tensor()
+        assert whole.dtype == torch.float32 and torch.equal(last[name], whole)
+        assert torch.equal(first[name], whole.bfloat16())
+
+
 def test_the_newest_are_kept_and_chosen_hf_folders_stay_for_good(checkpointer, trained):
     keeper = checkpointer(keep=2, keep_hf_every=2)
+    keeper.steps = 5
     for step in range(1, 6):
         saved(keeper, step, *trained, {})
     assert steps(keeper) == ["step_000002", "step_000004", "step_000005"]

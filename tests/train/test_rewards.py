@@ -199,12 +199,13 @@ def test_advantages_are_finite_centred_and_scaled(rewards):
 
 def test_only_the_newest_rollouts_stay_and_what_people_put_beside_them(tmp_path):
     (tmp_path / "step_000000_good.jsonl").write_text("mine")
+    (tmp_path / "step_000001.jsonl").write_text("of a version that did not compress")
     for step in range(4):
         Batch(0).save(tmp_path, step, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step_000000_good.jsonl",
-        "step_000002.jsonl",
-        "step_000003.jsonl",
+        "step_000002.jsonl.gz",
+        "step_000003.jsonl.gz",
     ]
 
 

@@ -62,7 +62,7 @@ def _nan_gradient(settings: Settings, engine: VllmEngine) -> Trial:
     same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in pairwise(weights)]
     skipped = [row["policy/skipped_updates"] for _, row in read_jsonl(run / "metrics.jsonl")]
     kept = [path.name for path in sorted((run / "bad").glob("*"))]
-    good = same == [True, False, False] and skipped == [0, 2, 2, 2] and kept == ["step_000001.jsonl"]
+    good = same == [True, False, False] and skipped == [0, 2, 2, 2] and kept == ["step_000001.jsonl.gz"]
     seen = "step skipped and counted, weights unchanged, batch kept, next step taken"
     return Trial.once("gradient not finite", seen, good, f"{same} {skipped} {kept}")
 
