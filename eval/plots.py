@@ -2,7 +2,8 @@
 
 tradeoff     accuracy vs. longest path on one benchmark, ours and the paper's, with the Pareto front of ours
 training     accuracy, longest path, parallelism and entropy percentiles of one training, its stages one after another
-penalised    accuracy, longest path and parallelism of several trainings over their own steps, one colour each
+overlaid     accuracy, longest path and parallelism of several trainings over their own steps, one colour each; of
+             continuations of one stage, after that stage
 latency      seconds vs. longest path, one panel per concurrency
 """
 
@@ -197,14 +198,18 @@ def training(stages: Sequence[Stage], theme: Theme) -> Canvas:
     return canvas
 
 
-def penalised(runs: Sequence[Stage], theme: Theme) -> Canvas:
-    """Several trainings over their own steps: rollouts as lines, validation as marks, one colour per training."""
+def overlaid(runs: Sequence[Stage], before: Stage | None, theme: Theme) -> Canvas:
+    """Several trainings over their own steps: rollouts as lines, validation as marks, one colour per training. They
+    begin where the stage `before` them ended.
+    """
+    start = before.rows[-1]["step"] + 1 if before else 0
+    shown = [(before, 0)] * bool(before) + [(run, start) for run in runs]
     canvas, every = _panels(COMPARED, runs)
     for panel, axes in every.items():
         rollouts, validation = panel.lines
-        for number, run in enumerate(runs):
-            _draw_line(axes, Line(rollouts.metric, run.name, number), _values(run, panel, rollouts), theme)
-            _draw_line(axes, Line(validation.metric, "", number, MARKED), _values(run, panel, validation), theme)
+        for number, (run, first) in enumerate(shown):
+            for line in (Line(rollouts.metric, run.name, number), Line(validation.metric, "", number, MARKED)):
+                _draw_line(axes, line, [(first + step, value) for step, value in _values(run, panel, line)], theme)
         _finish_panel(axes, panel)
     return canvas
 

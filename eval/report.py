@@ -6,7 +6,8 @@ wall-clock.
 
 A RUN is an evaluation (summary.json), a training run (metrics.jsonl), a latency measurement (latency.json) or the
 folder of a finished recipe (recipe.yaml). Training runs share one axis in the order given, as long as each starts from
-the one before it; one that does not gets its own figure. Of a recipe, the evaluations in its own report are shown; of
+the one before it; one that does not gets its own figure. Runs that continue the same stage are also drawn over each
+other. Of a recipe, the evaluations in its own report are shown; of
 several, which may differ in their seed only, those of the first and the spread over all. A seed changes the task, the
 base model and every later draw, so the spread is that of the whole method, not just of the test problems.
 
@@ -167,6 +168,7 @@ def _training(runs: Sequence[Path]) -> list[Block]:
     for stages in figures:
         names = " → ".join(stage.name for stage in stages)
         blocks.append(Figure(f"training_{stages[-1].name}", names, *plots.pictures(plots.training, stages)))
+    blocks += continuations(runs, every)
     if figure := penalised(every):
         blocks.append(figure)
     learnt = [(stage.name, stage.config, stage.rows) for stage in every if "reward/correct" in stage.rows[0]]
@@ -194,13 +196,27 @@ def chains(runs: Sequence[Path]) -> list[list[plots.Stage]]:
     return found
 
 
+def continuations(runs: Sequence[Path], stages: Sequence[plots.Stage]) -> list[Figure]:
+    """For each of the runs that several others of RL started from, these in one figure, after its own steps."""
+    learnt = [stage for stage in stages if "reward/correct" in stage.rows[0]]
+    figures = []
+    for run, before in zip(runs, stages):
+        starts = {stage.name: (stage.config.get("model") or {}).get("path") for stage in learnt}
+        after = [s for s in learnt if starts[s.name] and Path(starts[s.name]).resolve().is_relative_to(run.resolve())]
+        if len(after) > 1:
+            caption = f"Continuations of {before.name}: " + ", ".join(stage.name for stage in after)
+            drawn = plots.pictures(plots.overlaid, after, before if before in learnt else None)
+            figures.append(Figure(f"continued_{before.name}", f"{caption}; marks are validation.", *drawn))
+    return figures
+
+
 def penalised(stages: Sequence[plots.Stage]) -> Figure | None:
     """The runs under the high length penalty in one figure, if there are several."""
     runs = [stage for stage in stages if (stage.config.get("reward") or {}).get("kind") == "high_length_penalty"]
     if len(runs) < 2:
         return None
     caption = "Under the high length penalty: " + ", ".join(run.name for run in runs) + "; marks are validation."
-    return Figure("penalised", caption, *plots.pictures(plots.penalised, runs))
+    return Figure("penalised", caption, *plots.pictures(plots.overlaid, runs, None))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ import pytest
 
 from dccot.core.statistics import Estimate
 from dccot.eval import plots
-from dccot.eval.report import chains, penalised
+from dccot.eval.report import chains, continuations, penalised
 
 
 def run(folder, name, steps, start=None, penalty=False):
@@ -74,7 +74,7 @@ def test_two_validations_are_drawn_as_they_are_and_nothing_else_is_marked():
 def test_several_penalised_runs_share_one_figure_over_their_own_steps(tmp_path):
     names = ["hlp", "dsr_hlp_12k", "dsr_hlp_24k"]
     runs = [run(tmp_path, name, steps, penalty=True) for name, steps in zip(names, (12, 9, 15))]
-    canvas = plots.penalised(every_stage(runs), plots.LIGHT)
+    canvas = plots.overlaid(every_stage(runs), None, plots.LIGHT)
     assert len(canvas.axes) == 3
     assert [text.get_text() for text in canvas.axes[0].get_legend().get_texts()] == names
     lines = drawn(canvas, "Longest path (tokens)")
@@ -95,6 +95,22 @@ def test_a_dollar_in_a_name_is_a_dollar(name):
     for draw, *content in (
         (plots.tradeoff, name, [ours, theirs]),
         (plots.training, [plots.Stage(name, rows)]),
-        (plots.penalised, [plots.Stage(name, rows), plots.Stage("other", rows)]),
+        (plots.overlaid, [plots.Stage(name, rows), plots.Stage("other", rows)], None),
     ):
         assert all(png.startswith(b"\x89PNG") for png in plots.pictures(draw, *content))
+
+
+def test_two_continuations_of_a_stage_are_drawn_over_each_other_after_it(tmp_path):
+    """Figures of the paper's appendix on plateaus: what was kept beside what was changed."""
+    sft, stage1 = run(tmp_path, "sft", 4), run(tmp_path, "stage1", 9)
+    dapo = run(tmp_path, "stage1_dapo", 6, start=stage1)
+    cispo = run(tmp_path, "stage2a", 7, start=stage1 / "checkpoints" / "step_000009" / "hf")
+    runs = [sft, stage1, cispo, dapo]
+    [figure] = continuations(runs, every_stage(runs))
+    assert figure.name == "continued_stage1" and "stage2a, stage1_dapo" in figure.caption
+    before, *after = (stage for stage in every_stage(runs) if stage.name != "sft")
+    canvas = plots.overlaid(after, before, plots.LIGHT)
+    marks = [(x, y) for x, y, marked in drawn(canvas, "Accuracy (%)") if marked]
+    expected = [measured(one, "validation/accuracy", 100, start) for one, start in ((stage1, 0), (cispo, 9), (dapo, 9))]
+    assert marks == expected
+    assert continuations(runs[:3], every_stage(runs[:3])) == []

@@ -171,3 +171,16 @@ def test_the_recipe_trains_and_evaluates_what_the_paper_did_each_stage_from_the_
     samples = {b.name: b.samples for config in evaluated.values() for b in config.resolved()}
     assert samples == {"aime24": 200, "amc23": 200, "hmmt25": 200, "math500": 16, "minerva": 16, "olympiadbench": 16}
     assert all(len(config.resolved()) == 6 for config in evaluated.values())
+
+
+def test_the_recipe_about_plateaus_continues_the_papers_own_stages():
+    paper, plateaus = (
+        {plan.name: plan for plan in load_recipe(f"configs/{name}.yaml", ["model=MODEL"])[1]}
+        for name in ("paper", "plateaus")
+    )
+    own = {name: plan.start for name, plan in plateaus.items() if name not in paper and plan.stage.run == "rl"}
+    starts = {"stage1_dapo": "stage1", "stage2_include_easy": "stage2b", "cispo_from_start": "sft"}
+    assert own == {name: f"runs/paper/{start}" for name, start in starts.items()}
+    shared = [name for name in plateaus if name in paper]
+    assert shared == ["sequential", "rewrite", "sft", "stage1", "stage2a", "stage2b", "stage3", "eval_sft"]
+    assert all(plateaus[name].load() == paper[name].load() for name in shared)

@@ -57,6 +57,10 @@ def test_the_papers_recipe_with_all_inputs_can_run(inputs, capsys):
     assert not Path("runs/paper").exists()  # nothing was written
 
 
+def test_the_recipe_about_plateaus_can_run(inputs):
+    assert faults(recipe="configs/plateaus.yaml") == {}
+
+
 @pytest.mark.parametrize("name", DATA)
 def test_a_missing_file_is_the_only_fault_and_names_its_stages(inputs, name):
     Path(name).unlink()
