@@ -149,6 +149,17 @@ def test_a_setting_that_did_not_exist_yet_is_a_change_only_if_it_is_not_its_defa
     assert "sharding.reduce_once was True when the stage was finished and is False now" in said
 
 
+def test_a_setting_whose_default_is_not_what_was_done_before_is_a_change(recipe, capsys):
+    """SFT used to take the mean over tokens."""
+    mark = recipe.parent / "r" / "base" / "done.json"
+    told = json.loads(mark.read_text())
+    del told["made_from"]["configuration"]["loss_mean"]
+    mark.write_text(json.dumps(told))
+    said = refused(recipe, capsys)
+    assert "loss_mean was 'tokens' when the stage was finished and is 'examples' now" in said
+    assert main([str(recipe), "base.loss_mean=tokens"]) == 0
+
+
 def test_a_mark_from_before_marks_said_what_they_were_made_from_is_taken(recipe):
     (recipe.parent / "r" / "base" / "done.json").write_text('{"seconds": 1.5}')
     assert main([str(recipe), "base.steps=3"]) == 0
