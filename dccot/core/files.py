@@ -58,7 +58,7 @@ class JsonlReader:
         if self.skipped > REPORTED_LINES:
             self.report(f"{self.path}: {self.skipped:,} bad lines skipped in all")
 
-    def _lines(self, file: IO[bytes]) -> Iterator[bytes]:
+    def _lines(self, file: BinaryIO | gzip.GzipFile) -> Iterator[bytes]:
         try:
             yield from _bounded_lines(file)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:

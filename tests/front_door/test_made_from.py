@@ -155,7 +155,7 @@ def test_a_setting_whose_default_is_not_what_was_done_before_is_a_change(recipe,
     told = json.loads(mark.read_text())
     del told["made_from"]["configuration"]["loss_mean"]
     mark.write_text(json.dumps(told))
-    said = refused(recipe, capsys)
+    said = refused(recipe, capsys, "base.loss_mean=examples")
     assert "loss_mean was 'tokens' when the stage was finished and is 'examples' now" in said
     assert main([str(recipe), "base.loss_mean=tokens"]) == 0
 
