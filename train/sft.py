@@ -124,7 +124,8 @@ def sft_loss(responses: Sequence[Response], mean: str) -> TokenLoss:
     weights = sampled.sum() / (len(responses) * sampled.clamp(min=1))
 
     def weighted(number: int, forest: Forest, logprob: Tensor, entropy: Tensor) -> Tensor:
-        return -logprob * weights.to(logprob)[forest.response[forest.targets].long()]
+        weight = weights.to(logprob)[forest.response[forest.targets].long()]
+        return weight * negative_logprob(number, forest, logprob, entropy)
 
     return weighted
 
