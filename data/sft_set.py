@@ -249,7 +249,9 @@ TOKENS = ("input_tokens", "cached_tokens", "output_tokens")  # as rows of the lo
 def dollars_of(spent: Mapping[str, int], prices: Sequence[float] | None) -> float | None:
     """What the tokens cost; `prices` are per million read, read from the cache, and written."""
     read, cached, written = (spent[name] for name in TOKENS)
-    return prices and (prices[0] * (read - cached) + prices[1] * cached + prices[2] * written) / 1e6
+    if prices is None:
+        return None
+    return (prices[0] * (read - cached) + prices[1] * cached + prices[2] * written) / 1e6
 
 
 def spent_text(spent: Mapping[str, int], dollars: float | None) -> str:

@@ -201,8 +201,8 @@ def continuations(runs: Sequence[Path], stages: Sequence[plots.Stage]) -> list[F
     learnt = [stage for stage in stages if "reward/correct" in stage.rows[0]]
     figures = []
     for run, before in zip(runs, stages):
-        starts = {stage.name: (stage.config.get("model") or {}).get("path") for stage in learnt}
-        after = [s for s in learnt if starts[s.name] and Path(starts[s.name]).resolve().is_relative_to(run.resolve())]
+        starts = [(stage, (stage.config.get("model") or {}).get("path")) for stage in learnt]
+        after = [stage for stage, start in starts if start and Path(start).resolve().is_relative_to(run.resolve())]
         if len(after) > 1:
             caption = f"Continuations of {before.name}: " + ", ".join(stage.name for stage in after)
             drawn = plots.pictures(plots.overlaid, after, before if before in learnt else None)

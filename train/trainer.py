@@ -55,8 +55,9 @@ class Trainer(Generic[C]):
     def resume(self, stack: ExitStack) -> dict[str, Any]:
         """Restore the newest checkpoint and open what the run writes to; returns the state saved with the weights."""
         config, main = self.config, self.runtime.is_main
-        inference = {"steps": config.steps, "dtype": DTYPES[config.sharding.compute_dtype]}
-        self.checkpointer = Checkpointer(self.run, config.checkpoint, self.runtime, source=self.source, **inference)
+        written = self.run, config.checkpoint, self.runtime, self.source
+        dtype = DTYPES[config.sharding.compute_dtype]
+        self.checkpointer = Checkpointer(*written, steps=config.steps, dtype=dtype)
         stack.callback(self.checkpointer.close)
         state = self.checkpointer.resume(self.model, self.optimizer) or {}
         self.first_step: int = state.get("step", 0)
