@@ -38,6 +38,8 @@ class Segment:
     inserted: list[int] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # one per sampled id, at the sampling temperature
+    # one per sampled id: steps trained before the weights that sampled it; empty: those of the rollout's own step
+    versions: list[int] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
@@ -45,6 +47,9 @@ class Segment:
 
     def __len__(self) -> int:
         return len(self.inserted) + len(self.sampled)
+
+    def to_json(self) -> dict:
+        return {name: values for name, values in vars(self).items() if values or name != "versions"}
 
 
 @dataclass
@@ -104,7 +109,7 @@ class Response(Thread[Segment]):
 
 def _to_json(thread: Thread[Segment]) -> dict:
     forks = [[_to_json(worker) for worker in fork] for fork in thread.forks]
-    return {"trunk": [vars(segment) for segment in thread.trunk]} | ({"forks": forks} if forks else {})
+    return {"trunk": [segment.to_json() for segment in thread.trunk]} | ({"forks": forks} if forks else {})
 
 
 def _from_json(row: dict) -> Thread[Segment]:

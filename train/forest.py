@@ -45,6 +45,9 @@ class Forest:
     sampled: Tensor  # bool [N]: the policy wrote it, it carries loss
     response: Tensor  # int32 [N]: index of the response; a shared prompt counts for its first one
     logprob: Tensor  # float32 [N]: what the engine sampled with; 0 where not sampled
+    version: Tensor | None = (
+        None  # int32 [N]: of the weights that sampled it, −1 where unknown; None: unknown throughout
+    )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -63,7 +66,8 @@ class Forest:
         device = torch.device(device)
         if device == self.tokens.device:
             return self
-        forest = Forest(*(moved(getattr(self, name), device) for name in self.__dataclass_fields__))
+        fields = (getattr(self, name) for name in self.__dataclass_fields__)
+        forest = Forest(*(moved(field, device) if field is not None else None for field in fields))
         # where cached_property looks
         forest.__dict__.update(mask=self.mask.to(device), targets=moved(self.targets, device))
         return forest
@@ -143,14 +147,15 @@ def build_forest(groups: Sequence[Sequence[tuple[int, Response]]]) -> Forest:
     >>> forest.tokens[forest.targets].tolist()  # no loss on tags that were inserted, nor on what is only read
     [2, 22, 32, 12, 4]
     """
-    pieces: list[tuple[np.ndarray, ...]] = []  # the five arrays of Forest, piece by piece
+    pieces: list[tuple[np.ndarray, ...]] = []  # the arrays of Forest, piece by piece
     at = 0
 
     def lay(ids: Sequence[int], index: int) -> tuple[np.ndarray, ...]:
         nonlocal at
         size, at = len(ids), at + len(ids)
         ends, sampled, owner = np.empty(size, np.int32), np.zeros(size, bool), np.full(size, index, np.int32)
-        pieces.append((np.asarray(ids, np.int64), ends, sampled, owner, np.zeros(size, np.float32)))
+        logprob, version = np.zeros(size, np.float32), np.full(size, -1, np.int32)
+        pieces.append((np.asarray(ids, np.int64), ends, sampled, owner, logprob, version))
         return pieces[-1]
 
     for group in groups:
@@ -161,17 +166,20 @@ def build_forest(groups: Sequence[Sequence[tuple[int, Response]]]) -> Forest:
             visible: list[tuple[np.ndarray, int]] = []  # with the branch until whose end
             ends: dict[int, int] = {}  # of each branch
             for segment, as_written, branch, _ in layout(response):
-                _, until, sampled, _, logprob = lay(segment.tokens, index)
+                _, until, sampled, _, logprob, version = lay(segment.tokens, index)
                 visible.append((until, id(branch)))
                 ends[id(branch)] = at
                 if as_written:
                     sampled[len(segment.inserted) :] = True
                     if segment.logprobs:
                         logprob[len(segment.inserted) :] = segment.logprobs
+                    if segment.versions:
+                        version[len(segment.inserted) :] = segment.versions
             for until, of in visible:
                 until[:] = ends[of]
         prompt[:] = at
-    return Forest(*(torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*pieces)))
+    *arrays, version = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*pieces))
+    return Forest(*arrays, version if bool((version >= 0).any()) else None)
 
 
 MicroBatch = list[list[int]]  # indices of responses; those of one group share a prompt

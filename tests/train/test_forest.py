@@ -235,6 +235,16 @@ def test_responses_that_share_a_prompt_predict_their_first_tokens_from_the_same_
     assert forest.logprob.tolist() == [0.0, 0.0, -0.5, -0.5, -0.5]
 
 
+def test_a_token_has_the_version_of_the_weights_that_sampled_it_or_minus_one():
+    response = three_workers()
+    assert build_forest([[(0, response)]]).version is None
+    rounds_of(response)[0].workers[1].versions = [
+        4,
+        5,
+    ]  # W2: its inserted tag, and its copy as read, were never sampled
+    assert build_forest([[(0, response)]]).version.tolist() == [-1] * 4 + [4, 5] + [-1] * 9
+
+
 def test_worker_two_never_sees_worker_one(small_model):
     """Neither does worker one see worker two, and the director before the block sees neither; the director after it
     sees both.
