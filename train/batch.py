@@ -77,5 +77,5 @@ class MiniBatch:
 
     forests: list[Forest]
     advantages: Tensor  # of each response
-    old: list[Tensor] | None = None  # None: of the weights that are updated, so the ratio is 1
+    proximal: list[Tensor] | None = None  # of the step's first weights; None: those are updated, or nobody needs them
     reference: list[Tensor] | None = None  # None: no KL

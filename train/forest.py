@@ -61,6 +61,13 @@ class Forest:
         """int64 [M]: indices of the sampled tokens; target t is predicted from row `mask.parent[t]`."""
         return self.sampled.nonzero().squeeze(1)
 
+    def lag(self, version: int) -> Tensor | None:
+        """int32 [M]: how many versions before this one each target was sampled, −1 if unknown; None: all unknown."""
+        if self.version is None:
+            return None
+        own = self.version[self.targets]
+        return torch.where(own < 0, own, version - own)
+
     def to(self, device: torch.device | str) -> Forest:
         """On another device, with mask and targets computed here: computing them on a GPU would make the host wait."""
         device = torch.device(device)

@@ -7,8 +7,8 @@ until enough are kept → advantages → pack into forests → old and reference
 mini-batch each → weights into the engine → validate, log, checkpoint. Every rank rolls out and grades its share; the
 batch is the same on all of them.
 
-The reference policy is the model that the stage started from. The first mini-batch needs no old log-probs: its ratio is
-1. `replay=FILE` trains on a saved batch in every step, without an engine.
+The reference policy is the model that the stage started from. The first mini-batch needs no old log-probs: they are its
+own (train/objectives.py). `replay=FILE` trains on a saved batch in every step, without an engine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from dccot.train.config import RLConfig, open_model
 from dccot.train.flops import pair_cost
 from dccot.train.forest import Forest, pack
 from dccot.train.metrics import TokenMetrics, rollout_metrics, validation_metrics
-from dccot.train.objectives import objective_loss
+from dccot.train.objectives import ObjectiveConfig, in_mode, objective_loss, trained_on
 from dccot.train.phases import Phases
 from dccot.train.recorder import sample_text
 from dccot.train.rewards import FILTERS, Graded, Group, advantages_of, reward_of
@@ -73,7 +73,7 @@ def train(config: RLConfig, engine: TrainingEngine | None = None) -> None:
                 mini_batches = rl.pack(batch)
                 rl.old_logprobs(mini_batches)
                 rl.reference_logprobs(mini_batches)
-                tokens = TokenMetrics(config.objective, runtime)
+                tokens = TokenMetrics(rl.objective, runtime)
                 reports = [rl.update(mini_batch, tokens) for mini_batch in mini_batches]
                 trained = [forest for mini_batch in mini_batches for forest in mini_batch.forests]
                 policy = tokens.reduce() | rl.update_metrics(reports, trained)
@@ -200,10 +200,14 @@ class RL(Trainer[RLConfig]):
             packed.append(MiniBatch(packing.forests(self.runtime.rank), advantages))
         return packed
 
+    @property
+    def objective(self) -> ObjectiveConfig:
+        return in_mode(self.config.objective, "synchronous")
+
     def old_logprobs(self, mini_batches: Sequence[MiniBatch]) -> None:
         with self.phases("old_logprob"):
-            for mini_batch in mini_batches[1:]:
-                mini_batch.old = self._logprobs(self.model, mini_batch.forests)
+            for mini_batch in mini_batches[1:] if self.objective.old == "recomputed" else ():
+                mini_batch.proximal = self._logprobs(self.model, mini_batch.forests)
 
     def reference_logprobs(self, mini_batches: Sequence[MiniBatch]) -> None:
         with self.phases("reference"):
@@ -217,14 +221,18 @@ class RL(Trainer[RLConfig]):
 
     def update(self, mini_batch: MiniBatch, tokens: TokenMetrics) -> StepReport:
         """One optimizer step."""
+        config, step = self.objective, self.phases.step
 
         def loss(number: int, forest: Forest, logprob: Tensor, entropy: Tensor) -> Tensor:
-            advantage = mini_batch.advantages[forest.response[forest.targets].long()]
-            sampled = forest.logprob[forest.targets]
-            old = mini_batch.old[number] if mini_batch.old is not None else logprob.detach()
+            response = forest.response[forest.targets].long()
+            advantage, sampled = mini_batch.advantages[response], forest.logprob[forest.targets]
+            proximal = mini_batch.proximal[number] if mini_batch.proximal is not None else logprob.detach()
             reference = mini_batch.reference[number] if mini_batch.reference is not None else None
-            tokens.add(logprob, entropy, old, advantage, sampled, reference)
-            return objective_loss(self.config.objective, logprob, old, advantage, sampled, reference)
+            correction, responses = config.rollout_correction, len(mini_batch.advantages)
+            trained = trained_on(correction, proximal - sampled, response, responses)
+            given = proximal, advantage, sampled, reference, trained
+            tokens.add(logprob, entropy, *given, forest.lag(step))
+            return objective_loss(config, logprob, *given)
 
         return self.optimizer_step(mini_batch.forests, loss, self.config.rollout.temperature)
 
