@@ -22,6 +22,7 @@ from dccot.core.config import Address, ConfigError, Positive, Share
 from dccot.rollout.director import Call, Completion, Stop
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
@@ -85,6 +86,8 @@ class Engine(Protocol):
 
 class TrainingEngine(Engine, Protocol):
     """An engine that lives with the trainer and samples with its weights."""
+
+    dtype: torch.dtype  # of its weights
 
     def load(self, parameters: Parameters) -> None:
         """Replace the weights; nothing may be pending. Collective if `parameters` is."""

@@ -241,7 +241,7 @@ class RL(Trainer[RLConfig]):
         with self.phases("sync"):
             if self.engine is not None:
                 self.engine.wake()
-                self.engine.load(full_parameters(self.model))
+                self.engine.load(full_parameters(self.model, self.engine.dtype))
 
     def save(self, step: int, batch: Batch, reports: Sequence[StepReport]) -> None:
         """Keep the step's rollouts."""
