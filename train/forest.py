@@ -73,8 +73,8 @@ class Forest:
         device = torch.device(device)
         if device == self.tokens.device:
             return self
-        fields = (getattr(self, name) for name in self.__dataclass_fields__)
-        forest = Forest(*(moved(field, device) if field is not None else None for field in fields))
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        forest = replace(self, **{name: moved(here, device) for name, here in fields.items() if here is not None})
         # where cached_property looks
         forest.__dict__.update(mask=self.mask.to(device), targets=moved(self.targets, device))
         return forest
@@ -185,8 +185,8 @@ def build_forest(groups: Sequence[Sequence[tuple[int, Response]]]) -> Forest:
             for until, of in visible:
                 until[:] = ends[of]
         prompt[:] = at
-    *arrays, version = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*pieces))
-    return Forest(*arrays, version if bool((version >= 0).any()) else None)
+    tensors = [torch.from_numpy(np.concatenate(parts)) for parts in zip(*pieces)]
+    return Forest(*tensors if bool((tensors[-1] >= 0).any()) else tensors[:-1])
 
 
 MicroBatch = list[list[int]]  # indices of responses; those of one group share a prompt
@@ -199,15 +199,24 @@ class Packing:
     responses: Sequence[Response]
     ranks: list[list[MicroBatch]]
 
+    @cached_property
+    def shortest(self) -> int:
+        """The response that stands in, without loss, for an empty micro-batch."""
+        length = lambda index: len(self.responses[index].prompt) + self.responses[index].total_tokens
+        return min(range(len(self.responses)), key=length)
+
+    def needs(self, rank: int) -> list[int]:
+        """The responses of a rank's forests; of the others, lengths are enough."""
+        return [i for micro_batch in self.ranks[rank] for group in micro_batch or [[self.shortest]] for i in group]
+
     def forests(self, rank: int = 0) -> list[Forest]:
-        """Build one rank's micro-batches; an empty one becomes the shortest response with no loss."""
+        """Build one rank's micro-batches."""
         built = []
         for micro_batch in self.ranks[rank]:
             if micro_batch:
                 built.append(build_forest([[(i, self.responses[i]) for i in group] for group in micro_batch]))
             else:
-                shortest = min(self.responses, key=lambda response: len(response.prompt) + response.total_tokens)
-                built.append(build_forest([[(0, shortest)]]).without_loss())
+                built.append(build_forest([[(0, self.responses[self.shortest])]]).without_loss())
         return built
 
 

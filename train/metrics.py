@@ -39,7 +39,7 @@ from dccot.core.statistics import PERCENTILES, clustered_error, mean
 from dccot.rollout.response import Finish, Rollout
 from dccot.rollout.tags import OVERSHOOTS, Flaw, overshoots
 from dccot.train.objectives import ObjectiveConfig, RolloutCorrection, kl_k3, objective_of, ratio_of
-from dccot.train.rewards import Graded
+from dccot.train.rewards import Graded, Outline
 
 MAX_LOG_GAP = 20.0  # beyond this, exp is meaningless
 _POLICY = ("policy/clip_fraction", "policy/ratio_mean", "policy/logprob", "policy/entropy")
@@ -57,7 +57,7 @@ def rollout_metrics(rollouts: Sequence[Graded]) -> dict[str, float]:
     spawning = [r for r in responses if r.forks]
     workers = [length for r in spawning for lengths in r.worker_lengths for length in lengths]
     flaws = {f"format/{flaw.value}": mean([r.flaw == flaw for r in rollouts]) for flaw in Flaw}
-    overshot = sum((overshoots(r.text) for r in rollouts), Counter())
+    overshot = sum((r.overshot if isinstance(r, Outline) else overshoots(r.text) for r in rollouts), Counter())
     return {
         "reward/mean": mean([r.reward for r in rollouts if r.reward is not None]),
         "reward/correct": mean([r.correct for r in rollouts]),
@@ -136,9 +136,9 @@ class TokenMetrics:
         far, gap_kl, reverse = (gap > 2) | (gap < 0.5), gap - 1 - log_gap, gap * log_gap
         cap, masked = self.config.rollout_ratio_cap or math.inf, torch.zeros_like(far) if trained is None else ~trained
         weight = torch.where(masked, 0.0, gap.clamp(max=cap))
-        averaged = (torch.ones_like(ratio), clipped, ratio, logprob, entropy)
-        averaged += (gap_kl, far, log_gap.abs(), -log_gap, reverse - gap + 1, reverse)
-        averaged += (gap > cap, masked, kl, weight, weight.square())
+        averaged = [torch.ones_like(ratio), clipped, ratio, logprob, entropy]
+        averaged += [gap_kl, far, log_gap.abs(), -log_gap, reverse - gap + 1, reverse]
+        averaged += [gap > cap, masked, kl, weight, weight.square()]
         self.sums += torch.stack([values.double().sum() for values in averaged])
         bounded = (ratio, log_gap.abs(), gap, entropy, -entropy)
         self.maxima = torch.maximum(self.maxima, torch.stack([values.double().max() for values in bounded]))
@@ -172,7 +172,7 @@ class TokenMetrics:
 
 
 def lag_metrics(by_lag: list[list[float]], maxima: list[float], tokens: float) -> dict[str, float]:
-    metrics = {}
+    metrics: dict[str, float] = {}
     for lag, (count, gap, kl) in enumerate(by_lag[:LAGS]):
         if count:
             found = {"tokens": count / tokens, "mean_abs_logprob": gap / count, "kl": kl / count}

@@ -123,10 +123,12 @@ class Trainer(Generic[C]):
         self.progress.show(step + 1, console_line(step + 1, self.config.steps, metrics))
 
     def note_bad(self, step: int, reports: Sequence[StepReport], save: Callable[[Path], None]) -> None:
-        """Save the batch of skipped updates in bad/, for replay; stop after too many such steps in a row."""
+        """Save the batch of skipped updates in bad/, for replay; stop after too many such steps in a row. Every rank
+        calls `save`.
+        """
         bad, folder, limit = [each for each in reports if not each.applied], self.run.bad, self.config.max_bad_steps
         self.bad_in_a_row = self.bad_in_a_row + 1 if bad else 0
-        if bad and self.config.replay is None and self.runtime.is_main:
+        if bad and self.config.replay is None:
             save(folder)
         if bad:
             why = f"loss {bad[0].loss}, gradient norm {bad[0].grad_norm}"
@@ -149,6 +151,10 @@ class Trainer(Generic[C]):
         if stop:
             raise Stopped
 
+    def flush(self) -> None:
+        """Everything a checkpoint covers must be on disk before it."""
+        self.recorder.flush()
+
     def _agreed(self) -> tuple[bool, bool]:
         """Whether any rank was told to stop, and to save; `checkpoint.minutes` also triggers a save."""
         minutes = self.config.checkpoint.minutes
@@ -161,7 +167,7 @@ class Trainer(Generic[C]):
     def _save(self, last: bool) -> None:
         assert self._finished is not None
         step, state = self._finished
-        self.recorder.flush()  # everything a checkpoint covers must be on disk before it
+        self.flush()
         with self.phases("checkpoint"):
             self.checkpointer.save(step, self.model, self.optimizer, state, last=last)
         self._saved, self._saved_at = step, time.monotonic()

@@ -260,11 +260,15 @@ def write_atomic(path: str | Path, text: str) -> None:
         file.write(text.encode("utf-8"))
 
 
+def json_line(row: dict) -> bytes:
+    return json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+
+
 def write_jsonl_atomic(path: str | Path, rows: Iterable[dict]) -> int:
     """The whole file or nothing; returns the number of rows."""
     count = 0
     with atomic_file(path) as file:
         for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+            file.write(json_line(row))
             count += 1
     return count

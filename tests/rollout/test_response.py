@@ -1,6 +1,7 @@
 """Lengths of a response worked out by hand, and nothing lost on the way through JSON."""
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,15 @@ def test_a_file_written_before_responses_were_trees_reads_the_same():
         final = final_of(response)
         assert (final and final.to_json()) == was["final"]
         assert Rollout.from_json(json.loads(json.dumps(read.to_json()))) == read
+
+
+@given(responses, responses)
+def test_an_outline_has_every_length_of_its_response_and_tells_prompts_apart(response, other):
+    outline = response.outline()
+    facts = lambda r: (r.longest_path, r.total_tokens, r.sampled_tokens, r.worker_lengths, r.finish, len(r.prompt))
+    assert facts(outline) == facts(response)
+    assert (outline.prompt == other.outline().prompt) == (response.prompt == other.prompt)
+    assert len(pickle.dumps(outline)) < 500 + 200 * sum(1 for _ in response.segments())
 
 
 def test_versions_are_written_only_where_they_are_known_and_older_files_are_read():
