@@ -73,6 +73,9 @@ class Forest:
         device = torch.device(device)
         if device == self.tokens.device:
             return self
+        return self.mask.derive(("forest", device), lambda: self._moved(device))  # once, for all passes
+
+    def _moved(self, device: torch.device) -> Forest:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         forest = replace(self, **{name: moved(here, device) for name, here in fields.items() if here is not None})
         # where cached_property looks

@@ -72,6 +72,7 @@ def train(config: RLConfig, engine: TrainingEngine | None = None) -> None:
                     batch.add(groups, kept)
                 rl.release_engine()
                 mini_batches = rl.pack(batch)
+                rl.prepare(forest for mini_batch in reversed(mini_batches) for forest in mini_batch.forests)
                 rl.save(step, batch)
                 rl.old_logprobs(mini_batches)
                 rl.reference_logprobs(mini_batches)

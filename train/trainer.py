@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -28,6 +30,7 @@ from dccot.core.files import checksum
 from dccot.core.progress import Progress
 from dccot.core.run import Run
 from dccot.core.runtime import Runtime, inherit_timeout, on_rank_zero, require_shared
+from dccot.kernels.tree_attention import prepare
 from dccot.model.folder import model_checksums
 from dccot.model.sharding import DTYPES, build_model
 from dccot.train.checkpoint import Checkpointer
@@ -64,6 +67,9 @@ class Trainer(Generic[C]):
         self.bad_in_a_row: int = state.get("bad_in_a_row", 0)
         self.recorder = Recorder(self.run, self.first_step, main, config.wandb, flat(config))
         stack.callback(self.recorder.close)
+        select = partial(torch.cuda.set_device, self.runtime.device) if self.runtime.device.type == "cuda" else None
+        self._preparing = ThreadPoolExecutor(1, "forests", initializer=select)
+        stack.callback(self._preparing.shutdown, cancel_futures=True)
         progress = Progress(config.name, config.steps, first=self.first_step, active=main, lines=True, pause=3.0)
         self.progress = stack.enter_context(progress)
         # the last whole step since the start, as a checkpoint would store it
@@ -83,6 +89,21 @@ class Trainer(Generic[C]):
 
     def profiled(self, step: int) -> AbstractContextManager[None]:
         return profiled(self.config.profile, step, self.run.profile, self.runtime, self.phases)
+
+    def prepare(self, forests: Iterable[Forest]) -> None:
+        """Move forests to the device and derive what attention needs, in this order and in a thread: the step's passes
+        find it done, or wait for it.
+        """
+        shape, sharding, device = self.model.config, self.config.sharding, self.runtime.device
+        heads = shape.heads, shape.kv_heads, shape.head_dim
+
+        def ready(forest: Forest) -> None:
+            mask = forest.to(device).mask
+            prepare(mask, *heads, DTYPES[sharding.compute_dtype], sharding.attention)
+            _ = mask.position, mask.parent, forest.targets
+
+        for forest in forests:
+            self._preparing.submit(ready, forest)
 
     def optimizer_step(self, forests: Sequence[Forest], token_loss: TokenLoss, temperature: float) -> StepReport:
         def beating(number: int, *more: Any) -> Tensor:

@@ -252,6 +252,15 @@ def test_outlines_are_packed_like_their_responses_and_a_rank_needs_only_its_own(
             assert torch.equal(ours.tokens, expected.tokens) and torch.equal(ours.response, expected.response)
 
 
+def test_a_forest_is_moved_once_with_what_its_passes_derive():
+    forest, device = build_forest([[(0, three_workers())]]), torch.device("meta")
+    moved = forest.to(device)
+    assert moved.tokens.device == moved.mask.visible_until.device == device
+    derived = moved.mask.derive("schedule", object)
+    assert forest.to(device) is moved and forest.to(device).mask.derive("schedule", object) is derived
+    assert forest.to("cpu") is forest
+
+
 def test_a_token_has_the_version_of_the_weights_that_sampled_it_or_minus_one():
     response = three_workers()
     assert build_forest([[(0, response)]]).version is None
