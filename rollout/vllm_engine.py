@@ -258,6 +258,7 @@ def engine_arguments(model: str, tokenizer: str, config: EngineConfig, distribut
         tensor_parallel_size=config.tensor_parallel,
         distributed_executor_backend="external_launcher" if distributed else None,
         gpu_memory_utilization=config.gpu_memory,
+        kv_cache_dtype=config.kv_cache_dtype,
         enable_prefix_caching=True,
         enable_sleep_mode=sleeps and ON_GPU,
         sleep_mode_offload_cudagraph=sleeps and ON_GPU,

@@ -31,6 +31,7 @@ from dccot.data.problems import ProblemStream
 from dccot.data.prompts import Prompted
 from dccot.data.rollouts import grade, missing_pairs, roll_out
 from dccot.data.task import task_of
+from dccot.model.folder import model_checksums
 from dccot.model.sharding import build_model
 from dccot.model.weights import full_parameters
 from dccot.rollout.director import RolloutConfig
@@ -38,7 +39,7 @@ from dccot.rollout.engine import Engine, TrainingEngine, open_training_engine
 from dccot.rollout.generate import Watch
 from dccot.rollout.response import Response, Rollout
 from dccot.train.batch import Batch, MiniBatch
-from dccot.train.config import RLConfig, open_model
+from dccot.train.config import RLConfig, check_kv_cache, open_model
 from dccot.train.flops import pair_cost
 from dccot.train.forest import Forest, pack
 from dccot.train.metrics import TokenMetrics, rollout_metrics, validation_metrics
@@ -97,6 +98,7 @@ class RL(Trainer[RLConfig]):
 
     def __init__(self, config: RLConfig, runtime: Runtime, stack: ExitStack, engine: TrainingEngine | None = None):
         path, _, tokenizer = open_model(config)
+        check_kv_cache(config.engine, lambda: model_checksums(path, runtime))
         self.task = task = task_of(config)
 
         def prompted(file: str | None) -> list[Prompted]:
