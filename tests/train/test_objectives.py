@@ -192,6 +192,7 @@ RATIOS, RESPONSES = logs(1, 4, 0.5, 3, 1 / 3, 4), torch.tensor([0, 0, 1, 2, 2, 3
     [
         (RolloutCorrection(mean_ratio=1.9), [2]),
         (RolloutCorrection(mean_ratio=2.1), [0, 1, 2]),
+        (RolloutCorrection(max_ratio=1.9), []),
         (RolloutCorrection(max_ratio=2.1), [1]),
         (RolloutCorrection(max_ratio=3.1), [1, 2]),
         (RolloutCorrection(mean_ratio=2.1, max_ratio=4.1), [0, 1, 2]),
