@@ -215,7 +215,9 @@ def rl_step(config: RLConfig, hardware: Hardware, a: Assumptions, seed: int = 0,
             sampled += sum(each.sampled for each in everything)
             batches += 1
         recomputed = config.sharding.activation_checkpointing
-        others = bool(config.objective.kl_coefficient) + (1 - 1 / batch.optimizer_steps)
+        others = bool(config.objective.kl_coefficient) + (config.objective.old != "engine") * (
+            1 - 1 / batch.optimizer_steps
+        )
         passes = (3 + recomputed + others, 4 + others)
         steps.append(Step(rollout, training_seconds(kept, hardware, a, passes), batches, sampled))
     mean = lambda name: float(np.mean([getattr(step, name) for step in steps]))

@@ -111,7 +111,8 @@ def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan
     reference = bool(config.objective.kl_coefficient)
     memory = TrainingMemory(model, config.sharding, shards, largest.tokens, largest.rows, reference)
     persistent, (moment, training) = memory.persistent, memory.peak
-    kv_per_token = 2 * model.layers * model.kv_heads * model.head_dim * 2 / parallel
+    kv_bytes = 1 if config.engine.kv_cache_dtype == "fp8" else 2
+    kv_per_token = 2 * model.layers * model.kv_heads * model.head_dim * kv_bytes / parallel
     weights = 2 * total / parallel
     working = engine_at_work(model, config.engine)
     # vLLM takes its share whatever the trainer holds

@@ -259,7 +259,7 @@ def grad_key_kernel(
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> tuple[Tensor, Tensor]:
     """q [N, Hq, D], k and v [N, Hk, D] → output [N, Hq, D] and log-sum-exp [Hq, N] in base 2."""
-    tile, plan = _prepare("forward", q, k, mask)
+    tile, plan = _planned("forward", mask, *_heads(q, k), q.dtype)
     tokens, heads, dim = q.shape
     out, lse = q.new_empty(q.shape), q.new_empty(heads, tokens, dtype=torch.float32)
     part, part_lse = (lse.new_empty(plan.slots, heads, tile.block_q, *inner) for inner in ((dim,), ()))
@@ -278,7 +278,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, (tokens, heads, dim), key_heads = grad.contiguous(), q.shape, k.shape[1]
     dq, dk, dv, delta = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), torch.empty_like(lse)
-    tile, plan = _prepare("grad_query", q, k, mask)
+    tile, plan = _planned("grad_query", mask, *_heads(q, k), q.dtype)
     part = lse.new_empty(plan.slots, heads, tile.block_q, dim)
     described_q, described_grad, *described_kv = _sources(tile, (q, grad), (k, v))
     grad_query_kernel[heads, len(plan.programs.start)](
@@ -287,7 +287,7 @@ def backward(
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     _sum_slots(plan, part, dq, tile.block_q)
-    tile, plan = _prepare("grad_key", q, k, mask)
+    tile, plan = _planned("grad_key", mask, *_heads(q, k), q.dtype)
     part_k, part_v = (lse.new_empty(plan.slots, key_heads, tile.block_k, dim) for _ in range(2))
     described_q, described_grad, *described_kv = _sources(tile, (q, grad), (k, v))
     grad_key_kernel[key_heads, len(plan.programs.start)](
@@ -300,10 +300,22 @@ def backward(
     return dq, dk, dv
 
 
-def _prepare(kernel: str, q: Tensor, k: Tensor, mask: TreeMask) -> tuple[Tile, Plan]:
-    """The kernel's tile, and the plan of its programs on this device."""
-    tile = tile_for(kernel, architecture(q.device), q.shape[-1], q.dtype)
-    heads, key_heads, device = q.shape[1], k.shape[1], mask.visible_until.device
+def prepare(mask: TreeMask, heads: int, key_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Schedules and plans of all kernels."""
+    for kernel in ("forward", "grad_query", "grad_key"):
+        _planned(kernel, mask, heads, key_heads, head_dim, dtype)
+
+
+def _heads(q: Tensor, k: Tensor) -> tuple[int, int, int]:
+    return q.shape[1], k.shape[1], q.shape[2]
+
+
+def _planned(
+    kernel: str, mask: TreeMask, heads: int, key_heads: int, head_dim: int, dtype: torch.dtype
+) -> tuple[Tile, Plan]:
+    """The kernel's tile, and the plan of its programs on the mask's device."""
+    device = mask.visible_until.device
+    tile = tile_for(kernel, architecture(device), head_dim, dtype)
     side, copies, repeat = ("by_key", key_heads, heads // key_heads) if kernel == "grad_key" else ("by_query", heads, 1)
     blocks = tile.block_q, tile.block_k
     built = mask.derive(blocks, lambda: schedule.build(mask.host, *blocks))

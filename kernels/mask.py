@@ -19,6 +19,7 @@ return its own numbers.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -103,6 +104,7 @@ class TreeMask:
         self.visible_until = moved(self.host, self.device)
         self.handle = torch.tensor(next(self._numbers))
         self._derived: dict[object, Any] = {}
+        self._deriving = threading.RLock()
         self._alive[int(self.handle)] = self
 
     @classmethod
@@ -137,7 +139,8 @@ class TreeMask:
         return self if torch.device(device) == self.device else TreeMask(self.host, device)
 
     def derive(self, name: object, build: Callable[[], T]) -> T:
-        """What `build` returned when `name` was first requested."""
-        if name not in self._derived:
-            self._derived[name] = build()
-        return self._derived[name]
+        """What `build` returned when `name` was first requested; another thread's request waits for it."""
+        with self._deriving:
+            if name not in self._derived:
+                self._derived[name] = build()
+            return self._derived[name]

@@ -157,11 +157,19 @@ def _wanted(work: np.ndarray, share: float, copies: int, processors: int) -> Ite
 
 def simulate(costs: np.ndarray, processors: int, copies: int) -> tuple[float, float]:
     """Share of busy processors, and when the last one stops."""
-    free = [0.0] * processors
-    for cost in np.sort(costs)[::-1].tolist():
-        for _ in range(copies):
-            heapq.heapreplace(free, free[0] + cost)
-    makespan = max(free)
+    free, jobs = np.zeros(processors), np.repeat(np.sort(costs)[::-1], copies)
+    for first in range(0, len(jobs), processors):
+        wave = jobs[first : first + processors]
+        free.sort()
+        after = free[: len(wave)] + wave
+        if after.min() >= free[len(wave) - 1]:  # nobody is done with the wave before all have their part of it
+            free[: len(wave)] = after
+        else:
+            heap = free.tolist()
+            for cost in wave.tolist():
+                heapq.heapreplace(heap, heap[0] + cost)
+            free = np.array(heap)
+    makespan = free.max()
     return float(copies * costs.sum() / (processors * makespan)), float(makespan)
 
 

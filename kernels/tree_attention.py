@@ -51,6 +51,17 @@ def tree_attention(
     return _forward(q, k, v, mask.visible_until, mask.handle, scale, backend)[0]
 
 
+def prepare(
+    mask: TreeMask, heads: int, key_heads: int, head_dim: int, dtype: torch.dtype, backend: str | None = None
+) -> None:
+    """Derive what attention with this mask needs ahead of time, in a thread for example."""
+    backend = backend or ("triton" if mask.device.type == "cuda" else "cpu")
+    if backend == "triton":
+        _triton(mask)[0].prepare(mask, heads, key_heads, head_dim, dtype)
+    elif backend == "cpu":
+        _cpu(mask)
+
+
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, backend: str) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:

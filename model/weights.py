@@ -1,7 +1,7 @@
 """Loads and saves weights, safetensors only, in the format of transformers and vLLM.
 
     load_weights(model, folder)                  each rank reads its own rows of each tensor, straight into its shard
-    full_parameters(model)                       every full parameter, one at a time: for the engine and for saving
+    full_parameters(model, dtype)                every full parameter, one at a time: for the engine and for saving
     save_checkpoint(model, folder, source=...)   config, weights, tokenizer, generation config; loads anywhere unchanged
     write_folder(model, parameters, folder)      the same from tensors of any origin
     create_checkpoint(config, folder, ...)       a new model with random weights
@@ -138,11 +138,15 @@ def reshard(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def full_parameters(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of each parameter, gathered one at a time. Collective: every rank iterates to the end."""
+def full_parameters(model: Transformer, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of each parameter, gathered one at a time. Collective: every rank iterates to the end.
+
+    Shards are cast to `dtype` before they are gathered: half the bytes, if it is half as wide as the master weights.
+    """
     reshard(model)
     for name, parameter in model.named_parameters():
-        yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        cast = parameter.detach().to(dtype or parameter.dtype)
+        yield name, cast.full_tensor() if isinstance(cast, DTensor) else cast
 
 
 def save_checkpoint(model: Transformer, folder: str | Path, **options: Any) -> None:

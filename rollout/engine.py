@@ -22,6 +22,7 @@ from dccot.core.config import Address, ConfigError, Positive, Share
 from dccot.rollout.director import Call, Completion, Stop
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
@@ -37,6 +38,10 @@ class EngineConfig:
     tensor_parallel: Positive = 1
     gpu_memory: Share = 0.85  # of a GPU's memory while the engine is awake
     kv_cache_gb: float | None = None  # fixed size of the KV cache; None: gpu_memory decides on a GPU, 1 GiB on a CPU
+    # fp8 holds twice the tokens and moves sampling off the trainer's policy: RL asks for kv_cache_gap first
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    # what `python -m dccot.lab.bench.gap --kv-cache-dtype fp8 --out FILE` wrote for this model, or `accepted`
+    kv_cache_gap: str | None = None
     block_size: Positive | None = None  # tokens per prefix-cache block; None: vLLM decides on a GPU, 32 on a CPU
     compile: bool | None = None  # CUDA graphs and torch.compile inside the engine; None: on a GPU
     stall_seconds: float = 1800.0  # if nothing finishes for this long, an error lists the pending calls
@@ -85,6 +90,8 @@ class Engine(Protocol):
 
 class TrainingEngine(Engine, Protocol):
     """An engine that lives with the trainer and samples with its weights."""
+
+    dtype: torch.dtype  # of its weights
 
     def load(self, parameters: Parameters) -> None:
         """Replace the weights; nothing may be pending. Collective if `parameters` is."""

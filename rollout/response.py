@@ -9,9 +9,11 @@ re-tokenised. Lengths are without the prompt and with inserted tags.
 from __future__ import annotations
 
 import functools
+from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Self
+from hashlib import blake2b
+from typing import Any, Self
 
 from dccot.rollout.tags import TAG_PATTERN
 from dccot.rollout.thread import Thread
@@ -38,6 +40,8 @@ class Segment:
     inserted: list[int] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # one per sampled id, at the sampling temperature
+    # one per sampled id: steps trained before the weights that sampled it; empty: those of the rollout's own step
+    versions: list[int] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
@@ -45,6 +49,9 @@ class Segment:
 
     def __len__(self) -> int:
         return len(self.inserted) + len(self.sampled)
+
+    def to_json(self) -> dict:
+        return {name: values for name, values in vars(self).items() if values or name != "versions"}
 
 
 @dataclass
@@ -93,6 +100,16 @@ class Response(Thread[Segment]):
             ids += segment.tokens[:-1] if segment.tokens[-1:] and segment.tokens[-1] in ends else segment.tokens
         return tokenizer.decode(ids, skip_special_tokens=False)
 
+    def outline(self) -> Response:
+        """A response of the same shape without its tokens: every list is a range of the same length, and the prompt's
+        starts at a checksum, so that it equals no other prompt's. A few hundred bytes, whatever the length.
+        """
+        count: Any = lambda ids: range(len(ids))
+        shape = self.map(lambda segment: Segment(count(segment.inserted), count(segment.sampled)))
+        first = int.from_bytes(blake2b(array("q", self.prompt).tobytes(), digest_size=8).digest())
+        prompt: Any = range(first, first + len(self.prompt))
+        return Response(shape.trunk, shape.forks, prompt=prompt, finish=self.finish)
+
     def to_json(self) -> dict:
         return {"prompt": self.prompt, **_to_json(self), "finish": self.finish.value}
 
@@ -104,7 +121,7 @@ class Response(Thread[Segment]):
 
 def _to_json(thread: Thread[Segment]) -> dict:
     forks = [[_to_json(worker) for worker in fork] for fork in thread.forks]
-    return {"trunk": [vars(segment) for segment in thread.trunk]} | ({"forks": forks} if forks else {})
+    return {"trunk": [segment.to_json() for segment in thread.trunk]} | ({"forks": forks} if forks else {})
 
 
 def _from_json(row: dict) -> Thread[Segment]:

@@ -92,6 +92,7 @@ class VllmEngine:
         # it would destroy the trainer's process group when this object is collected
         self._engine.engine_core._finalizer.detach()
         self.context: int = self._engine.model_config.max_model_len
+        self.dtype: torch.dtype = self._engine.model_config.dtype
         self.tokenizer = self._engine.get_tokenizer()
         check_same_ids(open_tokenizer(self.model), self.tokenizer, self.model)
         self._sampling = Sampling(self.tokenizer)
@@ -183,7 +184,7 @@ class VllmEngine:
         if (split := self.config.tensor_parallel) > 1:
             raise ValueError(f"verify compares whole weights; engine.tensor_parallel is {split}, which splits them")
         whole = self._with_head(parameters, wanted=True)
-        wrong = differing(self._network, whole, self._network.packed_modules_mapping, self._engine.model_config.dtype)
+        wrong = differing(self._network, whole, self._network.packed_modules_mapping, self.dtype)
         if wrong:
             raise ValueError(f"the engine's weights differ from the given ones: {_some(wrong)}; load them again")
 
@@ -257,6 +258,7 @@ def engine_arguments(model: str, tokenizer: str, config: EngineConfig, distribut
         tensor_parallel_size=config.tensor_parallel,
         distributed_executor_backend="external_launcher" if distributed else None,
         gpu_memory_utilization=config.gpu_memory,
+        kv_cache_dtype=config.kv_cache_dtype,
         enable_prefix_caching=True,
         enable_sleep_mode=sleeps and ON_GPU,
         sleep_mode_offload_cudagraph=sleeps and ON_GPU,

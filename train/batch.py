@@ -1,20 +1,20 @@
 """What a step trains on: groups of graded responses that the filter kept, and the mini-batches made of them.
 
-A batch is saved in the run's rollouts/ (or bad/, if its updates were skipped), and `replay=FILE` trains on it again.
+Groups hold outlines, the same on every rank; a response as a whole is where it was graded (`own`), and goes to the rank
+that trains on it. A batch is saved in the run's rollouts/ (or bad/, if its updates were skipped; train/saver.py), and
+`replay=FILE` trains on it again: then every rank has read all of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from torch import Tensor
 
-from dccot.core.files import BadData, read_jsonl, write_jsonl_atomic
-from dccot.core.run import step_name, step_of
+from dccot.core.files import BadData, read_jsonl
 from dccot.train.forest import Forest
-from dccot.train.rewards import Graded, Group
+from dccot.train.rewards import Graded, Group, Outline
 
 
 @dataclass
@@ -26,6 +26,7 @@ class Batch:
     rolled_out: list[Graded] = field(default_factory=list)  # everything, for metrics
     rollout_batches: int = 0
     kept: int = 0  # groups that the filter kept, including surplus ones
+    own: list[Graded] = field(default_factory=list)  # whole responses that this rank holds, by Outline.place
 
     @property
     def full(self) -> bool:
@@ -43,14 +44,24 @@ class Batch:
         for start in range(0, len(self.groups), size):
             yield [graded for group in self.groups[start : start + size] for graded in group]
 
-    def save(self, folder: Path, step: int, keep: int) -> None:
-        """Write what the step trains on, for inspection and for `replay`; keeps the newest `keep` files."""
-        folder.mkdir(exist_ok=True)
-        rows = (graded.to_json() for group in self.groups for graded in group)
-        write_jsonl_atomic(folder / f"{step_name(step)}.jsonl.gz", rows)
-        kept = [path for path in folder.glob("step_*.jsonl*") if step_of(path) is not None]
-        for old in sorted(kept, key=lambda path: (step_of(path), path.name))[:-keep]:
-            old.unlink()
+    def whole(self, graded: Graded, rank: int) -> Graded | None:
+        """With text, tokens and advantage, if this rank holds it."""
+        if not isinstance(graded, Outline):
+            return graded
+        if graded.rank != rank:
+            return None
+        found = self.own[graded.place]
+        found.advantage = graded.advantage
+        return found
+
+    def trained_here(self, rank: int) -> list[Graded]:
+        """The responses that the step trains on and this rank holds, in the batch's order."""
+        found = (self.whole(graded, rank) for group in self.groups for graded in group)
+        return [graded for graded in found if graded is not None]
+
+    def ranks(self) -> list[int]:
+        """Who holds each response that the step trains on."""
+        return [graded.rank if isinstance(graded, Outline) else 0 for group in self.groups for graded in group]
 
     @classmethod
     def replay(cls, path: str, wanted: int) -> Batch:
@@ -78,5 +89,5 @@ class MiniBatch:
 
     forests: list[Forest]
     advantages: Tensor  # of each response
-    old: list[Tensor] | None = None  # None: of the weights that are updated, so the ratio is 1
+    proximal: list[Tensor] | None = None  # of the step's first weights; None: those are updated, or nobody needs them
     reference: list[Tensor] | None = None  # None: no KL

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -183,6 +185,31 @@ def open_model(config: RLConfig | SFTConfig) -> tuple[Path, ModelConfig, PreTrai
     if isinstance(config, RLConfig):
         check_context(config, model)
     return folder, model, tokenizer
+
+
+# nats; of bf16 alone SmolLM2-135M has 0.026 (docs/running.md)
+MAX_KV_CACHE_GAP = 0.05
+
+
+def check_kv_cache(engine: EngineConfig, checksums: Callable[[], dict[str, str]]) -> None:
+    """Reject an fp8 KV cache unless engine and trainer agree on this model, whose files have these checksums, or the
+    user accepts that nobody has looked.
+    """
+    if engine.kv_cache_dtype == "auto" or engine.kv_cache_gap == "accepted":
+        return
+    measure = "python -m dccot.lab.bench.gap MODEL PROBLEMS --kv-cache-dtype fp8 --out FILE"
+    remedy = f"run `{measure}` and set engine.kv_cache_gap=FILE, or engine.kv_cache_gap=accepted"
+    said = f"engine.kv_cache_dtype is fp8, and engine.kv_cache_gap {engine.kv_cache_gap!r}"
+    require(engine.kv_cache_gap is not None, f"engine.kv_cache_dtype is fp8, its gap to the trainer unknown: {remedy}")
+    try:
+        found = json.loads(Path(str(engine.kv_cache_gap)).read_text())
+        gap, measured, model = float(found["mean_abs_logprob"]), found["kv_cache_dtype"], found["model"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{said} cannot be read ({type(error).__name__}: {error}); {remedy}") from None
+    require(measured == "fp8", f"{said} was measured with {measured!r}; {remedy}")
+    require(model == checksums(), f"{said} was measured on another model; {remedy}")
+    most = f"at most {MAX_KV_CACHE_GAP} is allowed: use kv_cache_dtype=auto, or engine.kv_cache_gap=accepted"
+    require(gap <= MAX_KV_CACHE_GAP, f"{said} says mean |Δ log p| {gap:.4f}; {most}")
 
 
 def open_folder(folder: Path, prompt: PromptConfig, workers: int) -> tuple[ModelConfig, PreTrainedTokenizerBase]:

@@ -45,6 +45,9 @@ class Forest:
     sampled: Tensor  # bool [N]: the policy wrote it, it carries loss
     response: Tensor  # int32 [N]: index of the response; a shared prompt counts for its first one
     logprob: Tensor  # float32 [N]: what the engine sampled with; 0 where not sampled
+    version: Tensor | None = (
+        None  # int32 [N]: of the weights that sampled it, −1 where unknown; None: unknown throughout
+    )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -58,12 +61,23 @@ class Forest:
         """int64 [M]: indices of the sampled tokens; target t is predicted from row `mask.parent[t]`."""
         return self.sampled.nonzero().squeeze(1)
 
+    def lag(self, version: int) -> Tensor | None:
+        """int32 [M]: how many versions before this one each target was sampled, −1 if unknown; None: all unknown."""
+        if self.version is None:
+            return None
+        own = self.version[self.targets]
+        return torch.where(own < 0, own, version - own)
+
     def to(self, device: torch.device | str) -> Forest:
         """On another device, with mask and targets computed here: computing them on a GPU would make the host wait."""
         device = torch.device(device)
         if device == self.tokens.device:
             return self
-        forest = Forest(*(moved(getattr(self, name), device) for name in self.__dataclass_fields__))
+        return self.mask.derive(("forest", device), lambda: self._moved(device))  # once, for all passes
+
+    def _moved(self, device: torch.device) -> Forest:
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        forest = replace(self, **{name: moved(here, device) for name, here in fields.items() if here is not None})
         # where cached_property looks
         forest.__dict__.update(mask=self.mask.to(device), targets=moved(self.targets, device))
         return forest
@@ -143,14 +157,15 @@ def build_forest(groups: Sequence[Sequence[tuple[int, Response]]]) -> Forest:
     >>> forest.tokens[forest.targets].tolist()  # no loss on tags that were inserted, nor on what is only read
     [2, 22, 32, 12, 4]
     """
-    pieces: list[tuple[np.ndarray, ...]] = []  # the five arrays of Forest, piece by piece
+    pieces: list[tuple[np.ndarray, ...]] = []  # the arrays of Forest, piece by piece
     at = 0
 
     def lay(ids: Sequence[int], index: int) -> tuple[np.ndarray, ...]:
         nonlocal at
         size, at = len(ids), at + len(ids)
         ends, sampled, owner = np.empty(size, np.int32), np.zeros(size, bool), np.full(size, index, np.int32)
-        pieces.append((np.asarray(ids, np.int64), ends, sampled, owner, np.zeros(size, np.float32)))
+        logprob, version = np.zeros(size, np.float32), np.full(size, -1, np.int32)
+        pieces.append((np.asarray(ids, np.int64), ends, sampled, owner, logprob, version))
         return pieces[-1]
 
     for group in groups:
@@ -161,17 +176,20 @@ def build_forest(groups: Sequence[Sequence[tuple[int, Response]]]) -> Forest:
             visible: list[tuple[np.ndarray, int]] = []  # with the branch until whose end
             ends: dict[int, int] = {}  # of each branch
             for segment, as_written, branch, _ in layout(response):
-                _, until, sampled, _, logprob = lay(segment.tokens, index)
+                _, until, sampled, _, logprob, version = lay(segment.tokens, index)
                 visible.append((until, id(branch)))
                 ends[id(branch)] = at
                 if as_written:
                     sampled[len(segment.inserted) :] = True
                     if segment.logprobs:
                         logprob[len(segment.inserted) :] = segment.logprobs
+                    if segment.versions:
+                        version[len(segment.inserted) :] = segment.versions
             for until, of in visible:
                 until[:] = ends[of]
         prompt[:] = at
-    return Forest(*(torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*pieces)))
+    tensors = [torch.from_numpy(np.concatenate(parts)) for parts in zip(*pieces)]
+    return Forest(*tensors if bool((tensors[-1] >= 0).any()) else tensors[:-1])
 
 
 MicroBatch = list[list[int]]  # indices of responses; those of one group share a prompt
@@ -184,15 +202,24 @@ class Packing:
     responses: Sequence[Response]
     ranks: list[list[MicroBatch]]
 
+    @cached_property
+    def shortest(self) -> int:
+        """The response that stands in, without loss, for an empty micro-batch."""
+        length = lambda index: len(self.responses[index].prompt) + self.responses[index].total_tokens
+        return min(range(len(self.responses)), key=length)
+
+    def needs(self, rank: int) -> list[int]:
+        """The responses of a rank's forests; of the others, lengths are enough."""
+        return [i for micro_batch in self.ranks[rank] for group in micro_batch or [[self.shortest]] for i in group]
+
     def forests(self, rank: int = 0) -> list[Forest]:
-        """Build one rank's micro-batches; an empty one becomes the shortest response with no loss."""
+        """Build one rank's micro-batches."""
         built = []
         for micro_batch in self.ranks[rank]:
             if micro_batch:
                 built.append(build_forest([[(i, self.responses[i]) for i in group] for group in micro_batch]))
             else:
-                shortest = min(self.responses, key=lambda response: len(response.prompt) + response.total_tokens)
-                built.append(build_forest([[(0, shortest)]]).without_loss())
+                built.append(build_forest([[(0, self.responses[self.shortest])]]).without_loss())
         return built
 
 

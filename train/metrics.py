@@ -1,12 +1,26 @@
 """What a run measures: numbers of a step's rollouts, of validation, of the trained tokens, and of memory.
 
-    tokens = TokenMetrics(config.objective, runtime)
-    tokens.add(logprob, entropy, old, advantage, rollout, reference)     every micro-batch; [M] each, no waiting
-    tokens.reduce()                                                      once per step: one all-reduce, one copy
+    tokens = TokenMetrics(objective, runtime)
+    tokens.add(logprob, entropy, proximal, advantage, rollout, …)     every micro-batch; [M] each, no waiting
+    tokens.reduce()                                                   once per step: one all-reduce, one copy
 
 Token metrics are sums, maxima and a histogram: no per-token data leaves its device. Percentiles of the entropy come
 from a histogram whose bins are the 65,536 bfloat16 numbers: a float32 belongs to the bin of its upper 16 bits. So there
 is no range to choose, zeros and rounding noise below zero are covered, and a bin's middle is within 0.4% of its values.
+
+How far trainer and rollout are apart, with w = π_prox/π_rollout at tokens that the rollout sampled; in brackets verl's
+names (rollout_corr/…) for the same:
+
+    gap/mean_abs_logprob, max_abs_logprob, max_ratio   |log w|, w
+    gap/kl_k1 [kl], gap/kl [k3_kl]                     KL(rollout ‖ trainer):  −log w,    w − 1 − log w
+    gap/reverse_kl_k1, gap/reverse_kl                  KL(trainer ‖ rollout):  w log w,   w log w − w + 1
+    gap/perplexity_ratio [ppl_ratio]                   trainer's perplexity over the rollout's
+    gap/effective_sample_size [rollout_is_eff_…]       (Σw)² / (M Σw²) of the weights as used: capped, 0 if masked
+    gap/truncated, gap/masked                          share of tokens whose w is capped; in masked responses
+    gap/lag_3_tokens, _mean_abs_logprob, _max_…, _kl   of tokens sampled 3 versions ago: their share, and as above
+
+With `objective.old: engine`, π_prox of the second and later updates of a step is not computed: the updated policy takes
+its place in these metrics and in `rollout_correction`.
 """
 
 from __future__ import annotations
@@ -24,13 +38,16 @@ from dccot.core.runtime import Runtime
 from dccot.core.statistics import PERCENTILES, clustered_error, mean
 from dccot.rollout.response import Finish, Rollout
 from dccot.rollout.tags import OVERSHOOTS, Flaw, overshoots
-from dccot.train.objectives import ObjectiveConfig, kl_k3, objective_of, ratio_of
-from dccot.train.rewards import Graded
+from dccot.train.objectives import ObjectiveConfig, RolloutCorrection, kl_k3, objective_of, ratio_of
+from dccot.train.rewards import Graded, Outline
 
 MAX_LOG_GAP = 20.0  # beyond this, exp is meaningless
 _POLICY = ("policy/clip_fraction", "policy/ratio_mean", "policy/logprob", "policy/entropy")
-MEANS = (*_POLICY, "gap/kl", "gap/fraction_over_2", "policy/kl")
+_GAP = ("gap/kl", "gap/fraction_over_2", "gap/mean_abs_logprob", "gap/kl_k1", "gap/reverse_kl", "gap/reverse_kl_k1")
+MEANS = (*_POLICY, *_GAP, "gap/truncated", "gap/masked", "policy/kl", "weight", "weight²")
 MAXIMA = ("policy/ratio_max", "gap/max_abs_logprob", "gap/max_ratio", "entropy", "-entropy")
+LAGS = 8  # tokens at least this many versions old, less one, are counted together
+OF_LAG = ("tokens", "mean_abs_logprob", "kl")
 BINS = 2**16
 
 
@@ -40,7 +57,7 @@ def rollout_metrics(rollouts: Sequence[Graded]) -> dict[str, float]:
     spawning = [r for r in responses if r.forks]
     workers = [length for r in spawning for lengths in r.worker_lengths for length in lengths]
     flaws = {f"format/{flaw.value}": mean([r.flaw == flaw for r in rollouts]) for flaw in Flaw}
-    overshot = sum((overshoots(r.text) for r in rollouts), Counter())
+    overshot = sum((r.overshot if isinstance(r, Outline) else overshoots(r.text) for r in rollouts), Counter())
     return {
         "reward/mean": mean([r.reward for r in rollouts if r.reward is not None]),
         "reward/correct": mean([r.correct for r in rollouts]),
@@ -85,51 +102,83 @@ class TokenMetrics:
 
     def __init__(self, config: ObjectiveConfig, runtime: Runtime):
         self.config, self.objective, self.runtime = config, objective_of(config), runtime
-        self.with_reference = False
+        self.absent = {"weight", "weight²"}  # means that are not metrics of their own
+        self.absent |= {"gap/truncated"} if config.rollout_ratio_cap is None else set()
+        self.absent |= {"gap/masked"} if config.rollout_correction == RolloutCorrection() else set()
         self.sums = torch.zeros(1 + len(MEANS), dtype=torch.float64, device=runtime.device)  # the first counts tokens
         self.maxima = torch.full((len(MAXIMA),), -math.inf, dtype=torch.float64, device=runtime.device)
         self.histogram = torch.zeros(BINS, dtype=torch.int64, device=runtime.device)
+        # the last row is of tokens whose version is unknown
+        self.by_lag = torch.zeros(LAGS + 1, len(OF_LAG), dtype=torch.float64, device=runtime.device)
+        self.lag_maxima = torch.zeros(LAGS + 1, dtype=torch.float64, device=runtime.device)
 
     @torch.no_grad()
     def add(
         self,
         logprob: Tensor,
         entropy: Tensor,
-        old: Tensor,
+        proximal: Tensor,
         advantage: Tensor,
         rollout: Tensor,
         reference: Tensor | None,
+        trained: Tensor | None = None,
+        lag: Tensor | None = None,
     ) -> None:
-        self.with_reference = reference is not None
+        if reference is None:
+            self.absent.add("policy/kl")
         if not len(logprob):
             return
-        logprob, entropy, old = logprob.float(), entropy.float(), old.float()
-        ratio, log_gap = ratio_of(logprob, old), (old - rollout).double()
-        gap = log_gap.clamp(-MAX_LOG_GAP, MAX_LOG_GAP).exp()
+        logprob, entropy, proximal = logprob.float(), entropy.float(), proximal.float()
+        old, log_gap = rollout if self.config.old == "engine" else proximal, (proximal - rollout).double()
+        ratio, gap = ratio_of(logprob, old), log_gap.clamp(-MAX_LOG_GAP, MAX_LOG_GAP).exp()
         kl = kl_k3(logprob, reference.float()) if reference is not None else torch.zeros_like(logprob)
         clipped = self.objective.clipped(self.config, logprob, old, advantage)
-        far = (gap > 2) | (gap < 0.5)
-        averaged = (torch.ones_like(ratio), clipped, ratio, logprob, entropy, gap - 1 - log_gap, far, kl)
+        far, gap_kl, reverse = (gap > 2) | (gap < 0.5), gap - 1 - log_gap, gap * log_gap
+        cap, masked = self.config.rollout_ratio_cap or math.inf, torch.zeros_like(far) if trained is None else ~trained
+        weight = torch.where(masked, 0.0, gap.clamp(max=cap))
+        averaged = [torch.ones_like(ratio), clipped, ratio, logprob, entropy]
+        averaged += [gap_kl, far, log_gap.abs(), -log_gap, reverse - gap + 1, reverse]
+        averaged += [gap > cap, masked, kl, weight, weight.square()]
         self.sums += torch.stack([values.double().sum() for values in averaged])
         bounded = (ratio, log_gap.abs(), gap, entropy, -entropy)
         self.maxima = torch.maximum(self.maxima, torch.stack([values.double().max() for values in bounded]))
         count_bins(self.histogram, entropy)
+        if lag is not None:
+            row = torch.where(lag < 0, LAGS, lag.clamp(max=LAGS - 1)).long()
+            self.by_lag.index_add_(0, row, torch.stack([torch.ones_like(gap), log_gap.abs(), gap_kl], 1))
+            self.lag_maxima.scatter_reduce_(0, row, log_gap.abs(), "amax")
 
     def reduce(self) -> dict[str, float]:
         """The step's metrics, the same on every rank; empty if no token was trained on."""
-        by_rank = self.maxima.new_zeros(self.runtime.ranks, len(MAXIMA))
-        by_rank[self.runtime.rank] = self.maxima  # others add zeros, so a sum also merges maxima
-        together = self.runtime.sum(torch.cat([self.sums, self.histogram.double(), by_rank.flatten()])).cpu()
-        sums, counts, flat = together.split([len(self.sums), BINS, by_rank.numel()])
+        maxima = torch.cat([self.maxima, self.lag_maxima])
+        by_rank = maxima.new_zeros(self.runtime.ranks, len(maxima))
+        by_rank[self.runtime.rank] = maxima  # others add zeros, so a sum also merges maxima
+        parts = [self.sums, self.histogram.double(), self.by_lag.flatten(), by_rank.flatten()]
+        together = self.runtime.sum(torch.cat(parts)).cpu()
+        sums, counts, by_lag, flat = together.split([len(part) for part in parts])
         tokens, *totals = sums.tolist()
         if not tokens:
             return {}
-        largest = dict(zip(MAXIMA, flat.view_as(by_rank).max(0).values.tolist()))
-        averaged = MEANS if self.with_reference else MEANS[:-1]
-        metrics = {name: total / tokens for name, total in zip(averaged, totals)}
+        most_of = flat.view_as(by_rank).max(0).values.tolist()
+        largest = dict(zip(MAXIMA, most_of))
+        means = {name: total / tokens for name, total in zip(MEANS, totals)}
+        metrics = {name: value for name, value in means.items() if name not in self.absent}
+        metrics["gap/perplexity_ratio"] = math.exp(min(means["gap/kl_k1"], MAX_LOG_GAP))
+        metrics["gap/effective_sample_size"] = means["weight"] ** 2 / means["weight²"] if means["weight²"] else 0.0
         metrics |= {name: value for name, value in largest.items() if "/" in name}
         least, most = -largest["-entropy"], largest["entropy"]
-        return metrics | {f"policy/entropy_p{p}": percentile(counts, p, least, most) for p in PERCENTILES}
+        metrics |= {f"policy/entropy_p{p}": percentile(counts, p, least, most) for p in PERCENTILES}
+        return metrics | lag_metrics(by_lag.view_as(self.by_lag).tolist(), most_of[len(MAXIMA) :], tokens)
+
+
+def lag_metrics(by_lag: list[list[float]], maxima: list[float], tokens: float) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for lag, (count, gap, kl) in enumerate(by_lag[:LAGS]):
+        if count:
+            found = {"tokens": count / tokens, "mean_abs_logprob": gap / count, "kl": kl / count}
+            found["max_abs_logprob"] = maxima[lag]
+            metrics |= {f"gap/lag_{lag}_{name}": value for name, value in found.items()}
+    return metrics
 
 
 def count_bins(histogram: Tensor, values: Tensor) -> None:

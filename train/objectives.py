@@ -3,10 +3,16 @@
 Everything is [M], one entry per sampled token; the caller divides sums by the number of sampled tokens of the whole
 mini-batch over all ranks (token mean). r = π_θ / π_old, A the group-normalised advantage of the token's response.
 
-    GRPO    −min(r·A, clip(r, 1−ε, 1+ε)·A)
-    DAPO    −min(r·A, clip(r, 1−ε_low, 1+ε_high)·A), optionally bounded from below by −c·A where A < 0 (dual clip)
-    CISPO   −sg[min(r, cap)] · A · log π_θ
-    KL      π_ref/π_θ − log(π_ref/π_θ) − 1      (k3)
+    GRPO        −min(r·A, clip(r, 1−ε, 1+ε)·A)
+    DAPO        −min(r·A, clip(r, 1−ε_low, 1+ε_high)·A), optionally bounded from below by −c·A where A < 0 (dual clip)
+    CISPO       −sg[min(r, cap)] · A · log π_θ
+    decoupled   sg[min(π_prox/π_rollout, cap)] · any of the above with π_old = π_prox
+    KL          π_ref/π_θ − log(π_ref/π_θ) − 1      (k3)
+
+π_prox are the weights that the step starts with, recomputed by the trainer; π_rollout is the policy that sampled the
+token, as the engine reported it. Synchronous, the two differ by rounding; otherwise also by the steps between them.
+`objective.old` chooses π_old: `recomputed` (π_prox) or `engine` (π_rollout). `rollout_correction` masks whole responses
+whose ratio π_prox/π_rollout is off: no loss, but they count in the divisor, like responses of advantage 0.
 
 Another objective is one entry of OBJECTIVES, or your own function: objective.kind=my_package.my_module:my_loss with the
 arguments (config, logprob, old_logprob, advantage), or an `Objective` that also reports which tokens it clips.
@@ -20,8 +26,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -32,22 +38,56 @@ from dccot.core.config import Fraction, NonNegativeFloat, PositiveFloat, known, 
 MAX_LOG_RATIO = 20.0  # beyond this, exp is meaningless and overflows in products
 
 
+Bound = Annotated[float, Field(gt=1)]
+
+
+@dataclass
+class RolloutCorrection:
+    """Which responses carry no loss because trainer and engine disagree too much; None: not by this bound."""
+
+    # mask a response if the geometric mean of its tokens' π_prox/π_rollout is outside [1/b, b]
+    mean_ratio: Bound | None = None
+    max_ratio: Bound | None = None  # mask a response if π_prox/π_rollout of any of its tokens is outside [1/b, b]
+
+
 @dataclass
 class ObjectiveConfig:
     kind: Annotated[str, known(OBJECTIVES)] = "dapo"  # grpo, dapo, cispo, or your own module:function
     clip_low: Fraction = 0.2
     clip_high: NonNegativeFloat = 0.28
     # c of the dual clip for negative advantages (DAPO); the paper has none
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    dual_clip: Bound | None = None
     ratio_cap: PositiveFloat = 5.0  # CISPO: absolute bound on the ratio
     kl_coefficient: NonNegativeFloat = 0.001
-    # truncated importance sampling for the rollout/trainer gap; the paper has none
+    # the ratio's denominator: recomputed by the trainer, or as the engine sampled; None: rollout.mode decides
+    old: Literal["recomputed", "engine"] | None = None
+    # truncated importance sampling for the rollout/trainer gap; the paper has none. None, if `old` is too: by mode
     rollout_ratio_cap: PositiveFloat | None = None
+    rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
 
     def check(self) -> None:
+        once = self.old != "engine" or self.rollout_ratio_cap is None
+        remedy = "its ratio corrects for the rollout already: set one of them to null"
+        require(once, f"objective.rollout_ratio_cap does not go with objective.old=engine; {remedy}")
         alone = self.dual_clip is None or self.kind == "dapo" or self.kind not in OBJECTIVES
         remedy = "set it to null or the kind to dapo"
         require(alone, f"objective.dual_clip does not go with objective.kind={self.kind}; {remedy}")
+
+
+# rollout.mode → objective.old and rollout_ratio_cap, if neither is set; docs/method.md says why
+BY_MODE: dict[str, tuple[Literal["recomputed", "engine"], float | None]] = {
+    "synchronous": ("recomputed", None),
+    "partial": ("recomputed", 2.0),
+    "asynchronous": ("recomputed", 2.0),
+}
+
+
+def in_mode(config: ObjectiveConfig, mode: str) -> ObjectiveConfig:
+    """The settings with what is left to `rollout.mode` filled in."""
+    if config.old is not None:
+        return config
+    old, cap = BY_MODE[mode]
+    return replace(config, old=old, rollout_ratio_cap=config.rollout_ratio_cap or cap)
 
 
 def ratio_of(logprob: Tensor, old_logprob: Tensor) -> Tensor:
@@ -80,6 +120,28 @@ def cispo(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, ratio_cap:
     """Per-token CISPO loss. The ratio weights the gradient and carries none itself."""
     ratio = ratio_of(logprob.detach(), old_logprob)
     return -ratio.clamp(max=ratio_cap) * advantage * logprob
+
+
+def decoupled(loss: Tensor, proximal_logprob: Tensor, rollout_logprob: Tensor, *, cap: float) -> Tensor:
+    """A per-token loss around the proximal policy, weighted for having been sampled by another one."""
+    return loss * ratio_of(proximal_logprob, rollout_logprob).clamp(max=cap).detach()
+
+
+def trained_on(config: RolloutCorrection, log_ratio: Tensor, response: Tensor, responses: int) -> Tensor | None:
+    """bool [M]: whether the token's response carries loss, given log(π_prox/π_rollout) and the response's index below
+    `responses`; None: all do.
+    """
+    if config.mean_ratio is None and config.max_ratio is None:
+        return None
+    log_ratio, response = log_ratio.detach().double(), response.long()
+    zeros = torch.zeros(responses, dtype=torch.float64, device=log_ratio.device)
+    near = torch.ones_like(zeros, dtype=torch.bool)
+    if config.mean_ratio is not None:
+        tokens = zeros.index_add(0, response, torch.ones_like(log_ratio)).clamp(min=1)
+        near &= (zeros.index_add(0, response, log_ratio) / tokens).abs() <= math.log(config.mean_ratio)
+    if config.max_ratio is not None:
+        near &= zeros.scatter_reduce(0, response, log_ratio.abs(), "amax") <= math.log(config.max_ratio)
+    return near[response]
 
 
 def kl_k3(logprob: Tensor, reference_logprob: Tensor) -> Tensor:
@@ -148,15 +210,19 @@ def objective_of(config: ObjectiveConfig) -> Objective:
 def objective_loss(
     config: ObjectiveConfig,
     logprob: Tensor,
-    old_logprob: Tensor,
+    proximal_logprob: Tensor,
     advantage: Tensor,
     rollout_logprob: Tensor,
     reference_logprob: Tensor | None,
+    trained: Tensor | None = None,
 ) -> Tensor:
-    """Per-token loss in full: policy term, corrected for the rollout gap if so configured, plus KL to the reference."""
-    loss = objective_of(config).loss(config, logprob, old_logprob, advantage)
+    """Per-token loss in full: policy term, corrected for the rollout gap if so configured, plus KL to the reference;
+    0 where not `trained`.
+    """
+    old = rollout_logprob if config.old == "engine" else proximal_logprob
+    loss = objective_of(config).loss(config, logprob, old, advantage)
     if config.rollout_ratio_cap is not None:
-        loss = loss * ratio_of(old_logprob, rollout_logprob).clamp(max=config.rollout_ratio_cap)
+        loss = decoupled(loss, proximal_logprob, rollout_logprob, cap=config.rollout_ratio_cap)
     if reference_logprob is not None and config.kl_coefficient:
         loss = loss + config.kl_coefficient * kl_k3(logprob, reference_logprob)
-    return loss
+    return loss if trained is None else torch.where(trained, loss, 0.0)

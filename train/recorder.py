@@ -48,6 +48,12 @@ policy/grad_norm | 2 health/gradient norm, before clipping | Largest of the step
 policy/clip_fraction | 2 health/clipped tokens, share | Tokens whose ratio lies at the clip or cap.
 policy/learning_rate | 2 health/learning rate | Of the last update.
 gap/kl | 2 health/KL of trainer and rollout | Log-probs of the engine against the trainer's: should be near 0.
+gap/mean_abs_logprob | 2 health/gap of trainer and rollout, mean, nats | Mean distance of their log-probs.
+gap/max_abs_logprob | 2 health/gap of trainer and rollout, largest, nats | Largest distance of their log-probs.
+gap/perplexity_ratio | 2 health/perplexity, trainer over rollout | Of what the rollout sampled: should be near 1.
+gap/effective_sample_size | 2 health/effective sample size, share | 1: correcting for the gap weighs all tokens alike.
+gap/truncated | 2 health/gap weights at their cap, share | Tokens with trainer over rollout above rollout_ratio_cap.
+gap/masked | 2 health/masked for their gap, share | Tokens of responses that rollout_correction leaves out.
 length/truncated | 2 health/cut off, share | Responses that hit the token limit before they gave an answer.
 """
 SHOWN: dict[str, tuple[str, str]] = {
@@ -74,6 +80,11 @@ LAYOUT = {  # TensorBoard's page "custom scalars": section → chart → curves
         "Gradient norm": ["policy/grad_norm"],
         "Share of tokens at the clip": ["policy/clip_fraction"],
         "Rollout against trainer: KL": ["gap/kl"],
+        "Rollout against trainer: effective sample size, truncated, masked": [
+            "gap/effective_sample_size",
+            "gap/truncated",
+            "gap/masked",
+        ],
         "Cut off by the budget": ["length/truncated"],
     },
     TIME: {

@@ -26,12 +26,14 @@ Each of the three is chosen from its registry, or is your own function, my_packa
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from dccot.core.config import NonNegative, Probability, known, lookup
 from dccot.rollout.response import Rollout
+from dccot.rollout.tags import overshoots
 
 EPSILON = 1e-6
 
@@ -42,6 +44,20 @@ class Graded(Rollout):
 
     reward: float | None = None
     advantage: float | None = None
+
+
+@dataclass
+class Outline(Graded):
+    """What every rank knows of a graded response: all but question, text and token ids, which one rank holds."""
+
+    rank: int = 0  # which
+    place: int = 0  # in the list of those it holds
+    overshot: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, whole: Graded, rank: int, place: int) -> Outline:
+        known = {**vars(whole), "question": "", "gold": "", "text": "", "response": whole.response.outline()}
+        return cls(**known, rank=rank, place=place, overshot=overshoots(whole.text))
 
 
 Group = Sequence[Graded]

@@ -4,11 +4,11 @@
 
 One step: draw problems → director and workers answer each `group_size` times → grade → reward → filter the groups,
 until enough are kept → advantages → pack into forests → old and reference log-probs → `optimizer_steps` updates, one
-mini-batch each → weights into the engine → validate, log, checkpoint. Every rank rolls out and grades its share; the
-batch is the same on all of them.
+mini-batch each → weights into the engine → validate, log, checkpoint. Every rank rolls out, grades and rewards its
+share; then all know every response's outline (verdict, reward, lengths), and each gets the tokens that it trains on.
 
-The reference policy is the model that the stage started from. The first mini-batch needs no old log-probs: its ratio is
-1. `replay=FILE` trains on a saved batch in every step, without an engine.
+The reference policy is the model that the stage started from. The first mini-batch needs no old log-probs: they are its
+own (train/objectives.py). `replay=FILE` trains on a saved batch in every step, without an engine.
 """
 
 from __future__ import annotations
@@ -25,27 +25,29 @@ from torch import Tensor, nn
 
 from dccot.core.command import Stopped, asked, launch
 from dccot.core.config import lookup
-from dccot.core.runtime import Runtime
+from dccot.core.runtime import Runtime, on_rank_zero
 from dccot.data.judge import Judge
 from dccot.data.problems import ProblemStream
 from dccot.data.prompts import Prompted
 from dccot.data.rollouts import grade, missing_pairs, roll_out
 from dccot.data.task import Task, task_of
+from dccot.model.folder import model_checksums
 from dccot.model.sharding import build_model
 from dccot.model.weights import full_parameters
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import Engine, TrainingEngine, open_training_engine
 from dccot.rollout.generate import Watch
-from dccot.rollout.response import Rollout
+from dccot.rollout.response import Response, Rollout
 from dccot.train.batch import Batch, MiniBatch
-from dccot.train.config import RLConfig, open_model
+from dccot.train.config import RLConfig, check_kv_cache, open_model
 from dccot.train.flops import pair_cost
 from dccot.train.forest import Forest, pack
 from dccot.train.metrics import TokenMetrics, rollout_metrics, validation_metrics
-from dccot.train.objectives import objective_loss
+from dccot.train.objectives import ObjectiveConfig, in_mode, objective_loss, trained_on
 from dccot.train.phases import Phases
 from dccot.train.recorder import sample_text
-from dccot.train.rewards import FILTERS, Graded, Group, advantages_of, reward_of
+from dccot.train.rewards import FILTERS, Graded, Group, Outline, advantages_of, reward_of
+from dccot.train.saver import RolloutSaver
 from dccot.train.trainer import Trainer
 from dccot.train.update import StepReport, compute_logprobs
 
@@ -65,24 +67,26 @@ def train(config: RLConfig, engine: TrainingEngine | None = None) -> None:
                     problems = rl.draw(batch)
                     rollouts = rl.roll_out(problems, seed=(config.seed, step, batch.rollout_batches))
                     graded = rl.grade(rollouts)
-                    groups = rl.reward(graded, problems)
-                    kept = rl.filter(groups)
+                    groups = rl.reward(graded, problems, batch)
+                    kept = rl.filter(groups, batch)
                     rl.advantage(kept)
                     batch.add(groups, kept)
                 rl.release_engine()
                 mini_batches = rl.pack(batch)
+                rl.prepare(forest for mini_batch in reversed(mini_batches) for forest in mini_batch.forests)
+                rl.save(step, batch)
                 rl.old_logprobs(mini_batches)
                 rl.reference_logprobs(mini_batches)
-                tokens = TokenMetrics(config.objective, runtime)
+                tokens = TokenMetrics(rl.objective, runtime)
                 reports = [rl.update(mini_batch, tokens) for mini_batch in mini_batches]
                 trained = [forest for mini_batch in mini_batches for forest in mini_batch.forests]
                 policy = tokens.reduce() | rl.update_metrics(reports, trained)
                 rl.sync()
-            rl.save(step, batch, reports)
+            rl.save_if_bad(step, batch, reports)
             if rl.due(step, config.validation.every):
                 metrics |= rl.validate(step + 1)
             metrics |= rollout_metrics(batch.rolled_out) | policy | rl.data_metrics(batch)
-            rl.log(step, metrics, {"sample": sample_text(batch.groups[0][0])} if step % 10 == 0 else None)
+            rl.log(step, metrics, rl.sample(batch) if step % 10 == 0 else None)
             rl.checkpoint(step, rl.state())
 
 
@@ -100,6 +104,7 @@ class RL(Trainer[RLConfig]):
 
     def __init__(self, config: RLConfig, runtime: Runtime, stack: ExitStack, engine: TrainingEngine | None = None):
         path, _, tokenizer = open_model(config)
+        check_kv_cache(config.engine, lambda: model_checksums(path, runtime))
         self.task = task_of(config)
 
         def prompted(task: Task, file: str | None) -> list[Prompted]:
@@ -128,6 +133,8 @@ class RL(Trainer[RLConfig]):
             started = open_training_engine(path, config.engine, engine, logs=self.run.folder, sleeps=True)
             self.engine = sampler = stack.enter_context(started)
             self.phases.pending = lambda: list(sampler.pending)
+        self.saver = RolloutSaver(runtime)
+        stack.callback(self.saver.close)
         state = self.resume(stack)
         if self.stream and "stream" in state:
             self.stream.restore(state["stream"])
@@ -166,22 +173,42 @@ class RL(Trainer[RLConfig]):
         return found
 
     def grade(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """All ranks' rollouts, with their verdicts."""
+        """This rank's rollouts, with their verdicts."""
         with self.phases("grade"):
             return self._judged(rollouts)
 
-    def reward(self, rollouts: Sequence[Rollout], problems: Sequence[Prompted]) -> list[Group]:
-        """Rewarded responses in groups, in the order in which the problems were drawn."""
-        groups: dict[str, list[Graded]] = {problem.id: [] for problem, _ in problems}
+    def reward(self, rollouts: Sequence[Rollout], problems: Sequence[Prompted], batch: Batch) -> list[Group]:
+        """Outlines of all ranks' responses in groups, in the order in which the problems were drawn. Each response is
+        rewarded once, by the rank that holds it.
+        """
+        first = len(batch.own)
         for rollout in rollouts:
             rollout.step = self.phases.step
             reward = reward_of(rollout, self.config.reward, self.config.rollout.budget, self.task.reward)
-            groups[rollout.problem].append(Graded(**vars(rollout), reward=reward))
+            batch.own.append(Graded(**vars(rollout), reward=reward))
+        groups: dict[str, list[Graded]] = {problem.id: [] for problem, _ in problems}
+        with self.phases("grade"):
+            for outline in self._outlines(batch.own[first:], first):
+                groups[outline.problem].append(outline)
         return list(groups.values())
 
-    def filter(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups worth training on."""
-        return [group for group in groups if lookup(FILTERS, self.config.filter, "filter")(group)]
+    def _outlines(self, mine: Sequence[Graded], first: int = 0) -> list[Outline]:
+        """All ranks' responses, in an order that no speed decides."""
+        outlines = [Outline.of(graded, self.runtime.rank, first + number) for number, graded in enumerate(mine)]
+        everybody = [outline for part in self.runtime.gather(outlines) for outline in part]
+        return sorted(everybody, key=lambda outline: (outline.problem, outline.sample))
+
+    def filter(self, groups: Sequence[Group], batch: Batch) -> list[Group]:
+        """The groups worth training on. Your own filter may read texts and tokens: rank 0 gets them, and decides."""
+        chosen = lookup(FILTERS, self.config.filter, "filter")
+        if self.config.filter in FILTERS:
+            return [group for group in groups if chosen(group)]
+        mine = [[batch.whole(graded, self.runtime.rank) for graded in group] for group in groups]
+        parts = self.runtime.exchange([mine, *[None] * (self.runtime.ranks - 1)])
+        together = lambda *copies: next(copy for copy in copies if copy is not None)
+        whole = [list(map(together, *copies)) for copies in zip(*parts)] if self.runtime.is_main else []
+        keeps = on_rank_zero(lambda: [bool(chosen(group)) for group in whole])
+        return [group for group, keep in zip(groups, keeps, strict=True) if keep]
 
     def advantage(self, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -195,21 +222,37 @@ class RL(Trainer[RLConfig]):
             self.engine.sleep()
 
     def pack(self, batch: Batch) -> list[MiniBatch]:
-        """This rank's forests and all responses' advantages, for each update."""
-        config, ranks, packed = self.config.batch, self.runtime.ranks, []
+        """This rank's forests and all responses' advantages, for each update. Outlines are enough to plan; then each
+        rank gets the responses that it trains on.
+        """
+        config, ranks, me = self.config.batch, self.runtime.ranks, self.runtime.rank
         cost, positions = pair_cost(self.model.config), self.model.config.max_position
         budget, share = config.token_budget, config.share_prompts
-        for graded in batch.mini_batches(config.optimizer_steps):
-            responses = [each.response for each in graded]
-            packing = pack(responses, budget, ranks, share_prompts=share, pair_cost=cost, max_positions=positions)
-            advantages = torch.tensor([each.advantage for each in graded], device=self.runtime.device)
-            packed.append(MiniBatch(packing.forests(self.runtime.rank), advantages))
-        return packed
+        updates = list(batch.mini_batches(config.optimizer_steps))
+        responses = [[each.response for each in graded] for graded in updates]
+        plan = lambda known: pack(known, budget, ranks, share_prompts=share, pair_cost=cost, max_positions=positions)
+        packings = [plan(known) for known in responses]
+        if isinstance(updates[0][0], Outline):
+            parcels: list[dict[tuple[int, int], Response]] = [{} for _ in range(ranks)]
+            for number, (graded, packing) in enumerate(zip(updates, packings)):
+                for rank, parcel in enumerate(parcels):
+                    held = ((index, batch.whole(graded[index], me)) for index in packing.needs(rank))
+                    parcel |= {(number, index): whole.response for index, whole in held if whole is not None}
+            mine, parcels[me] = parcels[me], {}
+            for parcel in [mine, *self.runtime.exchange(parcels)]:
+                for (number, index), response in parcel.items():
+                    responses[number][index] = response  # where its packing looks
+        tensor = lambda graded: torch.tensor([each.advantage for each in graded], device=self.runtime.device)
+        return [MiniBatch(packing.forests(me), tensor(graded)) for graded, packing in zip(updates, packings)]
+
+    @property
+    def objective(self) -> ObjectiveConfig:
+        return in_mode(self.config.objective, "synchronous")
 
     def old_logprobs(self, mini_batches: Sequence[MiniBatch]) -> None:
         with self.phases("old_logprob"):
-            for mini_batch in mini_batches[1:]:
-                mini_batch.old = self._logprobs(self.model, mini_batch.forests)
+            for mini_batch in mini_batches[1:] if self.objective.old == "recomputed" else ():
+                mini_batch.proximal = self._logprobs(self.model, mini_batch.forests)
 
     def reference_logprobs(self, mini_batches: Sequence[MiniBatch]) -> None:
         with self.phases("reference"):
@@ -223,14 +266,18 @@ class RL(Trainer[RLConfig]):
 
     def update(self, mini_batch: MiniBatch, tokens: TokenMetrics) -> StepReport:
         """One optimizer step."""
+        config, step = self.objective, self.phases.step
 
         def loss(number: int, forest: Forest, logprob: Tensor, entropy: Tensor) -> Tensor:
-            advantage = mini_batch.advantages[forest.response[forest.targets].long()]
-            sampled = forest.logprob[forest.targets]
-            old = mini_batch.old[number] if mini_batch.old is not None else logprob.detach()
+            response = forest.response[forest.targets].long()
+            advantage, sampled = mini_batch.advantages[response], forest.logprob[forest.targets]
+            proximal = mini_batch.proximal[number] if mini_batch.proximal is not None else logprob.detach()
             reference = mini_batch.reference[number] if mini_batch.reference is not None else None
-            tokens.add(logprob, entropy, old, advantage, sampled, reference)
-            return objective_loss(self.config.objective, logprob, old, advantage, sampled, reference)
+            correction, responses = config.rollout_correction, len(mini_batch.advantages)
+            trained = trained_on(correction, proximal - sampled, response, responses)
+            given = proximal, advantage, sampled, reference, trained
+            tokens.add(logprob, entropy, *given, forest.lag(step))
+            return objective_loss(config, logprob, *given)
 
         return self.optimizer_step(mini_batch.forests, loss, self.config.rollout.temperature)
 
@@ -239,17 +286,25 @@ class RL(Trainer[RLConfig]):
         with self.phases("sync"):
             if self.engine is not None:
                 self.engine.wake()
-                self.engine.load(full_parameters(self.model))
+                self.engine.load(full_parameters(self.model, self.engine.dtype))
 
-    def save(self, step: int, batch: Batch, reports: Sequence[StepReport]) -> None:
-        """Keep the step's rollouts."""
+    def save(self, step: int, batch: Batch, folder: Path | None = None) -> None:
+        """Keep the step's rollouts, in the run's rollouts/ or elsewhere; written while the model trains."""
+        if self.replayed is None:
+            self.saver.save(batch, folder or self.run.rollouts, step, self.config.keep_rollouts)
 
-        def into(folder: Path) -> None:
-            batch.save(folder, step, self.config.keep_rollouts)
+    def save_if_bad(self, step: int, batch: Batch, reports: Sequence[StepReport]) -> None:
+        self.note_bad(step, reports, lambda folder: self.save(step, batch, folder))
 
-        if self.runtime.is_main and self.replayed is None:
-            into(self.run.rollouts)
-        self.note_bad(step, reports, into)
+    def flush(self) -> None:
+        self.saver.wait()
+        super().flush()
+
+    def sample(self, batch: Batch) -> dict[str, str]:
+        """The first response that the step trained on, for TensorBoard."""
+        whole = batch.whole(batch.groups[0][0], self.runtime.rank)
+        found = [part for part in self.runtime.gather([sample_text(whole)] if whole else []) if part]
+        return {"sample": found[0][0]}
 
     def validate(self, step: int) -> dict[str, float]:
         """Metrics of the policy on held-out problems."""
@@ -259,7 +314,7 @@ class RL(Trainer[RLConfig]):
             config = replace(self.config.rollout, top_p=self.config.validation.top_p)
             samples, seed = range(self.config.validation.samples), (self.config.seed, step, "validation")
             mine = self._sample(self.validation, samples, config, seed, Heartbeat(self.phases))
-            return validation_metrics(self._judged(mine))
+            return validation_metrics(self._outlines([Graded(**vars(rollout)) for rollout in self._judged(mine)]))
 
     def data_metrics(self, batch: Batch) -> dict[str, float]:
         sampled = sum(rollout.response.sampled_tokens for rollout in batch.rolled_out)
@@ -290,12 +345,11 @@ class RL(Trainer[RLConfig]):
         return list(roll_out(self.engine, mine, pairs, prompt, config, seed=seed, watch=watch, rule=rule))
 
     def _judged(self, mine: list[Rollout]) -> list[Rollout]:
-        """All ranks' rollouts, graded where they were made, in an order that no speed decides."""
+        """Graded where they were made."""
         if self.runtime.rank % self.config.engine.tensor_parallel:
             mine = []  # the ranks of one replica hold the same responses
         grade(mine, self.judge, thinking_counts=self.config.prompt.parallel)
-        everybody = [rollout for part in self.runtime.gather(mine) for rollout in part]
-        return sorted(everybody, key=lambda rollout: (rollout.problem, rollout.sample))
+        return mine
 
 
 class CutShort(Exception):

@@ -177,6 +177,8 @@ class SFT(Trainer[SFTConfig]):
 
     def save_rows(self, examples: Sequence[Example], folder: Path) -> None:
         """The rows of the data file that these examples came from."""
+        if not self.runtime.is_main:
+            return
         lines = {example.line for example in examples}
         rows = [row for line, row in read_jsonl(self.config.data.train, report=lambda message: None) if line in lines]
         write_jsonl_atomic(folder / f"{step_name(self.phases.step)}.jsonl", rows)

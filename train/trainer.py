@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -28,6 +30,7 @@ from dccot.core.files import checksum
 from dccot.core.progress import Progress
 from dccot.core.run import Run
 from dccot.core.runtime import Runtime, inherit_timeout, on_rank_zero, require_shared
+from dccot.kernels.tree_attention import prepare
 from dccot.model.folder import model_checksums
 from dccot.model.sharding import DTYPES, build_model
 from dccot.train.checkpoint import Checkpointer
@@ -66,6 +69,9 @@ class Trainer(Generic[C]):
         self.bad_in_a_row: int = state.get("bad_in_a_row", 0)
         self.recorder = Recorder(self.run, self.first_step, main, config.wandb, flat(config))
         stack.callback(self.recorder.close)
+        select = partial(torch.cuda.set_device, self.runtime.device) if self.runtime.device.type == "cuda" else None
+        self._preparing = ThreadPoolExecutor(1, "forests", initializer=select)
+        stack.callback(self._preparing.shutdown, cancel_futures=True)
         progress = Progress(config.name, config.steps, first=self.first_step, active=main, lines=True, pause=3.0)
         self.progress = stack.enter_context(progress)
         # the last whole step since the start, as a checkpoint would store it
@@ -85,6 +91,21 @@ class Trainer(Generic[C]):
 
     def profiled(self, step: int) -> AbstractContextManager[None]:
         return profiled(self.config.profile, step, self.run.profile, self.runtime, self.phases)
+
+    def prepare(self, forests: Iterable[Forest]) -> None:
+        """Move forests to the device and derive what attention needs, in this order and in a thread: the step's passes
+        find it done, or wait for it.
+        """
+        shape, sharding, device = self.model.config, self.config.sharding, self.runtime.device
+        heads = shape.heads, shape.kv_heads, shape.head_dim
+
+        def ready(forest: Forest) -> None:
+            mask = forest.to(device).mask
+            prepare(mask, *heads, DTYPES[sharding.compute_dtype], sharding.attention)
+            _ = mask.position, mask.parent, forest.targets
+
+        for forest in forests:
+            self._preparing.submit(ready, forest)
 
     def optimizer_step(self, forests: Sequence[Forest], token_loss: TokenLoss, temperature: float) -> StepReport:
         def beating(number: int, *more: Any) -> Tensor:
@@ -125,10 +146,12 @@ class Trainer(Generic[C]):
         self.progress.show(step + 1, console_line(step + 1, self.config.steps, metrics))
 
     def note_bad(self, step: int, reports: Sequence[StepReport], save: Callable[[Path], None]) -> None:
-        """Save the batch of skipped updates in bad/, for replay; stop after too many such steps in a row."""
+        """Save the batch of skipped updates in bad/, for replay; stop after too many such steps in a row. Every rank
+        calls `save`.
+        """
         bad, folder, limit = [each for each in reports if not each.applied], self.run.bad, self.config.max_bad_steps
         self.bad_in_a_row = self.bad_in_a_row + 1 if bad else 0
-        if bad and self.config.replay is None and self.runtime.is_main:
+        if bad and self.config.replay is None:
             save(folder)
         if bad:
             why = f"loss {bad[0].loss}, gradient norm {bad[0].grad_norm}"
@@ -151,6 +174,10 @@ class Trainer(Generic[C]):
         if stop:
             raise Stopped
 
+    def flush(self) -> None:
+        """Everything a checkpoint covers must be on disk before it."""
+        self.recorder.flush()
+
     def _agreed(self) -> tuple[bool, bool]:
         """Whether any rank was told to stop, and to save; `checkpoint.minutes` also triggers a save."""
         minutes = self.config.checkpoint.minutes
@@ -163,7 +190,7 @@ class Trainer(Generic[C]):
     def _save(self, last: bool) -> None:
         assert self._finished is not None
         step, state = self._finished
-        self.recorder.flush()  # everything a checkpoint covers must be on disk before it
+        self.flush()
         with self.phases("checkpoint"):
             self.checkpointer.save(step, self.model, self.optimizer, state, last=last)
         self._saved, self._saved_at = step, time.monotonic()

@@ -24,7 +24,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, BinaryIO
 
 log = logging.getLogger(__name__)
 
@@ -249,14 +249,18 @@ def checksum(path: str | Path) -> str:
 
 
 @contextlib.contextmanager
-def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
+def atomic_file(path: str | Path) -> Iterator[BinaryIO | gzip.GzipFile]:
     """A temporary file that replaces `path` when the block ends: it is always the old file or the complete new one."""
     path = Path(path)
     make_folder(path.parent)
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with beside.open("wb") as file:
-            yield file
+            if path.suffix == ".gz":
+                with gzip.GzipFile("", "wb", compresslevel=GZIP_LEVEL, fileobj=file, mtime=0) as compressed:
+                    yield compressed
+            else:
+                yield file
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
@@ -270,14 +274,15 @@ def write_atomic(path: str | Path, text: str) -> None:
         file.write(text.encode("utf-8"))
 
 
+def json_line(row: dict) -> bytes:
+    return json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+
+
 def write_jsonl_atomic(path: str | Path, rows: Iterable[dict]) -> int:
     """The whole file or nothing; returns the number of rows. The same rows give the same bytes, compressed or not."""
     count = 0
-    with atomic_file(path) as whole, contextlib.ExitStack() as stack:
-        file: Any = whole
-        if Path(path).suffix == ".gz":
-            file = stack.enter_context(gzip.GzipFile("", "wb", compresslevel=GZIP_LEVEL, fileobj=whole, mtime=0))
+    with atomic_file(path) as file:
         for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+            file.write(json_line(row))
             count += 1
     return count

@@ -9,12 +9,13 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import pickle
 import signal
 import socket
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -95,6 +96,19 @@ class Runtime:
         everybody: list[list[Any]] = [[] for _ in range(self.ranks)]
         dist.all_gather_object(everybody, mine)
         return everybody
+
+    def exchange(self, parcels: Sequence[Any]) -> list[Any]:
+        """What each rank has for this one, in rank order; `parcels[r]` is for rank r, and nobody else gets it."""
+        if self.ranks == 1:
+            return list(parcels)
+        sent = [pickle.dumps(parcel, pickle.HIGHEST_PROTOCOL) for parcel in parcels]
+        sizes = torch.tensor([len(parcel) for parcel in sent])
+        theirs = torch.empty_like(sizes)
+        dist.all_to_all_single(theirs, sizes)
+        received = torch.empty(int(theirs.sum()), dtype=torch.uint8)
+        given = torch.frombuffer(bytearray().join(sent), dtype=torch.uint8)
+        dist.all_to_all_single(received, given, theirs.tolist(), sizes.tolist())
+        return [pickle.loads(part.numpy().tobytes()) for part in received.split(theirs.tolist())]
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""

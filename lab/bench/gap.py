@@ -1,13 +1,15 @@
 """How far the engine's log-probs of the tokens it sampled are from the trainer's, and how far both are from fp32.
 
-    python -m dccot.lab.bench.gap MODEL problems.jsonl --n 16 --tokens 128 [--dtype bfloat16]
+    python -m dccot.lab.bench.gap MODEL problems.jsonl --n 16 --tokens 128 [--dtype bfloat16] [--kv-cache-dtype fp8]
 
 Same weights, same tokens; only rounding differs. `train/objectives.py` corrects for it if rollout_ratio_cap is set.
+`--out FILE` keeps the result: RL with an fp8 KV cache asks for it (engine.kv_cache_gap).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,11 +19,13 @@ import torch
 from torch import Tensor
 
 from dccot.core.command import positive, run_cleanly
+from dccot.core.files import write_atomic
 from dccot.data.problems import load_problems
 from dccot.data.prompts import PromptConfig
 from dccot.data.rollouts import missing_pairs, roll_out
 from dccot.data.task import Task
 from dccot.model.config import read_config
+from dccot.model.folder import model_checksums
 from dccot.model.sharding import DTYPES
 from dccot.model.transformer import Transformer
 from dccot.model.weights import load_weights
@@ -63,11 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--n", type=positive, default=16, help="problems, one response each (default: 16)")
     parser.add_argument("--tokens", type=positive, default=128, help="of a response, at most (default: 128)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of the engine")
+    parser.add_argument("--out", type=Path, help="write the gap of engine and trainer to this file")
     arguments = parser.parse_args(argv)
 
     def work() -> None:
         rollout = replace(RolloutConfig(), budget=arguments.tokens)
-        engine = EngineConfig(dtype=arguments.dtype, max_sequences=arguments.n)
+        kv_cache = arguments.kv_cache_dtype
+        engine = EngineConfig(dtype=arguments.dtype, max_sequences=arguments.n, kv_cache_dtype=kv_cache)
         responses = sampled(arguments.model, arguments.problems, arguments.n, engine, rollout)
         forests = pack(responses, TOKENS_AT_ONCE).forests()
         theirs = torch.cat([forest.logprob[forest.targets] for forest in forests])
@@ -77,6 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(difference("  engine and trainer", theirs, ours))
         print(difference("  engine and fp32", theirs, exact))
         print(difference("  trainer and fp32", ours, exact))
+        if arguments.out:
+            gap: dict[str, object] = {"mean_abs_logprob": float((theirs - ours).abs().mean()), "tokens": len(theirs)}
+            gap |= {"kv_cache_dtype": kv_cache, "dtype": arguments.dtype, "model": model_checksums(arguments.model)}
+            write_atomic(arguments.out, json.dumps(gap, indent=1) + "\n")
 
     return run_cleanly(work)
 

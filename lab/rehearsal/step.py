@@ -105,7 +105,7 @@ def rl_step(config: RLConfig, gpu: FakeGpu, shape: ModelConfig, runtime: Runtime
         rl.reference = build(gpu, "reference policy", shape, frozen, runtime.device).requires_grad_(False).eval()
     responses = micro_batches(config, shape, updates * runtime.ranks)
     groups: list[Group] = [[Graded("", n, "", "", "", each, advantage=1.0)] for n, each in enumerate(responses)]
-    mini_batches, tokens = rl.pack(Batch(len(groups), groups)), TokenMetrics(config.objective, runtime)
+    mini_batches, tokens = rl.pack(Batch(len(groups), groups)), TokenMetrics(rl.objective, runtime)
     rl.old_logprobs(mini_batches)
     rl.reference_logprobs(mini_batches)
     for mini_batch in mini_batches:

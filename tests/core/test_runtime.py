@@ -29,6 +29,7 @@ with Runtime.start(2.0) as outer:                                       # a trai
         if runtime.is_main:
             time.sleep(4)
         say("together", runtime.gather([runtime.rank]))
+        say("exchanged", runtime.rank, runtime.exchange([f"{runtime.rank} to {rank}" * rank for rank in range(2)]))
     with Runtime.start(1.0) as runtime:                                 # a stage of its own
         if runtime.is_main:
             time.sleep(4)
@@ -91,4 +92,5 @@ def test_late_ranks_and_ranks_that_work_apart_are_waited_for_and_those_of_a_stag
     lines = done.stdout.splitlines()
     assert lines.count("mesh [2.0, 2.0]") == 2, done.stderr[-3000:]
     assert lines.count("together [[0], [1]]") == 2
+    assert {"exchanged 0 ['', '']", "exchanged 1 ['0 to 1', '1 to 1']"} <= set(lines)
     assert "timed out 1" in lines

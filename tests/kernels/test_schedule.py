@@ -96,6 +96,17 @@ def test_a_machine_by_hand():
     assert simulate(np.array([3, 5, 2, 3]), 2, copies=1) == (13 / 14, 7)
 
 
+COSTS = st.lists(st.integers(1, 30) | st.sampled_from([1, 50, 200]), min_size=1, max_size=60)
+
+
+@given(COSTS, st.integers(1, 9), st.integers(1, 4))
+def test_programs_start_one_by_one_longest_first_on_whoever_is_free_first(costs, processors, copies):
+    free = [0] * processors
+    for cost in sorted(costs * copies, reverse=True):
+        free[free.index(min(free))] += cost
+    assert simulate(np.array(costs), processors, copies) == (sum(free) / (processors * max(free)), max(free))
+
+
 def test_without_a_gpu_nothing_is_split():
     assert plan(build(torch.full((300,), 300), 16, 16).by_key, 1, 2, 6).slots == 0
 

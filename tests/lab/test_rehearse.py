@@ -47,7 +47,8 @@ t.rotate = lambda x, cos, sin: plain(x, cos, sin).float() if x.shape[1] == 12 el
         """
 import dccot.train.forest as f
 f.Forest.targets = property(lambda forest: forest.sampled.nonzero().squeeze(1))
-f.Forest.to = lambda forest, device: f.Forest(*(getattr(forest, x).to(device) for x in forest.__dataclass_fields__))
+fields = "tokens", "visible_until", "sampled", "response", "logprob"
+f.Forest.to = lambda forest, device: f.Forest(*(getattr(forest, x).to(device) for x in fields))
 """,
         ["numbers that are on the GPU"],
     ),

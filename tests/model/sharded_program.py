@@ -43,6 +43,19 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+class Gathered(TorchDispatchMode):
+    """The precisions in which shards are gathered."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if "all_gather" in str(op):
+            self.dtypes.add(str(args[0].dtype))
+        return op(*args, **(kwargs or {}))
+
+
 def evaluate(model) -> dict[str, torch.Tensor]:
     """Logits, the gradient of the mean log-prob over all ranks' rows, and the parameters after one more forward."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -70,10 +83,14 @@ def main(folder: Path, out: Path) -> None:
         results = evaluate(model)
         if dist.get_rank() == 0:
             save_file(results, out / f"{name}.safetensors")
+    with Gathered() as gathered:
+        half = {name: tensor.clone() for name, tensor in full_parameters(model, torch.bfloat16)}
+    facts["gathered for an engine in bfloat16"] = sorted(gathered.dtypes)
     save_checkpoint(model, out / "saved", source=folder, max_shard_bytes=300_000)
     random = {name: tensor.clone() for name, tensor in full_parameters(build_model(folder, ShardingConfig(), seed=4))}
     if dist.get_rank() == 0:
         save_file(random, out / "random.safetensors")
+        save_file(half, out / "half.safetensors")
         (out / "facts.json").write_text(json.dumps(facts))
     dist.barrier()
     dist.destroy_process_group()

@@ -118,6 +118,12 @@ def test_weights_load_straight_into_shards(two_ranks, checkpoint):
     assert facts["hsdp"]["held"] == facts["whole"]["held"] == total  # two copies over two ranks
 
 
+def test_weights_for_an_engine_are_cast_before_they_are_gathered(two_ranks, plain):
+    facts, half = json.loads((two_ranks / "facts.json").read_text()), load_file(two_ranks / "half.safetensors")
+    assert facts["gathered for an engine in bfloat16"] == ["torch.bfloat16"]
+    assert half and all(torch.equal(tensor, plain[f"parameter/{name}"].bfloat16()) for name, tensor in half.items())
+
+
 def test_two_ranks_save_the_same_bytes_as_one_process(two_ranks, checkpoint, tmp_path):
     model = build_model(checkpoint, ShardingConfig(compute_dtype="float32"))
     save_checkpoint(model, tmp_path / "saved", source=checkpoint, max_shard_bytes=300_000)

@@ -1,6 +1,7 @@
 """Lengths of a response worked out by hand, and nothing lost on the way through JSON."""
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ floats = st.floats(allow_nan=False, allow_infinity=False, max_value=0)
 @st.composite
 def segments(draw):
     sampled = draw(ids)
-    return Segment(draw(ids), sampled, draw(st.lists(floats, min_size=len(sampled), max_size=len(sampled))))
+    one_each = {"min_size": len(sampled), "max_size": len(sampled)}
+    versions = st.just([]) | st.lists(st.integers(0, 9), **one_each)
+    return Segment(draw(ids), sampled, draw(st.lists(floats, **one_each)), draw(versions))
 
 
 def trees(thread: st.SearchStrategy[Thread]) -> st.SearchStrategy[Thread]:
@@ -96,9 +99,24 @@ def test_a_file_written_before_responses_were_trees_reads_the_same():
         response = read.response
         assert read.to_json()["lengths"] == row["lengths"]
         assert (response.prompt, response.finish.value) == (was["prompt"], was["finish"])
-        assert [(vars(each.director), [vars(w) for w in each.workers]) for each in rounds_of(response)] == [
+        assert [(each.director.to_json(), [w.to_json() for w in each.workers]) for each in rounds_of(response)] == [
             (each["director"], each["workers"]) for each in was["rounds"]
         ]
         final = final_of(response)
-        assert (final and vars(final)) == was["final"]
+        assert (final and final.to_json()) == was["final"]
         assert Rollout.from_json(json.loads(json.dumps(read.to_json()))) == read
+
+
+@given(responses, responses)
+def test_an_outline_has_every_length_of_its_response_and_tells_prompts_apart(response, other):
+    outline = response.outline()
+    facts = lambda r: (r.longest_path, r.total_tokens, r.sampled_tokens, r.worker_lengths, r.finish, len(r.prompt))
+    assert facts(outline) == facts(response)
+    assert (outline.prompt == other.outline().prompt) == (response.prompt == other.prompt)
+    assert len(pickle.dumps(outline)) < 500 + 200 * sum(1 for _ in response.segments())
+
+
+def test_versions_are_written_only_where_they_are_known_and_older_files_are_read():
+    older = {"inserted": [1], "sampled": [2, 3], "logprobs": [-0.5, -1.0]}
+    assert Segment(**older).to_json() == older
+    assert Segment(**older, versions=[4, 5]).to_json() == older | {"versions": [4, 5]}

@@ -21,11 +21,16 @@ from dccot.lab.worlds.exact_task import make_task, write_problems
 from dccot.model.transformer import Transformer
 from dccot.rollout.vllm_engine import VllmEngine
 from dccot.train.config import RLConfig
+from dccot.train.rewards import Group
 from dccot.train.rl import train
 
 
 def settings(out: Path, name: str, steps: int, *more: str) -> RLConfig:
     return load_config(RLConfig, out / "rl.yaml", [f"name={name}", f"steps={steps}", *more])
+
+
+def three_spawn(group: Group) -> bool:
+    return sum("<spawn_workers>" in graded.text for graded in group) == 3
 
 
 def stop_in_a_rollout(out: Path, engine: VllmEngine, runtime: Runtime) -> None:
@@ -78,6 +83,7 @@ def main(out: Path, steps: int) -> None:
         "validation.problems=2",
     )
     train(settings(out, "filtered", 2, "filter=remove_easy", "batch.prompts=12", *validated), engine)
+    train(settings(out, "own_filter", 1, "filter=rl_program:three_spawn", "batch.prompts=2"), engine)
     try:
         never_right = (f"data.train={out / 'hopeless.jsonl'}", "filter=remove_easy", "batch.max_rollout_batches=2")
         train(settings(out, "hopeless", 1, *never_right), engine)

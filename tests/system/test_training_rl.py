@@ -119,6 +119,15 @@ def test_whole_batches_are_rolled_out_until_the_filter_has_kept_enough_prompts(o
         assert 0 <= row["data/surplus"] < 8
 
 
+def test_a_filter_of_ones_own_sees_the_texts_of_all_ranks(out):
+    """It keeps a prompt if exactly three of its four responses spawn."""
+    groups = {}
+    for line in (out / "own_filter" / "rollouts" / "step_000000.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        groups.setdefault(row["problem"], []).append("<spawn_workers>" in row["text"])
+    assert [sorted(spawns) for spawns in groups.values()] == [[False, True, True, True]] * 2
+
+
 def test_a_filter_that_keeps_nothing_ends_in_an_error_on_every_rank(out):
     for rank in range(RANKS):
         said = (out / f"error_of_rank_{rank}.txt").read_text()

@@ -2,7 +2,7 @@
 made.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -233,6 +233,42 @@ def test_responses_that_share_a_prompt_predict_their_first_tokens_from_the_same_
     assert forest.mask.parent[forest.targets].tolist() == [1, 1, 1]
     assert forest.response.tolist() == [0, 0, 0, 1, 2]
     assert forest.logprob.tolist() == [0.0, 0.0, -0.5, -0.5, -0.5]
+
+
+@given(made=groups(), budget=st.integers(1, 120), ranks=st.integers(1, 4), share=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_outlines_are_packed_like_their_responses_and_a_rank_needs_only_its_own(made, budget, ranks, share):
+    whole = [response for group in made for response in group]
+    plans = [
+        pack(responses, budget, ranks, share_prompts=share)
+        for responses in (whole, [response.outline() for response in whole])
+    ]
+    assert plans[0].ranks == plans[1].ranks
+    for rank in range(ranks):
+        responses = [response.outline() for response in whole]
+        for index in plans[1].needs(rank):
+            responses[index] = whole[index]
+        for ours, expected in zip(replace(plans[1], responses=responses).forests(rank), plans[0].forests(rank)):
+            assert torch.equal(ours.tokens, expected.tokens) and torch.equal(ours.response, expected.response)
+
+
+def test_a_forest_is_moved_once_with_what_its_passes_derive():
+    forest, device = build_forest([[(0, three_workers())]]), torch.device("meta")
+    moved = forest.to(device)
+    assert moved.tokens.device == moved.mask.visible_until.device == device
+    derived = moved.mask.derive("schedule", object)
+    assert forest.to(device) is moved and forest.to(device).mask.derive("schedule", object) is derived
+    assert forest.to("cpu") is forest
+
+
+def test_a_token_has_the_version_of_the_weights_that_sampled_it_or_minus_one():
+    response = three_workers()
+    assert build_forest([[(0, response)]]).version is None
+    rounds_of(response)[0].workers[1].versions = [
+        4,
+        5,
+    ]  # W2: its inserted tag, and its copy as read, were never sampled
+    assert build_forest([[(0, response)]]).version.tolist() == [-1] * 4 + [4, 5] + [-1] * 9
 
 
 def test_worker_two_never_sees_worker_one(small_model):

@@ -10,9 +10,12 @@ from transformers import PreTrainedTokenizerFast
 from dccot.core.config import ConfigError, load_config
 from dccot.data.prompts import CHAT_TOKENS
 from dccot.lab.worlds.arithmetic import make_tokenizer
-from dccot.train.config import RLConfig, open_model
+from dccot.rollout.engine import EngineConfig
+from dccot.train.config import RLConfig, check_kv_cache, open_model
 from dccot.train.rl import main as rl_main
 from dccot.train.sft import main as sft_main
+
+CHECKSUMS = {"model.safetensors": "a"}
 
 
 @pytest.fixture
@@ -113,3 +116,25 @@ def test_a_missing_data_file_is_named(main, checkpoint, capsys, tmp_path, write_
         == 2
     )
     assert "nowhere.jsonl" in capsys.readouterr().err
+
+
+def test_an_fp8_kv_cache_needs_a_measurement_on_this_model_or_ones_word(tmp_path):
+    def said(**gap) -> str:
+        file = tmp_path / "gap.json"
+        file.write_text(json.dumps({"mean_abs_logprob": 0.02, "kv_cache_dtype": "fp8", "model": CHECKSUMS} | gap))
+        return word(str(file))
+
+    def word(gap: str | None, dtype: str = "fp8") -> str:
+        try:
+            check_kv_cache(EngineConfig(kv_cache_dtype=dtype, kv_cache_gap=gap), lambda: CHECKSUMS)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    assert said() == word("accepted") == word(None, "auto") == ""
+    assert "its gap to the trainer unknown: run `python -m dccot.lab.bench.gap" in word(None)
+    assert "cannot be read (FileNotFoundError" in word(str(tmp_path / "nowhere.json"))
+    assert "was measured with 'auto'" in said(kv_cache_dtype="auto")
+    assert "was measured on another model" in said(model={"model.safetensors": "b"})
+    assert "says mean |Δ log p| 0.0510; at most 0.05 is allowed" in said(mean_abs_logprob=0.051)
+    assert "cannot be read (TypeError" in said(mean_abs_logprob=None)

@@ -1,6 +1,7 @@
 """Objectives against values worked out by hand, and their gradients against finite differences."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,15 +12,20 @@ from torch import Tensor
 
 from dccot.core.config import ConfigError, load_config
 from dccot.train.objectives import (
+    BY_MODE,
     OBJECTIVES,
     Objective,
     ObjectiveConfig,
+    RolloutCorrection,
     cispo,
     dapo,
+    decoupled,
     grpo,
+    in_mode,
     kl_k3,
     objective_loss,
     objective_of,
+    trained_on,
 )
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
@@ -129,6 +135,82 @@ def test_truncated_importance_sampling_by_hand():
     rollout = logprob - logs(2.0, 8.0)
     reference = logprob + logs(2.0, 1.0)
     close(objective_loss(config, logprob, logprob, of(1, 1), rollout, reference), 2.0 + 0.1 * (1 - math.log(2)), 3.0)
+
+
+def test_decoupled_by_hand_and_only_the_policy_has_a_gradient():
+    """DAPO around a proximal policy, weighted by min(π_prox/π_rollout, 2):
+
+    π_θ/π_prox 1.1, 1.5, 0.5    A 2, 2, −2    DAPO −2.2, −2.56 (clipped), 1.6 (clipped)    π_prox/π_rollout 0.5, 4, 1.5
+    """
+    config = ObjectiveConfig("dapo", rollout_ratio_cap=2.0, kl_coefficient=0.0)
+    proximal = of(-1.0, -0.7, -2.0).requires_grad_()
+    rollout = (proximal.detach() - logs(0.5, 4, 1.5)).requires_grad_()
+    logprob = (proximal.detach() + logs(1.1, 1.5, 0.5)).requires_grad_()
+    loss = objective_loss(config, logprob, proximal, of(2, 2, -2), rollout, None)
+    close(loss, 0.5 * -2.2, 2 * -2.56, 1.5 * 1.6)
+    gradients = torch.autograd.grad(loss.sum(), (logprob, rollout), allow_unused=True)
+    close(gradients[0], 0.5 * -2.2, 0.0, 0.0)
+    assert gradients[1] is None
+    assert not decoupled(of(3.0), proximal[:1], rollout[:1], cap=2.0).requires_grad
+
+
+def test_with_the_engine_as_the_denominator_the_ratio_is_to_the_policy_that_sampled():
+    """CISPO with π_θ/π_rollout = 3 and A = 2 at log π_θ = −1, whatever the proximal policy is."""
+    config = ObjectiveConfig("cispo", old="engine")
+    for proximal in (-1.0, -5.0):
+        close(objective_loss(config, of(-1.0), of(proximal), of(2.0), of(-1.0) - logs(3.0), None), 3 * 2 * 1.0)
+
+
+def test_on_policy_every_form_is_the_same():
+    logprob, advantage = of(-1.0, -0.3, -2.0), of(1.5, -2.0, 0.5)
+    found = [
+        objective_loss(replace(ObjectiveConfig("dapo"), **form), logprob, logprob, advantage, logprob, None)
+        for form in ({"old": "recomputed"}, {"old": "engine"}, {"old": "recomputed", "rollout_ratio_cap": 2.0})
+    ]
+    for each in found:
+        close(each, -1.5, 2.0, -0.5)
+
+
+def test_the_rollout_is_corrected_for_once():
+    with pytest.raises(ConfigError, match=r"rollout_ratio_cap does not go with objective.old=engine"):
+        load_config(ObjectiveConfig, None, ["old=engine", "rollout_ratio_cap=2"])
+
+
+def test_a_mode_decides_only_what_was_left_open():
+    left_open, chosen = ObjectiveConfig(), ObjectiveConfig(old="recomputed")
+    assert [in_mode(left_open, mode).rollout_ratio_cap for mode in BY_MODE] == [None, 2.0, 2.0]
+    assert [in_mode(chosen, mode) for mode in BY_MODE] == [chosen] * 3
+    assert in_mode(ObjectiveConfig(rollout_ratio_cap=5.0), "partial").rollout_ratio_cap == 5.0
+
+
+# four responses, of 2, 1, 2 and 1 tokens: geometric means of the ratios 2, 1/2, 1 and 4; largest 4, 1/2, 3 and 4
+RATIOS, RESPONSES = logs(1, 4, 0.5, 3, 1 / 3, 4), torch.tensor([0, 0, 1, 2, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("correction", "kept"),
+    [
+        (RolloutCorrection(mean_ratio=1.9), [2]),
+        (RolloutCorrection(mean_ratio=2.1), [0, 1, 2]),
+        (RolloutCorrection(max_ratio=1.9), []),
+        (RolloutCorrection(max_ratio=2.1), [1]),
+        (RolloutCorrection(max_ratio=3.1), [1, 2]),
+        (RolloutCorrection(mean_ratio=2.1, max_ratio=4.1), [0, 1, 2]),
+    ],
+)
+def test_responses_whose_ratio_is_off_are_masked_whole(correction, kept):
+    found = trained_on(correction, RATIOS, RESPONSES, responses=6)
+    assert found.tolist() == [int(response) in kept for response in RESPONSES]
+    assert trained_on(RolloutCorrection(), RATIOS, RESPONSES, responses=6) is None
+
+
+def test_a_masked_response_has_neither_loss_nor_gradient():
+    leaf = of(-1.0, -2.0).requires_grad_()
+    trained, reference = torch.tensor([True, False]), of(-0.5, -0.5)
+    loss = objective_loss(ObjectiveConfig("cispo"), leaf, of(-1, -2), of(1, 1), of(-1, -2), reference, trained)
+    loss.sum().backward()
+    for found in (loss.detach(), leaf.grad):
+        assert (found != 0).tolist() == [True, False]
 
 
 def clipped(config: ObjectiveConfig, logprob: Tensor, old: Tensor, advantage: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from dccot.train.config import RLConfig
 from dccot.train.phases import Phases
 from dccot.train.rewards import FILTERS, Graded, Group, RewardConfig, advantages_of, reward_of
 from dccot.train.rl import RL
+from dccot.train.saver import RolloutSaver, write_step
 from tests.support.rounds import flat
 
 PAPER = RewardConfig("correctness_format", correct_only=0.5, length_penalty=0.1, cutoff=2000)
@@ -201,12 +202,23 @@ def test_only_the_newest_rollouts_stay_and_what_people_put_beside_them(tmp_path)
     (tmp_path / "step_000000_good.jsonl").write_text("mine")
     (tmp_path / "step_000001.jsonl").write_text("of a version that did not compress")
     for step in range(4):
-        Batch(0).save(tmp_path, step, keep=2)
+        write_step(tmp_path, step, [], keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step_000000_good.jsonl",
         "step_000002.jsonl.gz",
         "step_000003.jsonl.gz",
     ]
+
+
+def test_rollouts_that_could_not_be_written_are_an_error_where_they_are_waited_for(tmp_path):
+    (tmp_path / "rollouts").write_text("not a folder")
+    saver, batch = RolloutSaver(Runtime.alone()), Batch(1, [[Graded(**vars(rollout()))]])
+    saver.save(batch, tmp_path / "rollouts", 0, keep=1)
+    with pytest.raises(OSError, match="rollouts"):
+        saver.wait()
+    saver.save(batch, tmp_path / "elsewhere", 0, keep=1)
+    saver.close()
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["step_000000.jsonl"]
 
 
 def test_a_batch_keeps_as_many_groups_as_it_wants_over_all_its_rollouts():

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dccot.core.runtime import Runtime
 from dccot.train.metrics import BINS, TokenMetrics, count_bins, percentile
-from dccot.train.objectives import ObjectiveConfig
+from dccot.train.objectives import ObjectiveConfig, RolloutCorrection
 
 PERCENTS = (1, 25, 50, 60, 70, 80, 90, 99, 99.9, 100)
 
@@ -81,6 +81,12 @@ EXPECTED = {
     "gap/max_abs_logprob": math.log(4),
     "gap/max_ratio": 4.0,
     "gap/fraction_over_2": 2 / 4,
+    "gap/mean_abs_logprob": (math.log(4) + math.log(3)) / 4,
+    "gap/kl_k1": (math.log(3) - math.log(4)) / 4,
+    "gap/perplexity_ratio": (3 / 4) ** (1 / 4),
+    "gap/reverse_kl_k1": (4 * math.log(4) - math.log(3) / 3) / 4,
+    "gap/reverse_kl": ((4 * math.log(4) - 3) + (2 / 3 - math.log(3) / 3)) / 4,
+    "gap/effective_sample_size": (1 + 4 + 1 / 3 + 1) ** 2 / (4 * (1 + 16 + 1 / 9 + 1)),
 }
 PERCENTILES = {f"policy/entropy_p{p}": value for p, value in ((60, 2.0), (70, 2.0), (80, 5.0), (90, 5.0), (100, 5.0))}
 CONFIG = ObjectiveConfig("dapo")
@@ -99,6 +105,44 @@ def test_metrics_by_hand_over_micro_batches_one_of_them_empty():
         for batch in [*batches(), tuple(values[:0] for values in batches()[0])]:
             tokens.add(*batch)
         agree(tokens.reduce())
+
+
+def test_weights_as_used_are_capped_and_zero_where_masked():
+    """Ratios 1, 4, 1/3 and 1; a cap of 2 takes the second to 2, and the third is masked."""
+    correction = RolloutCorrection(max_ratio=9.0)
+    with Runtime.start() as runtime:
+        tokens = TokenMetrics(ObjectiveConfig("dapo", rollout_ratio_cap=2.0, rollout_correction=correction), runtime)
+        for batch, trained in zip(batches(), ([True, True, False], [True])):
+            tokens.add(*batch, torch.tensor(trained))
+        found = tokens.reduce()
+    assert found["gap/truncated"] == found["gap/masked"] == 1 / 4
+    assert found["gap/effective_sample_size"] == pytest.approx((1 + 2 + 0 + 1) ** 2 / (4 * (1 + 4 + 0 + 1)), rel=1e-6)
+
+
+def test_the_ratio_is_to_the_engine_if_it_is_the_denominator_and_the_gap_remains_that_of_the_trainer():
+    with Runtime.start() as runtime:
+        tokens = TokenMetrics(ObjectiveConfig("dapo", old="engine"), runtime)
+        for batch in batches():
+            tokens.add(*batch)
+        found = tokens.reduce()
+    assert found["policy/ratio_mean"] == pytest.approx((1 + 8 + 1 / 6 + 8) / 4, rel=1e-6)
+    assert found["gap/kl"] == pytest.approx(EXPECTED["gap/kl"], rel=1e-6)
+
+
+def test_tokens_are_measured_by_how_many_versions_ago_they_were_sampled():
+    with Runtime.start() as runtime:
+        tokens = TokenMetrics(CONFIG, runtime)
+        for batch, lag in zip(batches(), ([0, 2, 2], [-1])):  # −1: unknown
+            tokens.add(*batch, None, torch.tensor(lag, dtype=torch.int32))
+        found = {name: value for name, value in tokens.reduce().items() if "lag" in name}
+        expected = dict.fromkeys(["mean_abs_logprob", "max_abs_logprob", "kl"], 0.0) | {"tokens": 1 / 4}
+        by_hand = {f"gap/lag_0_{name}": value for name, value in expected.items()}
+        by_hand |= {"gap/lag_2_tokens": 2 / 4, "gap/lag_2_max_abs_logprob": math.log(4)}
+        by_hand |= {"gap/lag_2_mean_abs_logprob": (math.log(4) + math.log(3)) / 2}
+        by_hand["gap/lag_2_kl"] = ((4 - 1 - math.log(4)) + (1 / 3 - 1 + math.log(3))) / 2
+        assert found == pytest.approx(by_hand, rel=1e-6)
+        tokens.add(*batches()[0], None, torch.tensor([7, 8, 30]))
+        assert tokens.reduce()["gap/lag_7_tokens"] == 3 / 7  # 7 and more
 
 
 def test_without_a_reference_there_is_no_kl_and_without_tokens_nothing():
