@@ -15,7 +15,7 @@ clocks.
 
 from __future__ import annotations
 
-import gzip
+import io
 import json
 import logging
 import sys
@@ -41,8 +41,10 @@ def merge(step_folder: str | Path) -> Path:
     if not ranks:
         raise FileNotFoundError(f"{folder} holds no rank*.pt.trace.json; profile.steps says which steps leave traces")
     target = folder / f"{folder.name}.trace.json.gz"
-    with atomic_file(target) as file, gzip.open(file, "wt", encoding="utf-8", compresslevel=5) as out:
+    with atomic_file(target) as file:
+        out = io.TextIOWrapper(file, encoding="utf-8")
         _write(out, dict(sorted(ranks.items())))
+        out.detach()  # flushed, and open for the rest of its format
     return target
 
 

@@ -122,8 +122,7 @@ def test_whole_batches_are_rolled_out_until_the_filter_has_kept_enough_prompts(o
 def test_a_filter_of_ones_own_sees_the_texts_of_all_ranks(out):
     """It keeps a prompt if exactly three of its four responses spawn."""
     groups = {}
-    for line in (out / "own_filter" / "rollouts" / "step_000000.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    for _, row in read_jsonl(out / "own_filter" / "rollouts" / "step_000000.jsonl.gz"):
         groups.setdefault(row["problem"], []).append("<spawn_workers>" in row["text"])
     assert [sorted(spawns) for spawns in groups.values()] == [[False, True, True, True]] * 2
 

@@ -218,7 +218,7 @@ def test_rollouts_that_could_not_be_written_are_an_error_where_they_are_waited_f
         saver.wait()
     saver.save(batch, tmp_path / "elsewhere", 0, keep=1)
     saver.close()
-    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["step_000000.jsonl"]
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["step_000000.jsonl.gz"]
 
 
 def test_a_batch_keeps_as_many_groups_as_it_wants_over_all_its_rollouts():
