@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dccot.core.config import ConfigError, load_config
+from dccot.core.config import ConfigError, load_config, require
 from dccot.core.run import Run
 from dccot.memory import TrainingMemory, largest_batch, parameters
 from dccot.model.config import ModelConfig, parse_config, read_config
@@ -103,10 +103,10 @@ class Plan:
 
 
 def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan:
-    copies, parallel = config.sharding.copies(gpus), config.engine.tensor_parallel
-    if gpus % copies or gpus % parallel:
-        raise ConfigError(f"{gpus} GPUs do not divide by {copies} replicas and tensor parallel {parallel}")
-    total, shards = parameters(model), gpus // copies
+    config.sharding.check_ranks(gpus)
+    parallel = config.engine.tensor_parallel
+    require(gpus % parallel == 0, f"engine.tensor_parallel is {parallel}; it must divide the {gpus:,} ranks")
+    total, shards = parameters(model), gpus // config.sharding.copies(gpus)
     largest = largest_batch(config, model.max_position)
     reference = bool(config.objective.kl_coefficient)
     memory = TrainingMemory(model, config.sharding, shards, largest.tokens, largest.rows, reference)
@@ -206,9 +206,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tensor-parallel", type=int, help="GPUs of one engine (default: as configured)")
     copies = "copies of the model (HSDP), usually one per machine (default: as configured)"
     parser.add_argument("--replicate", type=int, help=copies)
+    parser.add_argument("--context-parallel", type=int, help="GPUs that share a micro-batch (default: as configured)")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_intermixed_args(argv)
     given = {"engine.tensor_parallel": arguments.tensor_parallel, "sharding.replicate": arguments.replicate}
+    given["sharding.context_parallel"] = arguments.context_parallel
     settings = [f"{key}={value}" for key, value in given.items() if value is not None] + arguments.overrides
     gpu = GPUS[arguments.gpu]
     try:

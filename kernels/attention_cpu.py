@@ -74,8 +74,8 @@ def cut(visible_until: Tensor, ranges: np.ndarray) -> Paths:
     row, at = np.full(len(ends), -1), 0
     for low, high in ranges.tolist():
         row[low:high] = np.arange(at, at + high - low)
-        for run in zip(*runs, strict=True):
-            _cut_run(*run, low, high, at - low, causal, full)
+        for start, stop, end in zip(*runs, strict=True):
+            _cut_run(start, stop, end, low, high, at - low, causal, full)
         at += high - low
     return Paths(_chains(ends, np.repeat(~long, stops - starts), row), causal, full)
 

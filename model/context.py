@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from dccot.core.runtime import inherit_timeout
 from dccot.kernels.mask import Share, TreeMask, moved
@@ -48,9 +48,10 @@ class ContextGroup:
 
 def gather_keys(k: Tensor, v: Tensor, mask: TreeMask) -> tuple[Tensor, Tensor]:
     """Keys and values [n, H, D] of this rank's tokens → those of the whole forest, [N, H, D]."""
-    assert mask.share is not None
-    order, most = mask.derive("order", lambda: _order(mask.share, len(mask), mask.device))
-    both = _gather(torch.cat([k, v], dim=1), order, most, mask.share.group)
+    share = mask.share
+    assert share is not None
+    order, most = mask.derive("order", lambda: _order(share, len(mask), mask.device))
+    both = _gather(torch.cat([k, v], dim=1), order, most, share.group)
     return both[:, : k.shape[1]], both[:, k.shape[1] :]
 
 
@@ -66,7 +67,7 @@ def _order(share: Share, tokens: int, device: torch.device) -> tuple[Tensor, int
 @torch.library.custom_op("dccot::gather_keys", mutates_args=())
 def _gather(own: Tensor, order: Tensor, most: int, group: str) -> Tensor:
     """own [n, …] → [N, …], token t from row order[t] of all ranks' rows."""
-    process_group = _resolve_process_group(group)
+    process_group = _resolve_process_group(GroupName(group))
     sent = own.new_zeros(most, *own.shape[1:])
     sent[: len(own)] = own
     everybody = own.new_empty(most * process_group.size(), *own.shape[1:])
@@ -82,7 +83,7 @@ def _(own, order, most, group):
 @torch.library.custom_op("dccot::scatter_keys", mutates_args=())
 def _scatter(grad: Tensor, order: Tensor, most: int, rows: int, group: str) -> Tensor:
     """The gradient of `own`, [rows, …], from every rank's part of the gradient of the whole."""
-    process_group = _resolve_process_group(group)
+    process_group = _resolve_process_group(GroupName(group))
     wide = torch.promote_types(grad.dtype, torch.float32)
     sent = grad.new_zeros(most * process_group.size(), *grad.shape[1:], dtype=wide)
     sent.index_copy_(0, order, grad.to(wide))

@@ -76,13 +76,12 @@ def prepare(paths: Sequence[str], overrides: Sequence[str], model: ModelConfig, 
     groups: dict[str, Rehearsal] = {}
     for path in paths:
         config = load_training(path, overrides)
-        replicate = config.sharding.copies(gpus)
-        if gpus % replicate:
-            raise ConfigError(f"sharding.replicate is {replicate}; it must divide the {gpus} GPUs")
+        config.sharding.check_ranks(gpus)
         largest = largest_batch(config, model.max_position)
         objective = asdict(config.objective) if isinstance(config, RLConfig) else None
         reference = isinstance(config, RLConfig) and config.objective.kl_coefficient > 0
-        planned = TrainingMemory(model, config.sharding, gpus // replicate, largest.tokens, largest.rows, reference)
+        shards = gpus // config.sharding.copies(gpus)
+        planned = TrainingMemory(model, config.sharding, shards, largest.tokens, largest.rows, reference)
         same = json.dumps([asdict(largest), asdict(config.sharding), objective])
         groups.setdefault(same, Rehearsal(str(path), list(overrides), planned)).configs.append(Path(path).stem)
     return list(groups.values())
@@ -154,8 +153,9 @@ def rehearse(arguments: argparse.Namespace) -> int:
     paths = [text for text in arguments.configs if "=" not in text]
     if not paths:
         raise ConfigError("no configuration given; name one or more, e.g. configs/rl/stage4.yaml")
-    copies = [f"sharding.replicate={arguments.replicate}"] if arguments.replicate else []
-    overrides = [*copies, *(text for text in arguments.configs if "=" in text)]
+    given = {"replicate": arguments.replicate, "context_parallel": arguments.context_parallel}
+    layout = [f"sharding.{key}={value}" for key, value in given.items() if value]
+    overrides = [*layout, *(text for text in arguments.configs if "=" in text)]
     model, memory, began = read_shape(arguments.model), GPUS[arguments.gpu].memory, time.perf_counter()
     prepared = prepare(paths, overrides, model, arguments.gpus)
     where = f"{arguments.model} on {arguments.gpus:,} × {arguments.gpu} ({memory} GB)"
@@ -192,6 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=positive,
         help="copies of the model (HSDP), usually one per machine (default: as configured)",
     )
+    add("--context-parallel", type=positive, help="GPUs that share a micro-batch (default: as configured)")
     add("--details", action="store_true", help="memory by kind and phase of every configuration, even of several")
     add("--json", metavar="FILE", help="everything that was found")
     codes: list[int] = []

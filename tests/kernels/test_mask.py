@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_forests import forests, from_depths, visible_pairs
 
-from dccot.kernels.mask import CHUNKS, TreeMask, parents, positions, split, validate
+from dccot.kernels.mask import CHUNKS, TreeMask, largest_share, parents, positions, split, validate
 
 
 @settings(deadline=None, max_examples=60)
@@ -88,6 +88,7 @@ def test_ranks_share_all_tokens_and_none_has_much_more_than_another(visible_unti
     shares = [np.concatenate([np.arange(*bounds) for bounds in ranges]) for ranges in split(visible_until, ranks)]
     assert sorted(np.concatenate(shares)) == list(range(len(visible_until)))
     sizes = [len(share) for share in shares]
+    assert max(sizes) == largest_share(len(visible_until), ranks)
     assert max(sizes) - min(sizes) <= 2 * -(-len(visible_until) // (CHUNKS * ranks))
 
 
