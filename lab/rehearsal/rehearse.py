@@ -30,7 +30,7 @@ from dccot.core.files import write_atomic
 from dccot.lab.rehearsal.inputs import load_training
 from dccot.memory import TrainingMemory, largest_batch
 from dccot.model.config import ModelConfig
-from dccot.plan import GB, GPUS, SHAPES, read_shape
+from dccot.plan import GB, GPUS, SHAPES, idle, read_shape, remedy_for_idle
 from dccot.train.config import RLConfig
 
 AGREES = 0.1  # of the peak: how far `dccot plan` may be off
@@ -71,12 +71,16 @@ class Rehearsal:
         return sum(self.found["syncs"].get("update", {}).values()) / self.found["micro_batches"]["update"]
 
 
-def prepare(paths: Sequence[str], overrides: Sequence[str], model: ModelConfig, gpus: int) -> list[Rehearsal]:
+def prepare(
+    paths: Sequence[str], overrides: Sequence[str], model: ModelConfig, gpus: int, gpu: str = "H100"
+) -> list[Rehearsal]:
     """One per group of configurations with the same GPU requirements."""
     groups: dict[str, Rehearsal] = {}
     for path in paths:
         config = load_training(path, overrides)
         config.sharding.check_ranks(gpus)
+        if without := idle(config, gpus):
+            raise ConfigError(f"{Path(path).stem}: {without}: {remedy_for_idle(model, config, gpus, GPUS[gpu])}")
         largest = largest_batch(config, model.max_position)
         objective = asdict(config.objective) if isinstance(config, RLConfig) else None
         reference = isinstance(config, RLConfig) and config.objective.kl_coefficient > 0
@@ -157,7 +161,7 @@ def rehearse(arguments: argparse.Namespace) -> int:
     layout = [f"sharding.{key}={value}" for key, value in given.items() if value]
     overrides = [*layout, *(text for text in arguments.configs if "=" in text)]
     model, memory, began = read_shape(arguments.model), GPUS[arguments.gpu].memory, time.perf_counter()
-    prepared = prepare(paths, overrides, model, arguments.gpus)
+    prepared = prepare(paths, overrides, model, arguments.gpus, arguments.gpu)
     where = f"{arguments.model} on {arguments.gpus:,} × {arguments.gpu} ({memory} GB)"
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         tried = list(pool.map(lambda one: run(one, dict(model.raw), arguments.gpus, arguments.gpu), prepared))
