@@ -58,8 +58,9 @@ def compute_logprobs(model: nn.Module, forest: Forest, temperature: float) -> tu
     """Log-prob and entropy [M] of the forest's sampled tokens under the model; of those that this rank predicts, if a
     group of ranks shares the forest.
     """
-    mask, targets = forest.mask, forest.tokens[forest.targets]
-    return model(mask.own(forest.tokens), mask.own(mask.position), mask, forest.rows, targets, temperature)
+    targets, mask = forest.targets, forest.mask
+    tokens, position = mask.own(forest.tokens), mask.own(mask.position)
+    return model(tokens, position, mask, forest.rows, forest.tokens[targets], temperature)
 
 
 @dataclass
