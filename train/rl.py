@@ -237,7 +237,8 @@ class RL(Trainer[RLConfig]):
             parcels: list[dict[tuple[int, int], Response]] = [{} for _ in range(ranks)]
             for number, (graded, packing) in enumerate(zip(updates, packings)):
                 for rank, parcel in enumerate(parcels):
-                    held = ((index, batch.whole(graded[index], me)) for index in packing.needs(rank // self.group.ranks))
+                    needed = packing.needs(rank // self.group.ranks)
+                    held = ((index, batch.whole(graded[index], me)) for index in needed)
                     parcel |= {(number, index): whole.response for index, whole in held if whole is not None}
             mine, parcels[me] = parcels[me], {}
             for parcel in [mine, *self.runtime.exchange(parcels)]:
