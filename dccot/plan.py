@@ -2,13 +2,14 @@
 
     dccot plan runs/sft --gpus 8                       a checkpoint's own config.json
     dccot plan 7B --gpus 8 --gpu H100                  a model family's shape by size: 1.5B, 7B, 32B
-    dccot plan 32B --gpus 64 --replicate 8 --tensor-parallel 4 configs/rl/stage4.yaml
+    dccot plan 32B --gpus 64 --context-parallel 4 --tensor-parallel 4 configs/rl/stage4.yaml
 
 Memory is arithmetic on shapes, per rank (P parameters, S ranks that share one copy of the model):
 
     always           (4 + 8) P/S master weights and AdamW;  2 P/S reference
     while training   4 P gradients waiting for the last micro-batch (4 P/S if not reduce_once);  gathered blocks;
                      activations of the largest micro-batch;  what one block or the LM head needs (memory.py)
+                     of which each of C ranks that share a micro-batch (context parallel) has its part
     while sampling   2 P/T engine weights (T: tensor parallel);  the rest of engine.gpu_memory is KV cache
 
 `dccot rehearse` checks this against the training step itself: steady memory is exact, the peak of a step within 10%.

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from dccot.core.runtime import inherit_timeout
-from dccot.kernels.mask import Share, TreeMask, moved
+from dccot.kernels.mask import TreeMask, moved
 
 
 @dataclass(frozen=True)
@@ -48,26 +48,32 @@ class ContextGroup:
 
 def gather_keys(k: Tensor, v: Tensor, mask: TreeMask) -> tuple[Tensor, Tensor]:
     """Keys and values [n, H, D] of this rank's tokens → those of the whole forest, [N, H, D]."""
-    share = mask.share
-    assert share is not None
-    order, most = mask.derive("order", lambda: _order(share, len(mask), mask.device))
-    both = _gather(torch.cat([k, v], dim=1), order, most, share.group)
+    assert mask.share is not None
+    order, sizes = prepare(mask)
+    both = _gather(torch.cat([k, v], dim=1), order, sizes, mask.share.group)
     return both[:, : k.shape[1]], both[:, k.shape[1] :]
 
 
-def _order(share: Share, tokens: int, device: torch.device) -> tuple[Tensor, int]:
-    """Where each token is among the gathered rows, of which every rank sends as many as the largest share has."""
-    at = [np.concatenate([np.arange(*bounds) for bounds in ranges]) for ranges in share.ranges]
-    most, order = max(map(len, at)), np.empty(tokens, np.int64)
-    for rank, own in enumerate(at):
-        order[own] = rank * most + np.arange(len(own))
-    return moved(torch.from_numpy(order), device), most
+def prepare(mask: TreeMask) -> tuple[Tensor, Tensor]:
+    """Where each token is among the gathered rows, of which every rank sends as many as the largest share has; and how
+    many tokens each rank has, on the CPU. Called once before the layers, which torch.compile should not see compute it.
+    """
+
+    def build() -> tuple[Tensor, Tensor]:
+        assert mask.share is not None
+        at = [np.concatenate([np.arange(*bounds) for bounds in ranges]) for ranges in mask.share.ranges]
+        sizes, order = np.array([len(own) for own in at]), np.empty(len(mask), np.int64)
+        for rank, own in enumerate(at):
+            order[own] = rank * sizes.max() + np.arange(len(own))
+        return moved(torch.from_numpy(order), mask.device), torch.from_numpy(sizes)
+
+    return mask.derive("order", build)
 
 
 @torch.library.custom_op("dccot::gather_keys", mutates_args=())
-def _gather(own: Tensor, order: Tensor, most: int, group: str) -> Tensor:
+def _gather(own: Tensor, order: Tensor, sizes: Tensor, group: str) -> Tensor:
     """own [n, …] → [N, …], token t from row order[t] of all ranks' rows."""
-    process_group = _resolve_process_group(GroupName(group))
+    process_group, most = _resolve_process_group(GroupName(group)), int(sizes.max())
     sent = own.new_zeros(most, *own.shape[1:])
     sent[: len(own)] = own
     everybody = own.new_empty(most * process_group.size(), *own.shape[1:])
@@ -76,14 +82,14 @@ def _gather(own: Tensor, order: Tensor, most: int, group: str) -> Tensor:
 
 
 @_gather.register_fake
-def _(own, order, most, group):
-    return own.new_empty(len(order), *own.shape[1:])
+def _(own, order, sizes, group):
+    return own.new_empty(order.shape[0], *own.shape[1:])
 
 
 @torch.library.custom_op("dccot::scatter_keys", mutates_args=())
-def _scatter(grad: Tensor, order: Tensor, most: int, rows: int, group: str) -> Tensor:
+def _scatter(grad: Tensor, order: Tensor, sizes: Tensor, rows: int, group: str) -> Tensor:
     """The gradient of `own`, [rows, …], from every rank's part of the gradient of the whole."""
-    process_group = _resolve_process_group(GroupName(group))
+    process_group, most = _resolve_process_group(GroupName(group)), int(sizes.max())
     wide = torch.promote_types(grad.dtype, torch.float32)
     sent = grad.new_zeros(most * process_group.size(), *grad.shape[1:], dtype=wide)
     sent.index_copy_(0, order, grad.to(wide))
@@ -93,19 +99,19 @@ def _scatter(grad: Tensor, order: Tensor, most: int, rows: int, group: str) -> T
 
 
 @_scatter.register_fake
-def _(grad, order, most, rows, group):
+def _(grad, order, sizes, rows, group):
     return grad.new_empty(rows, *grad.shape[1:])
 
 
 def _save(ctx, inputs, output) -> None:
-    own, order, ctx.most, ctx.group = inputs
-    ctx.rows = len(own)
-    ctx.save_for_backward(order)
+    own, order, sizes, ctx.group = inputs
+    ctx.rows = own.shape[0]
+    ctx.save_for_backward(order, sizes)
 
 
 def _gradient(ctx, grad: Tensor):
-    (order,) = ctx.saved_tensors
-    return _scatter(grad.contiguous(), order, ctx.most, ctx.rows, ctx.group), None, None, None
+    order, sizes = ctx.saved_tensors
+    return _scatter(grad.contiguous(), order, sizes, ctx.rows, ctx.group), None, None, None
 
 
 _gather.register_autograd(_gradient, setup_context=_save)

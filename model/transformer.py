@@ -27,7 +27,7 @@ from dccot.kernels.lm_head import linear_logprob
 from dccot.kernels.norm_rotate import rms_norm, rotate
 from dccot.kernels.tree_attention import TreeMask, tree_attention
 from dccot.model.config import ModelConfig
-from dccot.model.context import gather_keys
+from dccot.model.context import gather_keys, prepare
 from dccot.model.rope import cos_sin
 
 
@@ -110,6 +110,8 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, position: Tensor, mask: TreeMask) -> Tensor:
         x = self.embed_tokens(tokens)
+        if mask.share is not None:
+            prepare(mask)
         cos, sin = cos_sin(position, self.config.rope, self.config.head_dim, x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin, mask)

@@ -1,7 +1,7 @@
 """`dccot rehearse CONFIG… --model 7B --gpus 8`: the training step of a run at its real size, without the GPUs.
 
     dccot rehearse configs/rl/stage4.yaml --model 1.5B --gpus 8
-    dccot rehearse configs/sft.yaml configs/rl/stage*.yaml --model 32B --gpus 64 --gpu H200 --replicate 2
+    dccot rehearse configs/sft.yaml configs/rl/stage*.yaml --model 32B --gpus 64 --replicate 2 --context-parallel 8
 
 The step is the project's own, on fake tensors (step.py, fake_gpu.py): the model on the meta device, FSDP or HSDP over
 all ranks, forward with recomputation, LM head, objective, backward, clipping, fused AdamW, weights gathered for the

