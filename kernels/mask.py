@@ -118,7 +118,7 @@ def split(visible_until: Tensor, ranks: int) -> list[np.ndarray]:
 
 
 def largest_share(tokens: int, ranks: int) -> int:
-    """The most tokens that `split` gives to a rank."""
+    """The most tokens that `split` may give to a rank."""
     size = _chunk(tokens, ranks)
     return min(tokens, -(-tokens // (size * ranks)) * size)
 
@@ -175,6 +175,7 @@ class TreeMask:
         self._alive[number] = self
         # torch.compile takes the length of a tensor for a variable, so that other shares need no new graph
         self._index = None if share is None else moved(self.at, self.device)
+        self.order: tuple[Tensor, Tensor] | None = None  # of gathered keys (model/context.py)
 
     @classmethod
     def causal(cls, lengths: Sequence[int], device: torch.device | str | None = None) -> TreeMask:

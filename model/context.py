@@ -48,26 +48,23 @@ class ContextGroup:
 
 def gather_keys(k: Tensor, v: Tensor, mask: TreeMask) -> tuple[Tensor, Tensor]:
     """Keys and values [n, H, D] of this rank's tokens → those of the whole forest, [N, H, D]."""
-    assert mask.share is not None
-    order, sizes = prepare(mask)
+    assert mask.share is not None and mask.order is not None, "prepare comes first"
+    order, sizes = mask.order
     both = _gather(torch.cat([k, v], dim=1), order, sizes, mask.share.group)
     return both[:, : k.shape[1]], both[:, k.shape[1] :]
 
 
-def prepare(mask: TreeMask) -> tuple[Tensor, Tensor]:
+def prepare(mask: TreeMask) -> None:
     """Where each token is among the gathered rows, of which every rank sends as many as the largest share has; and how
-    many tokens each rank has, on the CPU. Called once before the layers, which torch.compile should not see compute it.
+    many tokens each rank has, on the CPU. Called before the layers: torch.compile should not see it computed.
     """
-
-    def build() -> tuple[Tensor, Tensor]:
-        assert mask.share is not None
-        at = [np.concatenate([np.arange(*bounds) for bounds in ranges]) for ranges in mask.share.ranges]
-        sizes, order = np.array([len(own) for own in at]), np.empty(len(mask), np.int64)
-        for rank, own in enumerate(at):
-            order[own] = rank * sizes.max() + np.arange(len(own))
-        return moved(torch.from_numpy(order), mask.device), torch.from_numpy(sizes)
-
-    return mask.derive("order", build)
+    if mask.share is None or mask.order is not None:
+        return
+    at = [np.concatenate([np.arange(*bounds) for bounds in ranges]) for ranges in mask.share.ranges]
+    sizes, order = np.array([len(own) for own in at]), np.empty(len(mask), np.int64)
+    for rank, own in enumerate(at):
+        order[own] = rank * sizes.max() + np.arange(len(own))
+    mask.order = moved(torch.from_numpy(order), mask.device), torch.from_numpy(sizes)
 
 
 @torch.library.custom_op("dccot::gather_keys", mutates_args=())

@@ -110,8 +110,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, position: Tensor, mask: TreeMask) -> Tensor:
         x = self.embed_tokens(tokens)
-        if mask.share is not None:
-            prepare(mask)
+        prepare(mask)
         cos, sin = cos_sin(position, self.config.rope, self.config.head_dim, x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin, mask)

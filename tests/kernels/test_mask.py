@@ -88,7 +88,7 @@ def test_ranks_share_all_tokens_and_none_has_much_more_than_another(visible_unti
     shares = [np.concatenate([np.arange(*bounds) for bounds in ranges]) for ranges in split(visible_until, ranks)]
     assert sorted(np.concatenate(shares)) == list(range(len(visible_until)))
     sizes = [len(share) for share in shares]
-    assert max(sizes) == largest_share(len(visible_until), ranks)
+    assert max(sizes) <= largest_share(len(visible_until), ranks)
     assert max(sizes) - min(sizes) <= 2 * -(-len(visible_until) // (CHUNKS * ranks))
 
 
