@@ -80,12 +80,21 @@ bench-peers: .venv/ready
 	$(BIN)/python -m dccot.lab.bench.peers
 
 # The training step of every configuration at its real size, on GPUs that are not here: devices, shapes, memory, waiting.
-REHEARSED := configs/sft.yaml $(filter-out configs/rl/base.yaml,$(wildcard configs/rl/*.yaml))
+# Where ranks share micro-batches (--context-parallel), also a single sequence of 131,072 tokens. On 1,024 GPUs SFT's 8 examples would feed 64.
+RL_STAGES := $(filter-out configs/rl/base.yaml,$(wildcard configs/rl/*.yaml))
+REHEARSED := configs/sft.yaml $(RL_STAGES)
+LONGEST := data.max_tokens=131072 batch.token_budget=131072
+OF_64 := --model 32B --gpus 64 --replicate 2 --context-parallel 8 sharding.reduce_once=false
 rehearse: .venv/ready
 	$(BIN)/dccot rehearse $(REHEARSED) --model 1.5B --gpus 8 --json runs/rehearse/1.5B.json
 	$(BIN)/dccot rehearse $(REHEARSED) --model 7B --gpus 8 sharding.reduce_once=false --json runs/rehearse/7B.json
-	$(BIN)/dccot rehearse $(REHEARSED) --model 32B --gpus 64 --replicate 2 --gpu H200 sharding.reduce_once=false --json runs/rehearse/32B.json
-	$(BIN)/dccot rehearse $(REHEARSED) --model 32B --gpus 1024 --replicate 32 --gpu H200 sharding.reduce_once=false --json runs/rehearse/32B-1024.json
+	$(BIN)/dccot rehearse $(REHEARSED) $(OF_64) --json runs/rehearse/32B.json
+	$(BIN)/dccot rehearse $(RL_STAGES) --model 32B --gpus 1024 --replicate 32 --context-parallel 8 sharding.reduce_once=false --json runs/rehearse/32B-1024.json
+	$(BIN)/dccot rehearse configs/rl/stage4.yaml --model 1.5B --gpus 8 --context-parallel 8 --json runs/rehearse/1.5B-shared.json
+	$(BIN)/dccot rehearse configs/rl/stage4.yaml --model 7B --gpus 8 --context-parallel 8 sharding.reduce_once=false --json runs/rehearse/7B-shared.json
+	$(BIN)/dccot rehearse configs/sft.yaml --model 1.5B --gpus 8 --context-parallel 8 $(LONGEST) --json runs/rehearse/1.5B-long.json
+	$(BIN)/dccot rehearse configs/sft.yaml --model 7B --gpus 8 --context-parallel 8 sharding.reduce_once=false $(LONGEST) --json runs/rehearse/7B-long.json
+	$(BIN)/dccot rehearse configs/sft.yaml $(OF_64) $(LONGEST) --json runs/rehearse/32B-long.json
 
 # The first thing to run on a machine with GPUs: at most 15 minutes on one, more with two; ends in runs/gpu-check/report.md.
 gpu-check: .venv/ready

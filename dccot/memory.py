@@ -15,6 +15,9 @@ per number in compute precision, S ranks that share a copy of the model. Steady 
     gathered weights          w (r + 2b): root, the current block and the next one
     activations               per block w N (d + H D) + 4 N H: its input and attention; without recomputation everything
 
+Where C ranks share a micro-batch (sharding.context_parallel), N and M are a rank's share of it, and while a block runs
+the keys and values of all tokens are there, w · 2 Hk D each.
+
 The peak is the highest of three moments: the last block's backward, with everything of it recomputed; the LM head's
 backward; the reduction of the root's gradients when all blocks are done.
 """
@@ -28,6 +31,7 @@ from functools import cache, cached_property
 import torch
 
 from dccot.kernels.lm_head import BLOCK_ELEMENTS, DEFAULT_CHUNK_ROWS
+from dccot.kernels.mask import largest_share
 from dccot.model.config import ModelConfig
 from dccot.model.sharding import DTYPES, ShardingConfig
 from dccot.model.transformer import Transformer
@@ -94,9 +98,18 @@ class TrainingMemory:
     model: ModelConfig
     sharding: ShardingConfig
     shards: int
-    tokens: int
-    rows: int
+    forest_tokens: int
+    forest_rows: int
     reference: bool
+
+    @property
+    def tokens(self) -> int:
+        return largest_share(self.forest_tokens, self.sharding.context_parallel)
+
+    @property
+    def rows(self) -> int:
+        """Nearly the same on each rank: shares are balanced by what attention computes."""
+        return -(-self.forest_rows // self.sharding.context_parallel)
 
     @cached_property
     def persistent(self) -> dict[str, int]:
@@ -171,7 +184,9 @@ class TrainingMemory:
         """
         hidden, inner = self.model.hidden_size, self.model.intermediate_size
         again = self._inside_block - self._input_and_attention if self.sharding.activation_checkpointing else 0
-        return self.width * (self.tokens * (again + 2 * inner + hidden) + 2 * hidden * inner)
+        gathered = 2 * self.model.kv_heads * self.model.head_dim * (self.sharding.context_parallel > 1)
+        own = self.tokens * (again + 2 * inner + hidden) + 2 * hidden * inner
+        return self.width * (own + self.forest_tokens * gathered)
 
     @property
     def head_backward(self) -> int:

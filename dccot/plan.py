@@ -2,13 +2,14 @@
 
     dccot plan runs/sft --gpus 8                       a checkpoint's own config.json
     dccot plan 7B --gpus 8 --gpu H100                  a model family's shape by size: 1.5B, 7B, 32B
-    dccot plan 32B --gpus 64 --replicate 8 --tensor-parallel 4 configs/rl/stage4.yaml
+    dccot plan 32B --gpus 64 --context-parallel 4 --tensor-parallel 4 configs/rl/stage4.yaml
 
 Memory is arithmetic on shapes, per rank (P parameters, S ranks that share one copy of the model):
 
     always           (4 + 8) P/S master weights and AdamW;  2 P/S reference
     while training   4 P gradients waiting for the last micro-batch (4 P/S if not reduce_once);  gathered blocks;
                      activations of the largest micro-batch;  what one block or the LM head needs (memory.py)
+                     of which each of C ranks that share a micro-batch (context parallel) has its part
     while sampling   2 P/T engine weights (T: tensor parallel);  the rest of engine.gpu_memory is KV cache
 
 `dccot rehearse` checks this against the training step itself: steady memory is exact, the peak of a step within 10%.
@@ -23,11 +24,11 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dccot.core.config import ConfigError, load_config
+from dccot.core.config import ConfigError, load_config, require
 from dccot.core.run import Run
 from dccot.memory import TrainingMemory, largest_batch, parameters
 from dccot.model.config import ModelConfig, parse_config, read_config
@@ -77,6 +78,7 @@ GPUS = {
 }
 ASSUMED_MFU = 0.4
 ASSUMED_BANDWIDTH_SHARE = 0.6
+LITTLE_CACHE = 100_000  # tokens
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,10 @@ class Plan:
 
 
 def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan:
-    copies, parallel = config.sharding.copies(gpus), config.engine.tensor_parallel
-    if gpus % copies or gpus % parallel:
-        raise ConfigError(f"{gpus} GPUs do not divide by {copies} replicas and tensor parallel {parallel}")
-    total, shards = parameters(model), gpus // copies
+    config.sharding.check_ranks(gpus)
+    parallel = config.engine.tensor_parallel
+    require(gpus % parallel == 0, f"engine.tensor_parallel is {parallel}; it must divide the {gpus:,} ranks")
+    total, shards = parameters(model), gpus // config.sharding.copies(gpus)
     largest = largest_batch(config, model.max_position)
     reference = bool(config.objective.kl_coefficient)
     memory = TrainingMemory(model, config.sharding, shards, largest.tokens, largest.rows, reference)
@@ -125,6 +127,52 @@ def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan
     flops_per_token = 8 * total if config.sharding.activation_checkpointing else 6 * total
     sampled, trained = sequences / step * (gpus / parallel), gpus * gpu.tflops * 1e12 * ASSUMED_MFU / flops_per_token
     return Plan(total, largest.tokens, persistent, moment, training, sampling, kv_tokens, sampled, trained)
+
+
+def fed(config: RLConfig | SFTConfig) -> tuple[int, str]:
+    """How many ranks an update can give a response of their own, and what says so."""
+    if isinstance(config, SFTConfig):
+        return config.batch.examples, "batch.examples"
+    batch = config.batch
+    responses = batch.prompts * batch.group_size // batch.optimizer_steps
+    return responses, "batch.prompts × batch.group_size / batch.optimizer_steps"
+
+
+def idle(config: RLConfig | SFTConfig, ranks: int) -> str | None:
+    """That ranks train nothing, if so: fewer responses than groups of ranks with micro-batches of their own."""
+    context, (responses, why) = config.sharding.context_parallel, fed(config)
+    without = ranks - responses * context
+    if without <= 0:
+        return None
+    return f"{without:,} of {ranks:,} ranks would train nothing: an update has {responses:,} responses ({why})"
+
+
+def remedy_for_idle(model: ModelConfig, config: RLConfig | SFTConfig, ranks: int, gpu: Gpu) -> str:
+    layout = propose(model, config, ranks, gpu)
+    return f"set {layout}, or raise the batch" if layout else "use fewer ranks, or raise the batch"
+
+
+def propose(model: ModelConfig, config: RLConfig | SFTConfig, ranks: int, gpu: Gpu) -> str | None:
+    """Settings that give every rank work and fit: as little context and tensor parallelism as possible, as many copies
+    of the model as leave at least 8 ranks to each. None if there are none.
+    """
+    powers = [2**n for n in range(ranks.bit_length()) if ranks % 2**n == 0]
+    for context in (each for each in powers if ranks <= fed(config)[0] * each):
+        sharding = replace(config.sharding, context_parallel=context)
+        if isinstance(config, SFTConfig):
+            return f"sharding.context_parallel={context}"
+        for tensor in (each for each in powers[:4] if model.kv_heads % each == 0):
+            for copies in reversed([each for each in powers if ranks // each >= min(ranks, 8)]):
+                copied = replace(sharding, replicate=1 if sharding.whole else copies)
+                tried = replace(config, sharding=copied, engine=replace(config.engine, tensor_parallel=tensor))
+                if fits(make_plan(model, tried, ranks, gpu), gpu):
+                    layout = f"sharding.replicate={copied.replicate} sharding.context_parallel={context}"
+                    return f"{layout} engine.tensor_parallel={tensor}"
+    return None
+
+
+def fits(plan: Plan, gpu: Gpu) -> bool:
+    return max(plan.training_peak, plan.sampling_peak) <= gpu.memory * GB and plan.kv_cache_tokens >= LITTLE_CACHE
 
 
 def engine_at_work(model: ModelConfig, engine: EngineConfig) -> float:
@@ -170,12 +218,12 @@ def advice(plan: Plan, gpu: Gpu, token_budget: int) -> list[str]:
         if whole and sharded < 4 * plan.parameters:
             remedy = "set sharding.reduce_once=false (one reduction per micro-batch, no gradients waiting)"
         elif plan.tokens > token_budget:
-            remedy = f"a single response can be {tree}: lower rollout.budget or rollout.workers, or use larger GPUs"
+            remedy = f"a single response can be {tree}: raise sharding.context_parallel, or lower rollout.budget"
         found.append(f"training does not fit: {remedy}")
     if always < room < plan.sampling_peak:
         share = int(100 * (1 - always / room)) / 100
         found.append(f"sampling does not fit next to the trainer's weights: set engine.gpu_memory={share:g} or less")
-    if plan.kv_cache_tokens < 100_000:
+    if plan.kv_cache_tokens < LITTLE_CACHE:
         remedy = "raise engine.tensor_parallel, engine.gpu_memory or the number of GPUs"
         found.append(f"little room for the KV cache: {remedy}")
     found = found or ["fits"]
@@ -206,14 +254,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tensor-parallel", type=int, help="GPUs of one engine (default: as configured)")
     copies = "copies of the model (HSDP), usually one per machine (default: as configured)"
     parser.add_argument("--replicate", type=int, help=copies)
+    parser.add_argument("--context-parallel", type=int, help="GPUs that share a micro-batch (default: as configured)")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_intermixed_args(argv)
     given = {"engine.tensor_parallel": arguments.tensor_parallel, "sharding.replicate": arguments.replicate}
+    given["sharding.context_parallel"] = arguments.context_parallel
     settings = [f"{key}={value}" for key, value in given.items() if value is not None] + arguments.overrides
     gpu = GPUS[arguments.gpu]
     try:
         config = load_config(RLConfig, arguments.config, ["model.path=unused", "data.train=unused", *settings])
-        plan = make_plan(read_shape(arguments.model), config, arguments.gpus, gpu)
+        model = read_shape(arguments.model)
+        plan = make_plan(model, config, arguments.gpus, gpu)
+        hints = advice(plan, gpu, config.batch.token_budget)
+        if found := idle(config, arguments.gpus):
+            hints.append(f"{found}: {remedy_for_idle(model, config, arguments.gpus, gpu)}")
+        elif not fits(plan, gpu) and (layout := propose(model, config, arguments.gpus, gpu)):
+            hints.append(f"this would fit: {layout}")
     except (ConfigError, ValueError, OSError) as error:
         print(f"dccot: {error}", file=sys.stderr)
         return 2
@@ -223,6 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print(f"{plan.parameters / 1e9:.2f}B parameters on {arguments.gpus} × {arguments.gpu} ", end="")
         show(plan, gpu, config.batch.token_budget)
+        print("→ " + "\n→ ".join(hints))
     return 0
 
 
@@ -236,7 +293,6 @@ def show(plan: Plan, gpu: Gpu, token_budget: int) -> None:
     print(f"  KV cache: {plan.kv_cache_tokens:,} tokens per engine; token budget {token_budget:,} per micro-batch")
     sampled, trained = plan.rollout_tokens_per_second, plan.train_tokens_per_second
     print(f"expected, not measured: {sampled:,.0f} sampled and {trained:,.0f} trained tokens/s")
-    print("→ " + "\n→ ".join(advice(plan, gpu, token_budget)))
 
 
 if __name__ == "__main__":

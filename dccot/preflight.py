@@ -38,7 +38,7 @@ from dccot.data.task import find_task
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import find_model, model_checksums
 from dccot.model.hub import hub_files, is_hub_id, require_hub_data
-from dccot.plan import GB, parameters, rollout_bytes, run_bytes, training_peak
+from dccot.plan import GB, GPUS, idle, parameters, remedy_for_idle, rollout_bytes, run_bytes, training_peak
 from dccot.recipe import SHARED, Need, Recipe, StagePlan
 from dccot.stages import EvalStage
 from dccot.train.config import RLConfig, SFTConfig, check_context, open_folder
@@ -63,6 +63,7 @@ class Checked:
     free: float = 0.0  # bytes on the disk of the recipe's output
     memory: dict[str, float] = field(default_factory=dict)  # stage → bytes per rank at the peak of training
     stages: int = 0
+    idle: dict[str, str] = field(default_factory=dict)  # stage → that it has ranks without work, and what to set
     outdated: list[str] = field(default_factory=list)  # finished stages that no longer match the recipe
     other_code: list[str] = field(default_factory=list)  # finished stages made by other code
 
@@ -93,7 +94,8 @@ class Checked:
     def remarks(self) -> list[str]:
         """Warnings that do not prevent the recipe from running."""
         by = f"made by other code than this ({describe_code(code_version())}): "
-        return [by + ", ".join(self.other_code)] if self.other_code else []
+        idle = [f"{stage}: {what}" for stage, what in self.idle.items()]
+        return idle + ([by + ", ".join(self.other_code)] if self.other_code else [])
 
 
 def check_recipe(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: Collection[str] = ()) -> Checked:
@@ -327,9 +329,12 @@ def _estimate(found: Checked, plan: StagePlan, config: Any, model: tuple[Path, M
         open_folder(folder, config.prompt, config.rollout.workers)
         if isinstance(config, RLConfig):
             check_context(config, shape)
+        config.sharding.check_ranks(ranks)
     except (ConfigError, BadData) as error:
         found.fault(plan.name, "model.path", str(error))
         return
+    if without := idle(config, ranks):
+        found.idle[plan.name] = f"{without}: {remedy_for_idle(shape, config, ranks, GPUS['H100'])}"
     found.disk += run_bytes(parameters(shape), config)
     if isinstance(config, RLConfig):
         peak = found.memory[plan.name] = training_peak(shape, config, ranks)

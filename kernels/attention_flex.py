@@ -16,32 +16,36 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from dccot.kernels.mask import TreeMask
+from dccot.kernels.mask import TreeMask, moved
 from dccot.kernels.schedule import classify
 
 BLOCK = 128
 
 
-def block_mask(visible_until: Tensor, block: int = BLOCK) -> BlockMask:
-    """Full and edge tiles of a forest, by query tile."""
-    ends = visible_until.cpu().numpy()
-    bounds = np.append(np.arange(0, len(ends), block), len(ends))
-    visited, full = classify(ends, bounds, bounds)
-    full &= np.diff(bounds) == block
+def block_mask(mask: TreeMask, block: int = BLOCK) -> BlockMask:
+    """Full and edge tiles of a forest, by query tile. A tile may hold queries of two ranges: the first and the last
+    decide, which can only turn a full or empty tile into an edge.
+    """
+    ends, visible_until, at, own = mask.host.numpy(), mask.visible_until, mask.at.numpy(), moved(mask.at, mask.device)
+    keys = np.append(np.arange(0, len(ends), block), len(ends))
+    rows = np.append(np.arange(0, mask.queries, block), mask.queries)
+    visited, full = classify(ends, at[rows[:-1]], at[rows[1:] - 1] + 1, keys)
+    full &= np.diff(keys) == block
 
     def lists(tiles: np.ndarray) -> tuple[Tensor, Tensor]:
         """How many tiles each row visits, and all of them, the visited ones first."""
-        moved = lambda array: torch.from_numpy(array.astype(np.int32)).to(visible_until.device)[None, None]
-        return moved(tiles.sum(1)), moved(np.argsort(~tiles, axis=1, kind="stable"))
+        there = lambda array: moved(torch.from_numpy(array.astype(np.int32)), mask.device)[None, None]
+        return there(tiles.sum(1)), there(np.argsort(~tiles, axis=1, kind="stable"))
 
-    visible = lambda b, h, q, k: (k <= q) & (q < visible_until[k])
-    edge, sizes = lists(visited & ~full), (len(ends), len(ends))
+    whole = lambda b, h, q, k: (k <= q) & (q < visible_until[k])
+    visible = whole if mask.share is None else lambda b, h, q, k: whole(b, h, own[q], k)
+    edge, sizes = lists(visited & ~full), (mask.queries, len(ends))
     return BlockMask.from_kv_blocks(*edge, *lists(full), BLOCK_SIZE=block, mask_mod=visible, seq_lengths=sizes)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> Tensor:
-    """q [N, Hq, D], k and v [N, Hk, D] → [N, Hq, D]; differentiable, and transparent to torch.compile."""
-    blocks = mask.derive("flash", lambda: block_mask(mask.visible_until))
+    """q [M, Hq, D], k and v [N, Hk, D] → [M, Hq, D]; differentiable, and transparent to torch.compile."""
+    blocks = mask.derive("flash", lambda: block_mask(mask))
     heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
     run = _compiled() if q.is_cuda else flex_attention
     options: Any = {"BACKEND": "FLASH"} if q.is_cuda and _has_cute(q.device) else None

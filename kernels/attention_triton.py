@@ -10,8 +10,9 @@ has seen nothing yet then carries a finite maximum, and its sum so far is wiped 
 added after scaling, so that no product ever rounds it; scores are too small to change it. Loops carry the next tile's
 bounds along instead of loading their own: an address that comes from a load in the same iteration would cost keys and
 values a stage of the pipeline. With TMA, tensors arrive as descriptors over [N, row], where row is all heads of a
-token. Legend: N tokens, H heads, D head dim; `*_n` and `*_h` are strides over tokens and heads, the last one is 1; LSE
-and Δ are [H, N].
+token. Queries may be a rank's share of the tokens: masks compare places in the forest (`starts`, `tile_start`),
+addresses of queries are rows (`rows`, `tile_rows`). Legend: N keys, M queries, H heads, D head dim; `*_n` and `*_h` are
+strides over tokens and heads, the last one is 1; LSE and Δ are [H, M].
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from dccot.kernels.tuning import Tile, architecture, tile_for
 LOG2_E = constexpr(1.4426950408889634)
 MASKED = constexpr(-1.0e30)
 # Arguments that change with the tree must not trigger recompilation, neither by value nor by alignment.
-DYNAMIC = ["N", "starts", "stops", "slots", "firsts", "middles", "lasts", "tile_start", "tile_stop"]
+DYNAMIC = ["M", "N", "starts", "stops", "slots", "firsts", "middles", "lasts", "tile_start", "tile_stop"]
+DYNAMIC += ["rows", "tile_rows"]
 
 
 @triton.jit
@@ -86,15 +88,15 @@ def _per_key(values, start, stop, BLOCK_K: constexpr):
 
 @triton.jit(do_not_specialize=DYNAMIC)
 def forward_kernel(
-    Q, K, V, OUT, LSE, PART, PART_LSE, subtree, starts, stops, slots, firsts, middles, lasts, tile_start, tile_stop, N,
-    scale, q_n, q_h, k_n, k_h, v_n, v_h, o_n, o_h,
+    Q, K, V, OUT, LSE, PART, PART_LSE, subtree, starts, stops, slots, firsts, middles, lasts, tile_start, tile_stop,
+    rows, M, N, scale, q_n, q_h, k_n, k_h, v_n, v_h, o_n, o_h,
     GROUP: constexpr, D: constexpr, BLOCK_Q: constexpr, BLOCK_K: constexpr, UPCAST: constexpr, TMA: constexpr,
 ):  # fmt: skip
     head, program = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(starts + program), tl.load(stops + program)
     first, middle, last = tl.load(firsts + program), tl.load(middles + program), tl.load(lasts + program)
-    queries = start + tl.arange(0, BLOCK_Q)
-    q = _load(Q, q_n, q_h, head, start, N, BLOCK_Q, D, True, TMA)
+    queries, row = start + tl.arange(0, BLOCK_Q), tl.load(rows + program)
+    q = _load(Q, q_n, q_h, head, row, M, BLOCK_Q, D, True, TMA)
     scale *= LOG2_E
     best = tl.full([BLOCK_Q], MASKED, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
@@ -127,15 +129,15 @@ def forward_kernel(
             best, at, to = higher, next_at, next_to
     lse, out, slot = best + tl.math.log2(total), acc / total[:, None], tl.load(slots + program)
     if slot < 0:
-        tl.store(LSE + head * N + queries, lse, mask=queries < stop)
-        _store(OUT + head * o_h, o_n, start, stop, N, out, BLOCK_Q, D)
+        tl.store(LSE + head * M + row + tl.arange(0, BLOCK_Q), lse, mask=queries < stop)
+        _store(OUT + head * o_h, o_n, row, row + stop - start, M, out, BLOCK_Q, D)
     else:
         tl.store(PART_LSE + (slot * tl.num_programs(0) + head) * BLOCK_Q + tl.arange(0, BLOCK_Q), lse)
         tl.store(_slot(PART, slot, head, BLOCK_Q, D), out)
 
 
 @triton.jit(do_not_specialize=DYNAMIC)
-def merge_kernel(PART, PART_LSE, OUT, LSE, starts, stops, firsts, lasts, N, o_n, o_h, D: constexpr, BLOCK: constexpr):
+def merge_kernel(PART, PART_LSE, OUT, LSE, starts, stops, firsts, lasts, M, o_n, o_h, D: constexpr, BLOCK: constexpr):
     """Output and log-sum-exp of one query tile from those of the pieces of its list."""
     head, program = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(starts + program), tl.load(stops + program)
@@ -150,8 +152,8 @@ def merge_kernel(PART, PART_LSE, OUT, LSE, starts, stops, firsts, lasts, N, o_n,
         acc = acc * shrink[:, None] + tl.load(_slot(PART, slot, head, BLOCK, D)) * weight[:, None]
         best = higher
     queries = start + tl.arange(0, BLOCK)
-    tl.store(LSE + head * N + queries, best + tl.math.log2(total), mask=queries < stop)
-    _store(OUT + head * o_h, o_n, start, stop, N, acc / total[:, None], BLOCK, D)
+    tl.store(LSE + head * M + queries, best + tl.math.log2(total), mask=queries < stop)
+    _store(OUT + head * o_h, o_n, start, stop, M, acc / total[:, None], BLOCK, D)
 
 
 @triton.jit(do_not_specialize=DYNAMIC)
@@ -168,20 +170,20 @@ def sum_kernel(PART, OUT, starts, stops, firsts, lasts, N, o_n, o_h, D: constexp
 @triton.jit(do_not_specialize=DYNAMIC)
 def grad_query_kernel(
     Q, K, V, OUT, GRAD, LSE, DELTA, DQ, PART, visible_until, starts, stops, slots, firsts, middles, lasts, tile_start,
-    tile_stop, N, scale, q_n, q_h, k_n, k_h, v_n, v_h, o_n, o_h, g_n, g_h, dq_n, dq_h,
+    tile_stop, rows, M, N, scale, q_n, q_h, k_n, k_h, v_n, v_h, o_n, o_h, g_n, g_h, dq_n, dq_h,
     GROUP: constexpr, D: constexpr, BLOCK_Q: constexpr, BLOCK_K: constexpr, UPCAST: constexpr, TMA: constexpr,
 ):  # fmt: skip
     """dQ, and Δ along the way, which the dK/dV kernel reads."""
     head, program = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(starts + program), tl.load(stops + program)
     first, middle, last = tl.load(firsts + program), tl.load(middles + program), tl.load(lasts + program)
-    queries = start + tl.arange(0, BLOCK_Q)
-    q = _load(Q, q_n, q_h, head, start, N, BLOCK_Q, D, True, TMA)
-    grad = _load(GRAD, g_n, g_h, head, start, N, BLOCK_Q, D, True, TMA)
-    out = tl.load(_rows(OUT + head * o_h, o_n, start, N, BLOCK_Q, D, True))
+    queries, row = start + tl.arange(0, BLOCK_Q), tl.load(rows + program)
+    q = _load(Q, q_n, q_h, head, row, M, BLOCK_Q, D, True, TMA)
+    grad = _load(GRAD, g_n, g_h, head, row, M, BLOCK_Q, D, True, TMA)
+    out = tl.load(_rows(OUT + head * o_h, o_n, row, M, BLOCK_Q, D, True))
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-    tl.store(DELTA + head * N + queries, delta, mask=queries < stop)
-    lse = tl.load(LSE + head * N + tl.minimum(queries, N - 1))
+    tl.store(DELTA + head * M + row + tl.arange(0, BLOCK_Q), delta, mask=queries < stop)
+    lse = tl.load(LSE + head * M + tl.minimum(row + tl.arange(0, BLOCK_Q), M - 1))
     dq = tl.zeros([BLOCK_Q, D], tl.float32)
     key_head, scale_2 = head // GROUP, scale * LOG2_E
     for EDGE in tl.static_range(2):
@@ -200,7 +202,7 @@ def grad_query_kernel(
             at, to = next_at, next_to
     slot = tl.load(slots + program)
     if slot < 0:
-        _store(DQ + head * dq_h, dq_n, start, stop, N, dq * scale, BLOCK_Q, D)
+        _store(DQ + head * dq_h, dq_n, row, row + stop - start, M, dq * scale, BLOCK_Q, D)
     else:
         tl.store(_slot(PART, slot, head, BLOCK_Q, D), dq * scale)
 
@@ -208,7 +210,7 @@ def grad_query_kernel(
 @triton.jit(do_not_specialize=DYNAMIC)
 def grad_key_kernel(
     Q, K, V, GRAD, LSE, DELTA, DK, DV, PART_K, PART_V, visible_until, starts, stops, slots, firsts, middles, lasts,
-    tile_start, tile_stop, N, scale, q_n, q_h, k_n, k_h, v_n, v_h, g_n, g_h, dk_n, dk_h, dv_n, dv_h,
+    tile_start, tile_stop, tile_rows, M, N, scale, q_n, q_h, k_n, k_h, v_n, v_h, g_n, g_h, dk_n, dk_h, dv_n, dv_h,
     GROUP: constexpr, D: constexpr, BLOCK_Q: constexpr, BLOCK_K: constexpr, UPCAST: constexpr, TMA: constexpr,
 ):  # fmt: skip
     """dK and dV of one key tile, summed over the GROUP query heads of its key head: a visit is a query tile and one.
@@ -227,21 +229,22 @@ def grad_key_kernel(
     scale_2 = scale * LOG2_E
     for EDGE in tl.static_range(2):
         visit, past = (middle, last) if EDGE else (first, middle)
-        at = tl.load(tile_start + visit // GROUP)
+        at = tl.load(tile_rows + visit // GROUP)
         for index in tl.range(visit, past):
-            next_at = tl.load(tile_start + (index + 1) // GROUP)
+            next_at = tl.load(tile_rows + (index + 1) // GROUP)
             head = first_head + index % GROUP
-            queries = at + tl.arange(0, BLOCK_Q)
-            rows = head * N + (tl.minimum(queries, N - 1) if EDGE else queries)
-            q = _load(Q, q_n, q_h, head, at, N, BLOCK_Q, D, EDGE, TMA)
+            rows = at + tl.arange(0, BLOCK_Q)
+            rows = head * M + (tl.minimum(rows, M - 1) if EDGE else rows)
+            q = _load(Q, q_n, q_h, head, at, M, BLOCK_Q, D, EDGE, TMA)
             scores = _dot(k, q.T, None, UPCAST)
             # Row statistics are loaded as late as possible: in this orientation each thread holds one for every column.
             lse = tl.load(LSE + rows)
             p = tl.math.exp2(scores * scale_2 - lse[None, :])
             if EDGE:
+                queries = tl.load(tile_start + index // GROUP) + tl.arange(0, BLOCK_Q)
                 within = tl.minimum(until, tl.load(tile_stop + index // GROUP))  # later queries belong to the next tile
                 p = tl.where((keys[:, None] <= queries[None, :]) & (queries[None, :] < within[:, None]), p, 0.0)
-            grad = _load(GRAD, g_n, g_h, head, at, N, BLOCK_Q, D, EDGE, TMA)
+            grad = _load(GRAD, g_n, g_h, head, at, M, BLOCK_Q, D, EDGE, TMA)
             dv = _dot(p.to(grad.dtype), grad, dv, UPCAST)
             dp = _dot(v, grad.T, None, UPCAST)
             delta = tl.load(DELTA + rows)
@@ -258,32 +261,36 @@ def grad_key_kernel(
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> tuple[Tensor, Tensor]:
-    """q [N, Hq, D], k and v [N, Hk, D] → output [N, Hq, D] and log-sum-exp [Hq, N] in base 2."""
+    """q [M, Hq, D], k and v [N, Hk, D] → output [M, Hq, D] and log-sum-exp [Hq, M] in base 2."""
+    heads, dim = q.shape[1:]
+    out, lse = q.new_empty(q.shape), q.new_empty(heads, len(q), dtype=torch.float32)
+    if not len(q):
+        return out, lse
     tile, plan = _planned("forward", mask, *_heads(q, k), q.dtype)
-    tokens, heads, dim = q.shape
-    out, lse = q.new_empty(q.shape), q.new_empty(heads, tokens, dtype=torch.float32)
     part, part_lse = (lse.new_empty(plan.slots, heads, tile.block_q, *inner) for inner in ((dim,), ()))
     forward_kernel[heads, len(plan.programs.start)](
-        *_sources(tile, (q,), (k, v)), out, lse, part, part_lse, mask.subtree, *plan.programs, tokens, scale,
-        *_strides(q, k, v, out), *_constants(tile, q, k, v), num_warps=tile.warps, num_stages=tile.stages,
+        *_sources(tile, (q,), (k, v)), out, lse, part, part_lse, mask.subtree, *_of_queries(plan), len(q), len(k),
+        scale, *_strides(q, k, v, out), *_constants(tile, q, k, v), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if plan.slots:
         merge = merge_kernel[heads, len(plan.merges[0])]
-        merge(part, part_lse, out, lse, *plan.merges, tokens, *_strides(out), dim, tile.block_q)
+        merge(part, part_lse, out, lse, *plan.merges, len(out), *_strides(out), dim, tile.block_q)
     return out, lse
 
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TreeMask, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad, (tokens, heads, dim), key_heads = grad.contiguous(), q.shape, k.shape[1]
+    grad, (heads, dim), key_heads = grad.contiguous(), q.shape[1:], k.shape[1]
+    if not len(q):
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     dq, dk, dv, delta = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), torch.empty_like(lse)
     tile, plan = _planned("grad_query", mask, *_heads(q, k), q.dtype)
     part = lse.new_empty(plan.slots, heads, tile.block_q, dim)
     described_q, described_grad, *described_kv = _sources(tile, (q, grad), (k, v))
     grad_query_kernel[heads, len(plan.programs.start)](
-        described_q, *described_kv, out, described_grad, lse, delta, dq, part, mask.visible_until, *plan.programs,
-        tokens, scale, *_strides(q, k, v, out, grad, dq), *_constants(tile, q, k, v, grad),
+        described_q, *described_kv, out, described_grad, lse, delta, dq, part, mask.visible_until, *_of_queries(plan),
+        len(q), len(k), scale, *_strides(q, k, v, out, grad, dq), *_constants(tile, q, k, v, grad),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     _sum_slots(plan, part, dq, tile.block_q)
@@ -292,7 +299,7 @@ def backward(
     described_q, described_grad, *described_kv = _sources(tile, (q, grad), (k, v))
     grad_key_kernel[key_heads, len(plan.programs.start)](
         described_q, *described_kv, described_grad, lse, delta, dk, dv, part_k, part_v, mask.visible_until,
-        *plan.programs, tokens, scale, *_strides(q, k, v, grad, dk, dv), *_constants(tile, q, k, v, grad),
+        *_of_keys(plan), len(q), len(k), scale, *_strides(q, k, v, grad, dk, dv), *_constants(tile, q, k, v, grad),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     _sum_slots(plan, part_k, dk, tile.block_k)
@@ -318,9 +325,20 @@ def _planned(
     tile = tile_for(kernel, architecture(device), head_dim, dtype)
     side, copies, repeat = ("by_key", key_heads, heads // key_heads) if kernel == "grad_key" else ("by_query", heads, 1)
     blocks = tile.block_q, tile.block_k
-    built = mask.derive(blocks, lambda: schedule.build(mask.host, *blocks))
+    built = mask.derive(blocks, lambda: schedule.build(mask.host, *blocks, mask.ranges))
     make = lambda: schedule.plan(getattr(built, side), _processors(device), copies, repeat, device)
     return tile, mask.derive((*blocks, side, copies, repeat), make)
+
+
+def _of_queries(plan: Plan) -> list[Tensor]:
+    """What the kernels that own query tiles read of their programs."""
+    *lists, rows, _ = plan.programs
+    return [*lists, rows]
+
+
+def _of_keys(plan: Plan) -> list[Tensor]:
+    *lists, _, tile_rows = plan.programs
+    return [*lists, tile_rows]
 
 
 def _processors(device: torch.device) -> int:

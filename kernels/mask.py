@@ -14,6 +14,9 @@ runs of tokens: within a run every token is the child of the previous one and en
 token of a run needs a search. `TreeMask` is built once per forest; all layers and the backward share it and what the
 backends derive from it. All of that is computed on the CPU and then moved, so that the host never waits for a GPU to
 return its own numbers.
+
+Ranks of a context-parallel group split one forest: each computes attention for its own `Share` of the queries, against
+all keys. `split` cuts the depth-first order into equal chunks, a few per rank, and deals them out by what they see.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -29,6 +33,9 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
+CHUNKS = 8  # of each rank: more balance attention and loss rows better and cut attention into more pieces
+# chunks of at least ALIGNED_FROM tokens are a multiple of ALIGNED, so that few tiles of the kernels are incomplete
+ALIGNED, ALIGNED_FROM = 128, 1024
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -79,6 +86,57 @@ def _require(holds: Tensor, ends: Tensor, what: str) -> None:
         raise ValueError(f"not a depth-first forest: visible_until[{first}] = {int(ends[first])} {what}")
 
 
+@dataclass(frozen=True)
+class Share:
+    """The queries of one rank of a group: tokens start:stop of each row of ranges[rank], one after another."""
+
+    ranges: Sequence[np.ndarray]  # of every rank, int64 [ranges, 2], ascending
+    rank: int
+    group: str = ""  # name of the process group
+
+    @property
+    def own(self) -> np.ndarray:
+        return self.ranges[self.rank]
+
+
+def split(visible_until: Tensor, ranks: int) -> list[np.ndarray]:
+    """The ranges of each rank: as many tokens for each, give or take a chunk, and about as many query–key pairs.
+
+    Chunks, sorted by their pairs, are dealt out forth and back: 0, 1, …, R − 1, R − 1, …, 1, 0, 0, 1, …
+
+    >>> [ranges.tolist() for ranges in split(torch.full((16,), 16), 2)]  # causal: the later, the more each token sees
+    [[[0, 1], [3, 5], [7, 9], [11, 13], [15, 16]], [[1, 3], [5, 7], [9, 11], [13, 15]]]
+    """
+    tokens = len(visible_until)
+    size = _chunk(tokens, ranks)
+    starts = np.arange(0, tokens, size)
+    pairs = np.add.reduceat(positions(visible_until).cpu().numpy(), starts) if tokens else starts
+    rounds, place = np.divmod(np.arange(len(starts)), ranks)
+    owner = np.empty_like(place)
+    owner[np.argsort(-pairs, kind="stable")] = np.where(rounds % 2, ranks - 1 - place, place)
+    return [_merged(starts[owner == rank], size, tokens) for rank in range(ranks)]
+
+
+def largest_share(tokens: int, ranks: int) -> int:
+    """The most tokens that `split` may give to a rank."""
+    size = _chunk(tokens, ranks)
+    return min(tokens, -(-tokens // (size * ranks)) * size)
+
+
+def _chunk(tokens: int, ranks: int) -> int:
+    size = max(1, -(-tokens // (CHUNKS * ranks)))
+    return size if size < ALIGNED_FROM else -(-size // ALIGNED) * ALIGNED
+
+
+def _merged(starts: np.ndarray, size: int, tokens: int) -> np.ndarray:
+    """Chunks as ranges, neighbours as one."""
+    if not len(starts):
+        return np.zeros((1, 2), np.int64)
+    first = np.flatnonzero(np.diff(starts, prepend=-size - 1) != size)
+    last = np.append(first[1:] - 1, len(starts) - 1)
+    return np.stack([starts[first], np.minimum(starts[last] + size, tokens)], axis=1)
+
+
 class TreeMask:
     """The mask of one packed forest, with everything derived from it computed at most once.
 
@@ -88,24 +146,36 @@ class TreeMask:
     >>> TreeMask.causal([2, 3]).visible_until.tolist()
     [2, 2, 5, 5, 5]
 
-    Custom operators take tensors, not objects, so the mask also travels as `handle`, a zero-dimensional CPU tensor that
-    `from_handle` turns back into this object (or into an equal one, if this one is gone by the time the backward runs).
+    With a `share`, the queries are those of one rank, and the keys still all tokens; `own` picks their rows.
+
+    >>> part = TreeMask(torch.full((6,), 6), share=Share([np.array([[0, 1], [4, 6]])], 0))
+    >>> part.queries, part.own(part.position).tolist(), part.row.tolist()
+    (3, [0, 4, 5], [0, -1, -1, -1, 1, 2])
+
+    Custom operators take tensors, not objects, so the mask also travels as `handle`, a small CPU tensor (its number and
+    its ranges) that `from_handle` turns back into this object, or into an equal one, if this one is gone by the time
+    the backward runs.
     """
 
     _numbers = itertools.count()
     _alive: ClassVar[weakref.WeakValueDictionary[int, TreeMask]] = weakref.WeakValueDictionary()
 
-    def __init__(self, visible_until: Tensor, device: torch.device | str | None = None):
+    def __init__(self, visible_until: Tensor, device: torch.device | str | None = None, share: Share | None = None):
         ends = torch.as_tensor(visible_until)
         self.device = torch.device(device or ends.device)
         host = ends.cpu()
         validate(host)
         self.host = host.to(torch.int32).contiguous()
         self.visible_until = moved(self.host, self.device)
-        self.handle = torch.tensor(next(self._numbers))
+        self.share, number = share, next(self._numbers)
+        self.ranges = np.array([[0, len(host)]]) if share is None else share.own  # of the queries
+        self.handle = torch.tensor([number, *(self.ranges.ravel() if share else ())])
         self._derived: dict[object, Any] = {}
         self._deriving = threading.RLock()
-        self._alive[int(self.handle)] = self
+        self._alive[number] = self
+        # torch.compile takes the length of a tensor for a variable, so that other shares need no new graph
+        self._index = None if share is None else moved(self.at, self.device)
+        self.order: tuple[Tensor, Tensor] | None = None  # of gathered keys (model/context.py)
 
     @classmethod
     def causal(cls, lengths: Sequence[int], device: torch.device | str | None = None) -> TreeMask:
@@ -115,11 +185,32 @@ class TreeMask:
 
     @classmethod
     def from_handle(cls, handle: Tensor, visible_until: Tensor) -> TreeMask:
-        alive = cls._alive.get(int(handle))
-        return cls(visible_until) if alive is None else alive
+        number, *bounds = handle.tolist()
+        share = Share([np.array(bounds).reshape(-1, 2)], 0) if bounds else None
+        alive = cls._alive.get(number)
+        return cls(visible_until, share=share) if alive is None else alive
 
     def __len__(self) -> int:
         return len(self.visible_until)
+
+    @property
+    def queries(self) -> int:
+        return len(self.visible_until) if self._index is None else len(self._index)
+
+    @property
+    def at(self) -> Tensor:
+        """int64 [queries], on the CPU: which token each query is."""
+        return self.derive("at", lambda: torch.from_numpy(np.concatenate([np.arange(*each) for each in self.ranges])))
+
+    @property
+    def row(self) -> Tensor:
+        """int64 [N], on the CPU: which query a token is; −1 for one of another rank's."""
+        other = lambda: torch.full((len(self),), -1)
+        return self.derive("row", lambda: other().index_copy_(0, self.at, torch.arange(self.queries)))
+
+    def own(self, values: Tensor) -> Tensor:
+        """The rows of `values` [N, …] that belong to the queries."""
+        return values if self._index is None else values[self._index]
 
     @property
     def position(self) -> Tensor:
@@ -136,7 +227,7 @@ class TreeMask:
         return self.derive("subtree", lambda: moved(own(), self.device))
 
     def to(self, device: torch.device | str) -> TreeMask:
-        return self if torch.device(device) == self.device else TreeMask(self.host, device)
+        return self if torch.device(device) == self.device else TreeMask(self.host, device, self.share)
 
     def derive(self, name: object, build: Callable[[], T]) -> T:
         """What `build` returned when `name` was first requested; another thread's request waits for it."""

@@ -16,12 +16,12 @@ def dense_mask(visible_until: Tensor) -> Tensor:
     return (index[None, :] <= index[:, None]) & (index[:, None] < visible_until[None, :])
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, visible_until: Tensor, scale: float) -> Tensor:
-    """q [N, Hq, D], k and v [N, Hk, D] → [N, Hq, D], in the inputs' own precision."""
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """q [M, Hq, D], k and v [N, Hk, D], visible bool [M, N] → [M, Hq, D], in the inputs' own precision."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    weights = scores.masked_fill(~dense_mask(visible_until), -torch.inf).softmax(dim=-1)
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 

@@ -8,7 +8,8 @@ tile at once, whether the pair is
     full    smallest > last query, all keys come before all queries, and the streamed tile is whole: no mask arithmetic
     edge    anything else: visited with the mask
 This takes O(N + tiles²) and nothing N×N ever exists. A schedule (`build`) is a list of tiles per query tile (for the
-forward and dQ) and per key tile (for dK/dV), full ones first, the longest lists first.
+forward and dQ) and per key tile (for dK/dV), full ones first, the longest lists first. With the ranges of a rank's
+share of the queries, only their tiles are listed; a key tile that none of them sees has an empty list, and gradient 0.
 
 A key tile of a prompt that many responses share is visited by every one of their query tiles: its list can be longer
 than all the work a multiprocessor should get. `plan` splits such lists into pieces, each a separate program that writes
@@ -42,7 +43,11 @@ BUSY = 0.97  # share of time spent on work of the unsplit schedule that ends the
 
 
 class Lists(NamedTuple):
-    """Tokens start[p]:stop[p] visit the tiles [first[p], middle[p]) without, [middle[p], last[p]) with the mask."""
+    """Tokens start[p]:stop[p] visit the tiles [first[p], middle[p]) without, [middle[p], last[p]) with the mask.
+
+    Tokens are numbered within the forest; tensors of queries may hold a share of them, where token start[p] is in row
+    row[p], and token tile_start[t] in row tile_row[t].
+    """
 
     start: np.ndarray
     stop: np.ndarray
@@ -51,6 +56,8 @@ class Lists(NamedTuple):
     last: np.ndarray
     tile_start: np.ndarray
     tile_stop: np.ndarray
+    row: np.ndarray
+    tile_row: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -61,15 +68,30 @@ class Schedule:
     edges: tuple[int, int]  # by query, by key
 
 
-def build(visible_until: Tensor, block_q: int, block_k: int) -> Schedule:
+class Tiles(NamedTuple):
+    start: np.ndarray
+    stop: np.ndarray
+    row: np.ndarray
+
+
+def build(visible_until: Tensor, block_q: int, block_k: int, ranges: np.ndarray | None = None) -> Schedule:
+    """`ranges` [R, 2] are the queries, ascending; None: all."""
     ends = visible_until.cpu().numpy()
-    queries, keys = cut(ends, block_q), cut(ends, block_k)
-    visited, unmasked = classify(ends, queries, keys)
-    by_query = visited, unmasked & (np.diff(keys) == block_k)
-    by_key = visited.T, (unmasked & (np.diff(queries) == block_q)[:, None]).T
+    whole = np.array([[0, len(ends)]])
+    queries, keys = _tiles(ends, block_q, whole if ranges is None else ranges), _tiles(ends, block_k, whole)
+    visited, unmasked = classify(ends, queries.start, queries.stop, np.append(keys.start, len(ends)))
+    by_query = visited, unmasked & (keys.stop - keys.start == block_k)
+    by_key = visited.T, (unmasked & (queries.stop - queries.start == block_q)[:, None]).T
     visits = int(visited.sum())
     edges = visits - int(by_query[1].sum()), visits - int(by_key[1].sum())
     return Schedule(_lists(*by_query, queries, keys), _lists(*by_key, keys, queries), visits, edges)
+
+
+def _tiles(ends: np.ndarray, block: int, ranges: np.ndarray) -> Tiles:
+    """Each range cut for itself."""
+    bounds = [start + cut(np.minimum(ends[start:stop], stop) - start, block) for start, stop in ranges]
+    start, stop = (np.concatenate([each[part] for each in bounds]) for part in (slice(-1), slice(1, None)))
+    return Tiles(start, stop, np.cumsum(stop - start) - (stop - start))
 
 
 def cut(ends: np.ndarray, block: int) -> np.ndarray:
@@ -85,16 +107,18 @@ def cut(ends: np.ndarray, block: int) -> np.ndarray:
     return np.append(np.repeat(anew[:-1], tiles) + within * block, tokens)
 
 
-def classify(ends: np.ndarray, queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """bool [query tiles, key tiles]: where any pair is visible, and where all are."""
-    first_query, past_query = queries[:-1, None], queries[1:, None]
+def classify(
+    ends: np.ndarray, first_query: np.ndarray, past_query: np.ndarray, keys: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """bool [query tiles, key tiles]: where any pair is visible, and where all are; `keys` are boundaries."""
+    first_query, past_query = first_query[:, None], past_query[:, None]
     first_key, past_key = keys[:-1], keys[1:]
     smallest, largest = np.minimum.reduceat(ends, first_key), np.maximum.reduceat(ends, first_key)
     visited = (first_key < past_query) & (first_query < largest)
     return visited, visited & (past_key <= first_query + 1) & (past_query <= smallest)
 
 
-def _lists(visited: np.ndarray, full: np.ndarray, own: np.ndarray, streamed: np.ndarray) -> Lists:
+def _lists(visited: np.ndarray, full: np.ndarray, own: Tiles, streamed: Tiles) -> Lists:
     """One list per row of the tile matrix."""
     visited, full = np.ascontiguousarray(visited), np.ascontiguousarray(full)
     counts, fulls = np.count_nonzero(visited, axis=1), np.count_nonzero(full, axis=1)
@@ -104,12 +128,14 @@ def _lists(visited: np.ndarray, full: np.ndarray, own: np.ndarray, streamed: np.
     last = np.cumsum(counts[order])
     first = last - counts[order]
     tiles = np.append(tiles, 0)  # kernels read one tile ahead
-    return Lists(own[order], own[order + 1], first, first + fulls[order], last, streamed[tiles], streamed[tiles + 1])
+    listed = first, first + fulls[order], last, streamed.start[tiles], streamed.stop[tiles]
+    return Lists(own.start[order], own.stop[order], *listed, own.row[order], streamed.row[tiles])
 
 
 class Programs(NamedTuple):
     """Program p owns tokens start[p]:stop[p] and visits [first[p], middle[p]) without, [middle[p], last[p]) with the
     mask; a visit is tile visit // repeat and head visit % repeat. It writes to slot[p], or to the result if that is −1.
+    Rows are those of `Lists`.
     """
 
     start: Tensor
@@ -120,12 +146,14 @@ class Programs(NamedTuple):
     last: Tensor
     tile_start: Tensor
     tile_stop: Tensor
+    row: Tensor
+    tile_row: Tensor
 
 
 @dataclass(frozen=True)
 class Plan:
     programs: Programs
-    merges: tuple[Tensor, ...]  # start, stop, first, last: tokens start[m]:stop[m] come from slots first[m]:last[m]
+    merges: tuple[Tensor, ...]  # start, stop, first, last: rows start[m]:stop[m] come from slots first[m]:last[m]
     slots: int
     busy: float  # simulated share of busy multiprocessors
 
@@ -185,7 +213,9 @@ def _split(lists: Lists, parts: np.ndarray, device: torch.device) -> tuple[Progr
     columns = lists.start[owner], lists.stop[owner], slot, begin, switch, end
     past = np.cumsum(parts[several])
     arrays = [*(column[order] for column in columns), lists.tile_start, lists.tile_stop]
-    arrays += [lists.start[several], lists.stop[several], past - parts[several], past]
+    arrays += [lists.row[owner][order], lists.tile_row]
+    rows, height = lists.row[several], (lists.stop - lists.start)[several]
+    arrays += [rows, rows + height, past - parts[several], past]
     packed = moved(torch.from_numpy(np.concatenate(arrays).astype(np.int32)), device)
     tensors = packed.split([len(array) for array in arrays])
-    return Programs(*tensors[:8]), tensors[8:]
+    return Programs(*tensors[:10]), tensors[10:]

@@ -8,6 +8,8 @@
     mask = TreeMask(visible_until)                   # once per forest, shared by all layers and the backward
     out = tree_attention(q, k, v, mask)              # q [N, Hq, D], k and v [N, Hk, D] → [N, Hq, D]
 
+A mask with a share has fewer queries than keys: q and the result then are those of the share, one row per query.
+
 Forward and backward are custom operators, so torch.compile and FSDP treat them as one opaque step. No atomics anywhere:
 the same inputs give the same bits.
 """
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from dccot.kernels import attention_cpu
 from dccot.kernels.mask import TreeMask
-from dccot.kernels.reference import dense_attention
+from dccot.kernels.reference import dense_attention, dense_mask
 
 TRITON_HEAD_DIMS = (32, 64, 128)
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -43,7 +45,7 @@ def tree_attention(
     backend = backend or ("triton" if q.is_cuda else "cpu")
     _check(q, k, v, mask, scale, backend)
     if backend == "dense":
-        return dense_attention(q, k, v, mask.visible_until, scale)
+        return dense_attention(q, k, v, mask.own(dense_mask(mask.visible_until)), scale)
     if backend == "flash":
         from dccot.kernels import attention_flex  # takes a second to import, and nothing else needs it
 
@@ -64,12 +66,14 @@ def prepare(
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, backend: str) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
+    if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
         raise ValueError(f"tree attention takes q [N, Hq, D] and k, v [N, Hk, D], got {shapes}")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"query heads must be a multiple of key heads, got {q.shape[1]} and {k.shape[1]} ({shapes})")
-    if len(mask) != q.shape[0]:
+    if len(mask) != k.shape[0]:
         raise ValueError(f"the mask describes {len(mask)} tokens, but {shapes}")
+    if mask.queries != q.shape[0]:
+        raise ValueError(f"the mask has {mask.queries} queries, but {shapes}")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         found = f"{q.dtype}, {k.dtype}, {v.dtype}"
         raise TypeError(f"q, k and v must share one floating-point dtype, got {found}: cast them first")
@@ -112,7 +116,7 @@ def _triton(mask: TreeMask) -> tuple[Any, Any]:
 
 
 def _cpu(mask: TreeMask) -> tuple[Any, Any]:
-    return attention_cpu, mask.derive("cpu", lambda: attention_cpu.cut(mask.visible_until))
+    return attention_cpu, mask.derive("cpu", lambda: attention_cpu.cut(mask.visible_until, mask.ranges))
 
 
 # mask → (module with forward(q, k, v, layout, scale) and backward(grad, q, k, v, out, lse, layout, scale), that layout)

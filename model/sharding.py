@@ -12,6 +12,7 @@ more tokens count more, and one process gives the same gradient as many.
 With `replicate` = R of W ranks, each group of W/R shards one copy of the model and the R copies reduce their gradients
 (HSDP): set R to the number of machines to keep the weight all-gather within each. A model so small that collectives
 take longer than they save memory can stay `whole`: a copy on every rank, and one reduction of all gradients per step.
+Groups of `context_parallel` ranks share their micro-batches; the weights are sharded the same, whatever the groups.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class ShardingConfig:
     replicate: Positive = 1  # copies of the model; 1 shards it over all ranks
     whole: bool = False  # every rank has a copy, in one piece instead of by block: for tiny models
+    # ranks that share a micro-batch, each with some of its tokens (context.py): for trees too long for one GPU
+    context_parallel: Positive = 1
     compute_dtype: str = "bfloat16"
     master_dtype: str = "float32"  # a frozen model needs no more than compute_dtype
     activation_checkpointing: bool = True
@@ -68,6 +71,11 @@ class ShardingConfig:
     def copies(self, ranks: int) -> int:
         """Copies of the model on `ranks` ranks."""
         return ranks if self.whole else self.replicate
+
+    def check_ranks(self, ranks: int) -> None:
+        """Reject a layout that does not divide the ranks."""
+        for key, value in {"replicate": self.replicate, "context_parallel": self.context_parallel}.items():
+            require(ranks % value == 0, f"sharding.{key} is {value}; it must divide the {ranks:,} ranks")
 
 
 def build_model(
@@ -94,6 +102,7 @@ def empty_model(config: ModelConfig, sharding: ShardingConfig, device: torch.dev
         block.recompute, block.self_attn.backend = sharding.activation_checkpointing, sharding.attention
         if compiled:
             block.compile(dynamic=True)  # one kernel for every number of tokens, instead of one more for the first
+    sharding.check_ranks(dist.get_world_size() if dist.is_initialized() else 1)
     if dist.is_initialized():
         _shard(model, _mesh(device, sharding.copies(dist.get_world_size())), sharding, compute)
     elif master != compute:
@@ -127,8 +136,6 @@ def _shard(model: Transformer, mesh: DeviceMesh, sharding: ShardingConfig, compu
 
 def _mesh(device: torch.device, replicate: int) -> DeviceMesh:
     ranks = dist.get_world_size()
-    if replicate < 1 or ranks % replicate:
-        raise ValueError(f"replicate is {replicate}, which does not divide the {ranks} ranks evenly")
     if replicate == 1:
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
     mesh = init_device_mesh(device.type, (replicate, ranks // replicate), mesh_dim_names=("replicate", "shard"))

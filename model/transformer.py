@@ -8,7 +8,7 @@
 There is no batch dimension: N tokens follow one another, `position` gives each one's position at inference, and the
 mask says what each sees. Parameter names are Hugging Face's own, so no mapping is needed. Everything runs through
 `forward`, because that is where FSDP gathers the weights; it works at the weights' precision (bf16, fp32, fp64), norms
-and rotation at fp32 or better.
+and rotation at fp32 or better. Where ranks share a forest (context.py), all of it is about the rank's own tokens.
 
 N tokens, M rows that predict, H heads, D head dim, V vocabulary.
 """
@@ -27,6 +27,7 @@ from dccot.kernels.lm_head import linear_logprob
 from dccot.kernels.norm_rotate import rms_norm, rotate
 from dccot.kernels.tree_attention import TreeMask, tree_attention
 from dccot.model.config import ModelConfig
+from dccot.model.context import gather_keys, prepare
 from dccot.model.rope import cos_sin
 
 
@@ -56,7 +57,10 @@ class Attention(nn.Module):
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = tree_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, mask, backend=self.backend)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if mask.share is not None:
+            k, v = gather_keys(k, v, mask)
+        out = tree_attention(q, k, v, mask, backend=self.backend)
         return self.o_proj(out.flatten(1))
 
 
@@ -106,6 +110,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, position: Tensor, mask: TreeMask) -> Tensor:
         x = self.embed_tokens(tokens)
+        prepare(mask)
         cos, sin = cos_sin(position, self.config.rope, self.config.head_dim, x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin, mask)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -229,34 +229,51 @@ def written_whole(folder: str | Path) -> Iterator[Path]:
 def _write(
     model: Transformer, parameters: Iterator[tuple[str, Tensor]], folder: Path, dtype: torch.dtype | None, limit: int
 ) -> None:
-    sizes = {name: p.numel() * (dtype or p.dtype).itemsize for name, p in model.named_parameters()}
-    file_of = _plan_files(sizes, limit)
-    last_of = {file: name for name, file in file_of.items()}
+    files = weight_files(model, dtype, limit)
+    last_of = {names[-1]: file for file, names in files.items()}
     held: dict[str, Tensor] = {}
     for name, tensor in parameters:
         held[name] = tensor.to(device="cpu", dtype=dtype).contiguous()
-        if name == last_of[file_of[name]]:
-            save_file(held, folder / file_of[name], metadata={"format": "pt"})
+        if name in last_of:
+            write_weights(held, folder / last_of[name])
             held = {}
-    if len(last_of) > 1:
-        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of})
+    write_config(model, folder, files, dtype)
+
+
+def weight_files(
+    model: Transformer, dtype: torch.dtype | None = None, max_bytes: int = MAX_SHARD_BYTES
+) -> dict[str, list[str]]:
+    """File → names of its tensors: consecutive ones share a file as long as it stays below the limit."""
+    files, room = list[list[str]](), 0
+    for name, size in _sizes(model, dtype).items():
+        if not files or size > room:
+            files, room = [*files, []], max_bytes
+        files[-1].append(name)
+        room -= size
+    if len(files) == 1:
+        return {SINGLE_FILE: files[0]}
+    return {f"model-{n:05d}-of-{len(files):05d}.safetensors": names for n, names in enumerate(files, start=1)}
+
+
+def _sizes(model: Transformer, dtype: torch.dtype | None) -> dict[str, int]:
+    return {name: p.numel() * (dtype or p.dtype).itemsize for name, p in model.named_parameters()}
+
+
+def write_weights(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def write_config(
+    model: Transformer, folder: Path, files: Mapping[str, Sequence[str]], dtype: torch.dtype | None = None
+) -> None:
+    """config.json and, if there are several files of weights, their index."""
+    if len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        total = sum(_sizes(model, dtype).values())
+        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     saved = dtype or next(model.parameters()).dtype
     raw = {key: value for key, value in model.config.raw.items() if key != "torch_dtype"}  # the older name of `dtype`
     _write_json(folder / "config.json", raw | {"dtype": str(saved).removeprefix("torch.")})
-
-
-def _plan_files(sizes: Mapping[str, int], limit: int) -> dict[str, str]:
-    """Tensor name → file name: consecutive tensors share a file as long as it stays below the limit."""
-    files, room = 1, limit
-    number: dict[str, int] = {}
-    for name, size in sizes.items():
-        if size > room and number:
-            files, room = files + 1, limit
-        number[name] = files
-        room -= size
-    if files == 1:
-        return dict.fromkeys(sizes, SINGLE_FILE)
-    return {name: f"model-{file:05d}-of-{files:05d}.safetensors" for name, file in number.items()}
 
 
 def _write_tokenizer(tokenizer, folder: Path) -> None:

@@ -9,7 +9,8 @@
 
 Training waits only while its shards are copied to memory. A thread on every rank writes the copy while training
 continues, over a separate process group, so that its collectives never mix with those of training. hf/ is built from
-what has just been written to dcp/.
+what has just been written to dcp/, its files spread over the ranks; every rank computes the checksums of what it wrote.
+Rank 0 adds what is small, the manifest and the name.
 
 A checkpoint that does not match its manifest is reported and the previous one is used. The newest good one is never
 deleted. A full disk costs the checkpoint, not the run: the next one is tried as usual, until `max_failures` have failed
@@ -24,7 +25,7 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +42,9 @@ from torch.optim import Optimizer
 from dccot.core.config import NonNegative, Positive, PositiveFloat
 from dccot.core.files import flush_to_disk, write_atomic
 from dccot.core.run import Checkpoint, Run
-from dccot.core.runtime import Runtime, inherit_timeout, on_rank_zero
+from dccot.core.runtime import Runtime, gathered_on_rank_zero, inherit_timeout, on_rank_zero
 from dccot.model.transformer import Transformer
-from dccot.model.weights import read_companions, write_folder
+from dccot.model.weights import read_companions, weight_files, write_config, write_weights
 from dccot.train.dcp_reader import load_shards
 
 log = logging.getLogger(__name__)
@@ -171,14 +172,15 @@ class Checkpointer:
     def _complete(
         self, step: int, written: Future, shape: Transformer, state: str, start: float, waited: float, last: bool
     ) -> list[str]:
-        """In the background: when every rank has written its shards, rank 0 adds the rest and renames."""
+        """In the background: when every rank has written its shards and its part of hf/, rank 0 adds the rest and
+        renames.
+        """
         partial, final = self.run.partial(step), self.run.checkpoint_folder(step)
-        # a full disk surfaces as OSError, RuntimeError, SafetensorError or CheckpointException
-        error = written.exception()
-        reported: list[list[str]] = [[] for _ in range(self.runtime.ranks)]
-        dist.all_gather_object(reported, _causes(error, self.runtime.rank), group=self._group)
-        problems = list(dict.fromkeys(problem for problems in reported for problem in problems))
-        problems = problems or on_rank_zero(lambda: self._finish_alone(partial, final, shape, state), self._group)
+        reported = gathered_on_rank_zero(_causes(written.exception(), self.runtime.rank), self._group)
+        problems = on_rank_zero(lambda: _distinct(reported), self._group)
+        if not problems:
+            parts = gathered_on_rank_zero(self._write_part(partial, step, shape), self._group)
+            problems = on_rank_zero(lambda: self._finish_alone(partial, final, shape, state, parts), self._group)
         self._costs = {"time/checkpoint_waited": waited}
         if problems:
             # on every rank: if they do not share the disk, each has its own
@@ -190,14 +192,40 @@ class Checkpointer:
             log.info("checkpoint of step %d is complete after %.1f s; training waited %.2f s", step, took, waited)
         return problems
 
-    def _finish_alone(self, partial: Checkpoint, final: Checkpoint, shape: Transformer, state: str) -> list[str]:
-        """What rank 0 adds to the shards; returns what went wrong."""
+    def _dtype(self, step: int) -> torch.dtype | None:
+        """Of the weights in hf/; None: the model's own."""
+        return None if step == self.steps else self.dtype
+
+    def _write_part(self, partial: Checkpoint, step: int, shape: Transformer) -> tuple[list[str], dict[str, dict]]:
+        """This rank's files of hf/; returns what went wrong, and the manifest's rows of everything that it wrote."""
+        rank, ranks, dtype = self.runtime.rank, self.runtime.ranks, self._dtype(step)
+        files = weight_files(shape, dtype) if self._has_weights(step) else {}
+        apart = max(1, ranks // max(1, len(files)))  # on as many machines as there are
+        own = [file for number, file in enumerate(files) if number * apart % ranks == rank]
+        try:
+            for file in own:
+                partial.hf.mkdir(exist_ok=True)
+                tensors = _read_back(partial.dcp, shape, files[file])
+                write_weights({name: tensor.to(dtype=dtype) for name, tensor in tensors.items()}, partial.hf / file)
+            shards = partial.dcp.glob(f"__{rank}_*")  # torch names them after their rank; rank 0 lists any others
+            return [], partial.listed([*shards, *(partial.hf / file for file in own)])
+        except (Exception, CheckpointException) as error:  # a full disk is any of many
+            return _causes(error, rank), {}
+
+    def _finish_alone(
+        self, partial: Checkpoint, final: Checkpoint, shape: Transformer, state: str, parts: list[tuple]
+    ) -> list[str]:
+        """What rank 0 adds to the ranks' parts; returns what went wrong."""
+        if problems := _distinct(problems for problems, _ in parts):
+            return problems
         try:
             if self._has_weights(final.step):
-                dtype = None if final.step == self.steps else self.dtype
-                write_folder(shape, _read_back(partial.dcp, shape), partial.hf, source=self.companions, dtype=dtype)
+                dtype = self._dtype(final.step)
+                write_config(shape, partial.hf, weight_files(shape, dtype), dtype)
+                for name, content in self.companions.items():
+                    (partial.hf / name).write_bytes(content)
             partial.state.write_text(state)
-            partial.write_manifest()
+            partial.write_manifest({name: row for _, rows in parts for name, row in rows.items()})
             if final.folder.exists():
                 shutil.rmtree(final.folder)
             os.replace(partial.folder, final.folder)
@@ -279,12 +307,15 @@ def _bytes(state: Any) -> int:
     return sum(map(_bytes, inside))
 
 
-def _read_back(folder: Path, shape: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of every parameter in a dcp/ folder, one at a time; needs no other rank."""
-    for name, parameter in shape.named_parameters():
-        whole = torch.empty_like(parameter, device="cpu")
-        load_shards({"model": {name: whole}}, folder, no_dist=True)
-        yield name, whole
+def _read_back(folder: Path, shape: Transformer, names: Sequence[str]) -> dict[str, Tensor]:
+    """Whole tensors of these parameters from a dcp/ folder; needs no other rank."""
+    whole = {name: torch.empty_like(shape.get_parameter(name), device="cpu") for name in names}
+    load_shards({"model": whole}, folder, no_dist=True)
+    return whole
+
+
+def _distinct(reported: Iterable[list[str]]) -> list[str]:
+    return list(dict.fromkeys(problem for problems in reported for problem in problems))
 
 
 def _causes(error: BaseException | None, rank: int) -> list[str]:

@@ -79,7 +79,7 @@ class SFTData:
 @dataclass
 class SFTBatch:
     examples: Positive = 8  # per step, over all ranks
-    token_budget: Positive = 16_384  # of one micro-batch on one rank
+    token_budget: Positive = 16_384  # of one micro-batch on one rank, or on a group of ranks that share it
 
 
 @dataclass
@@ -124,7 +124,7 @@ class RLBatch:
     group_size: Annotated[int, Field(ge=2)] = 7  # responses per prompt; an advantage needs at least two
     optimizer_steps: Positive = 2  # mini-batches per step
     max_rollout_batches: Positive = 20  # at most this many rollout batches to find enough prompts
-    token_budget: Positive = 32_768  # of one micro-batch on one rank
+    token_budget: Positive = 32_768  # of one micro-batch on one rank, or on a group of ranks that share it
     share_prompts: bool = True
 
     def check(self) -> None:

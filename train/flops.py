@@ -32,8 +32,10 @@ def pair_cost(config: ModelConfig) -> float:
 
 
 def model_flops(config: ModelConfig, forests: Sequence[Forest]) -> float:
-    tokens = sum(len(forest) for forest in forests)
-    pairs = sum(int(forest.mask.position.sum()) + len(forest) for forest in forests)
+    """Of the tokens that this rank holds."""
+    masks = [forest.mask for forest in forests]
+    tokens = sum(mask.queries for mask in masks)
+    pairs = sum(int(mask.own(mask.position).sum()) + mask.queries for mask in masks)
     rows = sum(len(forest.targets) for forest in forests)
     per_layer = 2 * block_parameters(config) * tokens + 4 * config.heads * config.head_dim * pairs
     return config.layers * per_layer + 2 * config.hidden_size * config.vocab_size * rows

@@ -11,7 +11,7 @@ out. A worker that spawns workers is laid out by the same rule.
 `Forest.from_rows` lays out any other set of rows that share prefixes: agents' turns, groups of samples, search trees.
 
 `pack` fills forests up to a token budget, balances them over ranks by estimated cost, and gives every rank the same
-number.
+number. Where a group of ranks works on one forest, `Forest.shared` is one rank's part of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dccot.kernels.mask import TreeMask, moved
+from dccot.kernels.mask import Share, TreeMask, moved, split
+from dccot.model.context import ContextGroup
 from dccot.rollout.response import Response, Segment
 from dccot.rollout.thread import Thread
 from dccot.train.prefix_tree import prefix_tree
@@ -58,7 +59,7 @@ class Forest:
 
     @cached_property
     def targets(self) -> Tensor:
-        """int64 [M]: indices of the sampled tokens; target t is predicted from row `mask.parent[t]`."""
+        """int64 [M]: indices of the sampled tokens; target t is predicted from token `mask.parent[t]`."""
         return self.sampled.nonzero().squeeze(1)
 
     def lag(self, version: int) -> Tensor | None:
@@ -67,6 +68,22 @@ class Forest:
             return None
         own = self.version[self.targets]
         return torch.where(own < 0, own, version - own)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """int64 [M]: the model's row that predicts each target."""
+        return self.mask.parent[self.targets]
+
+    def shared(self, group: ContextGroup) -> Forest:
+        """What one rank of the group computes: some tokens' hidden states, and the targets that these predict."""
+        if group.ranks == 1:
+            return self
+        share = Share(split(self.visible_until, group.ranks), group.rank, group.name)
+        forest, mask = replace(self), TreeMask(self.visible_until, share=share)
+        rows = mask.row[self.rows]
+        mine = rows >= 0
+        forest.__dict__.update(mask=mask, targets=self.targets[mine], rows=rows[mine])  # where cached_property looks
+        return forest
 
     def to(self, device: torch.device | str) -> Forest:
         """On another device, with mask and targets computed here: computing them on a GPU would make the host wait."""
@@ -78,8 +95,8 @@ class Forest:
     def _moved(self, device: torch.device) -> Forest:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         forest = replace(self, **{name: moved(here, device) for name, here in fields.items() if here is not None})
-        # where cached_property looks
-        forest.__dict__.update(mask=self.mask.to(device), targets=moved(self.targets, device))
+        placed = {"targets": moved(self.targets, device), "rows": moved(self.rows, device)}
+        forest.__dict__.update(mask=self.mask.to(device), **placed)  # where cached_property looks
         return forest
 
     @classmethod

@@ -230,20 +230,22 @@ class RL(Trainer[RLConfig]):
         budget, share = config.token_budget, config.share_prompts
         updates = list(batch.mini_batches(config.optimizer_steps))
         responses = [[each.response for each in graded] for graded in updates]
-        plan = lambda known: pack(known, budget, ranks, share_prompts=share, pair_cost=cost, max_positions=positions)
+        groups = self.groups
+        plan = lambda known: pack(known, budget, groups, share_prompts=share, pair_cost=cost, max_positions=positions)
         packings = [plan(known) for known in responses]
         if isinstance(updates[0][0], Outline):
             parcels: list[dict[tuple[int, int], Response]] = [{} for _ in range(ranks)]
             for number, (graded, packing) in enumerate(zip(updates, packings)):
                 for rank, parcel in enumerate(parcels):
-                    held = ((index, batch.whole(graded[index], me)) for index in packing.needs(rank))
+                    needed = packing.needs(rank // self.group.ranks)
+                    held = ((index, batch.whole(graded[index], me)) for index in needed)
                     parcel |= {(number, index): whole.response for index, whole in held if whole is not None}
             mine, parcels[me] = parcels[me], {}
             for parcel in [mine, *self.runtime.exchange(parcels)]:
                 for (number, index), response in parcel.items():
                     responses[number][index] = response  # where its packing looks
         tensor = lambda graded: torch.tensor([each.advantage for each in graded], device=self.runtime.device)
-        return [MiniBatch(packing.forests(me), tensor(graded)) for graded, packing in zip(updates, packings)]
+        return [MiniBatch(self.forests_of(packing), tensor(graded)) for graded, packing in zip(updates, packings)]
 
     @property
     def objective(self) -> ObjectiveConfig:

@@ -148,11 +148,10 @@ class SFT(Trainer[SFTConfig]):
             self.stream.restore(state["stream"])
 
     def forests(self, examples: Sequence[Example]) -> list[Forest]:
-        """This rank's micro-batches."""
+        """This rank's micro-batches, or its part of them."""
         responses = [example.response for example in examples]
         cost = pair_cost(self.model.config)
-        packing = pack(responses, self.config.batch.token_budget, self.runtime.ranks, pair_cost=cost)
-        return packing.forests(self.runtime.rank)
+        return self.forests_of(pack(responses, self.config.batch.token_budget, self.groups, pair_cost=cost))
 
     def train_on(self, examples: Sequence[Example]) -> dict[str, float]:
         """One optimizer step and its metrics."""

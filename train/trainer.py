@@ -31,12 +31,13 @@ from dccot.core.progress import Progress
 from dccot.core.run import Run
 from dccot.core.runtime import Runtime, inherit_timeout, on_rank_zero, require_shared
 from dccot.kernels.tree_attention import prepare
+from dccot.model.context import ContextGroup
 from dccot.model.folder import model_checksums
 from dccot.model.sharding import DTYPES, build_model
 from dccot.train.checkpoint import Checkpointer
 from dccot.train.config import RLConfig, SFTConfig
 from dccot.train.flops import training_speed
-from dccot.train.forest import Forest
+from dccot.train.forest import Forest, Packing
 from dccot.train.metrics import memory_metrics
 from dccot.train.phases import Phases, Watchdog, profiled
 from dccot.train.recorder import Recorder, console_line
@@ -53,6 +54,7 @@ class Trainer(Generic[C]):
         self.phases = Phases(runtime)
         torch.manual_seed(config.seed)
         self.model = build_model(source, config.sharding, device=runtime.device)
+        self.group = ContextGroup.join(config.sharding.context_parallel, runtime.device)
         self.optimizer = make_optimizer(self.model, config.optimizer)
 
     def resume(self, stack: ExitStack) -> dict[str, Any]:
@@ -102,10 +104,19 @@ class Trainer(Generic[C]):
         def ready(forest: Forest) -> None:
             mask = forest.to(device).mask
             prepare(mask, *heads, DTYPES[sharding.compute_dtype], sharding.attention)
-            _ = mask.position, mask.parent, forest.targets
+            _ = mask.position, forest.rows
 
         for forest in forests:
             self._preparing.submit(ready, forest)
+
+    @property
+    def groups(self) -> int:
+        """Groups of ranks with micro-batches of their own."""
+        return self.runtime.ranks // self.group.ranks
+
+    def forests_of(self, packing: Packing) -> list[Forest]:
+        """This rank's micro-batches, or its part of them; packed for `groups`."""
+        return [forest.shared(self.group) for forest in packing.forests(self.group.data)]
 
     def optimizer_step(self, forests: Sequence[Forest], token_loss: TokenLoss, temperature: float) -> StepReport:
         def beating(number: int, *more: Any) -> Tensor:
@@ -129,7 +140,7 @@ class Trainer(Generic[C]):
             "policy/grad_norm": max(report.grad_norm for report in reports),
             "policy/learning_rate": config.optimizer.rate(self.updates - 1),
             "policy/skipped_updates": float(self.skipped),
-            "speed/trained_tokens": sum(map(len, forests)) * self.runtime.ranks / seconds,
+            "speed/trained_tokens": sum(map(len, forests)) * self.groups / seconds,
             **training_speed(self.model.config, forests, seconds, self.runtime.device, dtype),
         }
 

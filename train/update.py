@@ -55,9 +55,12 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
 
 
 def compute_logprobs(model: nn.Module, forest: Forest, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy [M] of the forest's sampled tokens under the model."""
+    """Log-prob and entropy [M] of the forest's sampled tokens under the model; of those that this rank predicts, if a
+    group of ranks shares the forest.
+    """
     targets, mask = forest.targets, forest.mask
-    return model(forest.tokens, mask.position, mask, mask.parent[targets], forest.tokens[targets], temperature)
+    tokens, position = mask.own(forest.tokens), mask.own(mask.position)
+    return model(tokens, position, mask, forest.rows, forest.tokens[targets], temperature)
 
 
 @dataclass

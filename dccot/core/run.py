@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -80,17 +80,29 @@ class Checkpoint:
     def run(self) -> Run:
         return Run(self.folder.parent.parent)
 
-    def write_manifest(self) -> None:
-        """Flush every file to disk, then list it."""
-        found = sorted(self.folder.rglob("*"))
-        files = [path for path in found if path.is_file()]
-        for path in [*files, *(path for path in found if path.is_dir())]:
+    def listed(self, files: Iterable[Path]) -> dict[str, dict]:
+        """Flush files to disk; the rows of the manifest that describe them."""
+        rows = {}
+        for path in files:
             flush_to_disk(path)
-        sizes = {
-            str(path.relative_to(self.folder)): {"size": path.stat().st_size, "sha256": checksum(path)}
-            for path in files
-        }
-        write_atomic(self.manifest, json.dumps(sizes, indent=1))
+            rows[str(path.relative_to(self.folder))] = {"size": path.stat().st_size, "sha256": checksum(path)}
+        return rows
+
+    def write_manifest(self, known: Mapping[str, dict] | None = None) -> None:
+        """Flush every file to disk, then list it; `known` are the rows of files that other ranks have `listed`."""
+        known, found = known or {}, sorted(self.folder.rglob("*"))
+        for name, row in known.items():
+            there = (self.folder / name).stat().st_size
+            if there != row["size"]:
+                written = f"and {row['size']:,} where it was written"
+                raise OSError(f"{name} has {there:,} bytes on rank 0 {written}: all machines must share the disk")
+        files = [path for path in found if path.is_file()]
+        rows = {**known, **self.listed(path for path in files if str(path.relative_to(self.folder)) not in known)}
+        for path in found:
+            if path.is_dir():
+                flush_to_disk(path)
+        names = [str(path.relative_to(self.folder)) for path in files]
+        write_atomic(self.manifest, json.dumps({name: rows[name] for name in names}, indent=1))
 
     def keep_weights_only(self) -> None:
         """Delete everything but hf/, from the manifest first."""

@@ -184,6 +184,21 @@ def on_rank_zero(work: Callable[[], T], group: dist.ProcessGroup | None = None) 
     return box[0]
 
 
+def gathered_on_rank_zero(mine: T, group: dist.ProcessGroup) -> list[T]:
+    """Every rank's value, on rank 0; an empty list elsewhere. As `on_rank_zero`, however long the slowest takes."""
+    ranks = group.size()
+    if ranks == 1:
+        return [mine]
+    store = dist.distributed_c10d._get_default_store()
+    key = f"dccot/{group.group_name}/{next(_turns[group.group_name])}"
+    store.add(key, 1)
+    while store.add(key, 0) < ranks:
+        time.sleep(0.1)
+    values: list[Any] = [None] * ranks if dist.get_rank() == 0 else []
+    dist.gather_object(mine, values or None, dst=0, group=group)
+    return values
+
+
 _turns: dict[str, Iterator[int]] = defaultdict(count)  # per group: number of calls so far
 
 

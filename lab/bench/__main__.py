@@ -22,6 +22,7 @@ BENCHMARKS = {
     "kernels": "dccot.lab.bench.kernels",
     "rollout": "dccot.lab.bench.rollout",
     "train": "dccot.lab.bench.step",
+    "context": "dccot.lab.bench.context",
     "token": "dccot.lab.bench.token",
     "eval": "dccot.lab.bench.grading",
     "serve": "dccot.lab.bench.serve",

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ from dccot.kernels.reference import dense_mask
 from dccot.lab.bench.forest import paper_like_responses
 from dccot.lab.bench.harness import peak_memory, row
 from dccot.model.config import parse_config
+from dccot.model.context import ContextGroup
 from dccot.model.sharding import ShardingConfig, build_model
 from dccot.model.transformer import Transformer
 from dccot.model.weights import save_checkpoint
@@ -65,13 +67,17 @@ Step = Callable[[list[Response]], float]  # one training step; returns its loss
 
 
 def our_step(folder: Path) -> Step:
-    """The trainer's own step: FSDP on one rank, forests, `update`."""
+    """The trainer's own step: FSDP, forests, `update`; on one rank, or on all that torchrun started and that share
+    every forest.
+    """
     runtime, config = Runtime.start(), OptimizerConfig(learning_rate=1e-6)
+    group = ContextGroup.join(runtime.ranks, runtime.device)
     model = build_model(folder, ShardingConfig(compute_dtype="float32", activation_checkpointing=True))
     optimizer = make_optimizer(model, config)
 
     def step(responses: list[Response]) -> float:
-        forests = pack(responses, 4 * STEP_TOKENS, pair_cost=pair_cost(model.config)).forests(0)
+        packing = pack(responses, 4 * STEP_TOKENS, pair_cost=pair_cost(model.config))
+        forests = [forest.shared(group) for forest in packing.forests(0)]
         return update(model, optimizer, forests, negative_logprob, config, 0, TEMPERATURE, runtime).loss
 
     return step
@@ -189,4 +195,6 @@ def compared(found: dict[tuple[str, int], dict], sizes: tuple[int, ...]) -> list
 
 if __name__ == "__main__":
     way, tokens, folder, repeats = sys.argv[1:]
-    print(json.dumps(measure(way, int(tokens), Path(folder), int(repeats))))
+    measured = measure(way, int(tokens), Path(folder), int(repeats))
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(measured))

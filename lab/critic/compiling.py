@@ -22,8 +22,8 @@ TYPES = {  # of the arguments that are not integers or compile-time constants; u
     **dict.fromkeys(("LSE", "DELTA", "LOGITS", "STATISTICS", "ROW_VALUES"), "*fp32"),
     **dict.fromkeys(("PART", "PART_LSE", "PART_K", "PART_V"), "*fp32"),
     **dict.fromkeys(("visible_until", "subtree", "starts", "stops", "slots"), "*i32"),
-    **dict.fromkeys(("firsts", "middles", "lasts", "tile_start", "tile_stop"), "*i32"),
-    **{"targets": "*i64", "scale": "fp32", "inverse_temperature": "fp32", "N": "i32"},
+    **dict.fromkeys(("firsts", "middles", "lasts", "tile_start", "tile_stop", "rows", "tile_rows"), "*i32"),
+    **{"targets": "*i64", "scale": "fp32", "inverse_temperature": "fp32", "M": "i32", "N": "i32"},
 }
 
 

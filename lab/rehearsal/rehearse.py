@@ -1,7 +1,7 @@
 """`dccot rehearse CONFIG… --model 7B --gpus 8`: the training step of a run at its real size, without the GPUs.
 
     dccot rehearse configs/rl/stage4.yaml --model 1.5B --gpus 8
-    dccot rehearse configs/sft.yaml configs/rl/stage*.yaml --model 32B --gpus 64 --gpu H200 --replicate 2
+    dccot rehearse configs/sft.yaml configs/rl/stage*.yaml --model 32B --gpus 64 --replicate 2 --context-parallel 8
 
 The step is the project's own, on fake tensors (step.py, fake_gpu.py): the model on the meta device, FSDP or HSDP over
 all ranks, forward with recomputation, LM head, objective, backward, clipping, fused AdamW, weights gathered for the
@@ -30,7 +30,7 @@ from dccot.core.files import write_atomic
 from dccot.lab.rehearsal.inputs import load_training
 from dccot.memory import TrainingMemory, largest_batch
 from dccot.model.config import ModelConfig
-from dccot.plan import GB, GPUS, SHAPES, read_shape
+from dccot.plan import GB, GPUS, SHAPES, idle, read_shape, remedy_for_idle
 from dccot.train.config import RLConfig
 
 AGREES = 0.1  # of the peak: how far `dccot plan` may be off
@@ -71,18 +71,21 @@ class Rehearsal:
         return sum(self.found["syncs"].get("update", {}).values()) / self.found["micro_batches"]["update"]
 
 
-def prepare(paths: Sequence[str], overrides: Sequence[str], model: ModelConfig, gpus: int) -> list[Rehearsal]:
+def prepare(
+    paths: Sequence[str], overrides: Sequence[str], model: ModelConfig, gpus: int, gpu: str = "H100"
+) -> list[Rehearsal]:
     """One per group of configurations with the same GPU requirements."""
     groups: dict[str, Rehearsal] = {}
     for path in paths:
         config = load_training(path, overrides)
-        replicate = config.sharding.copies(gpus)
-        if gpus % replicate:
-            raise ConfigError(f"sharding.replicate is {replicate}; it must divide the {gpus} GPUs")
+        config.sharding.check_ranks(gpus)
+        if without := idle(config, gpus):
+            raise ConfigError(f"{Path(path).stem}: {without}: {remedy_for_idle(model, config, gpus, GPUS[gpu])}")
         largest = largest_batch(config, model.max_position)
         objective = asdict(config.objective) if isinstance(config, RLConfig) else None
         reference = isinstance(config, RLConfig) and config.objective.kl_coefficient > 0
-        planned = TrainingMemory(model, config.sharding, gpus // replicate, largest.tokens, largest.rows, reference)
+        shards = gpus // config.sharding.copies(gpus)
+        planned = TrainingMemory(model, config.sharding, shards, largest.tokens, largest.rows, reference)
         same = json.dumps([asdict(largest), asdict(config.sharding), objective])
         groups.setdefault(same, Rehearsal(str(path), list(overrides), planned)).configs.append(Path(path).stem)
     return list(groups.values())
@@ -154,10 +157,11 @@ def rehearse(arguments: argparse.Namespace) -> int:
     paths = [text for text in arguments.configs if "=" not in text]
     if not paths:
         raise ConfigError("no configuration given; name one or more, e.g. configs/rl/stage4.yaml")
-    copies = [f"sharding.replicate={arguments.replicate}"] if arguments.replicate else []
-    overrides = [*copies, *(text for text in arguments.configs if "=" in text)]
+    given = {"replicate": arguments.replicate, "context_parallel": arguments.context_parallel}
+    layout = [f"sharding.{key}={value}" for key, value in given.items() if value]
+    overrides = [*layout, *(text for text in arguments.configs if "=" in text)]
     model, memory, began = read_shape(arguments.model), GPUS[arguments.gpu].memory, time.perf_counter()
-    prepared = prepare(paths, overrides, model, arguments.gpus)
+    prepared = prepare(paths, overrides, model, arguments.gpus, arguments.gpu)
     where = f"{arguments.model} on {arguments.gpus:,} × {arguments.gpu} ({memory} GB)"
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         tried = list(pool.map(lambda one: run(one, dict(model.raw), arguments.gpus, arguments.gpu), prepared))
@@ -192,6 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=positive,
         help="copies of the model (HSDP), usually one per machine (default: as configured)",
     )
+    add("--context-parallel", type=positive, help="GPUs that share a micro-batch (default: as configured)")
     add("--details", action="store_true", help="memory by kind and phase of every configuration, even of several")
     add("--json", metavar="FILE", help="everything that was found")
     codes: list[int] = []

@@ -37,6 +37,7 @@ from dccot.lab.rehearsal.fake_gpu import FakeGpu
 from dccot.lab.rehearsal.inputs import load_training, response_of
 from dccot.memory import largest_batch
 from dccot.model.config import ModelConfig, parse_config
+from dccot.model.context import ContextGroup
 from dccot.model.sharding import ShardingConfig, empty_model
 from dccot.model.transformer import Transformer
 from dccot.model.weights import full_parameters
@@ -90,6 +91,7 @@ def trainer(kind: type[T], config: Any, gpu: FakeGpu, shape: ModelConfig, runtim
     made.config, made.runtime, made.phases = config, runtime, FakePhases(runtime, gpu)
     made.run, made.updates, made.skipped, made.bad_in_a_row = Run("rehearsed"), 0, 0, 0
     made.model = build(gpu, "master weights", shape, config.sharding, runtime.device)
+    made.group = ContextGroup.join(config.sharding.context_parallel, runtime.device)
     made.optimizer = make_optimizer(made.model, config.optimizer)
     return made
 
@@ -103,7 +105,7 @@ def rl_step(config: RLConfig, gpu: FakeGpu, shape: ModelConfig, runtime: Runtime
     if config.objective.kl_coefficient:
         frozen = replace(config.sharding, master_dtype=config.sharding.compute_dtype, activation_checkpointing=False)
         rl.reference = build(gpu, "reference policy", shape, frozen, runtime.device).requires_grad_(False).eval()
-    responses = micro_batches(config, shape, updates * runtime.ranks)
+    responses = micro_batches(config, shape, updates * rl.groups)
     groups: list[Group] = [[Graded("", n, "", "", "", each, advantage=1.0)] for n, each in enumerate(responses)]
     mini_batches, tokens = rl.pack(Batch(len(groups), groups)), TokenMetrics(rl.objective, runtime)
     rl.old_logprobs(mini_batches)
@@ -118,7 +120,7 @@ def sft_step(config: SFTConfig, gpu: FakeGpu, shape: ModelConfig, runtime: Runti
     """Two steps of SFT: in the second, moments exist."""
     sft = trainer(SFT, config, gpu, shape, runtime)
     for _ in range(2):
-        sft.train_on([Example("", response) for response in micro_batches(config, shape, runtime.ranks)])
+        sft.train_on([Example("", response) for response in micro_batches(config, shape, sft.groups)])
     return sft
 
 

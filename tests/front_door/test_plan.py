@@ -153,3 +153,43 @@ def test_disk_space_of_a_run_by_hand():
     assert run_bytes(100, config) == checkpoint_bytes(100, config) + 20 * 96 * 7 * 10_500 * 13
     config.checkpoint.keep_hf_every = None
     assert checkpoint_bytes(100, config) == 100 * (2 * 12 + 2 + 4)
+
+
+LONG = ["configs/rl/stage4.yaml", "sharding.reduce_once=false"]
+
+
+def test_a_layout_is_proposed_where_a_tree_is_too_long_for_one_gpu_and_it_fits(capsys):
+    assert main(["32B", "--gpus", "64", *LONG]) == 0
+    said = capsys.readouterr().out
+    assert "training does not fit" in said
+    layout = said.split("this would fit: ")[1].split()
+    assert "sharding.context_parallel=2" in layout
+    assert main(["32B", "--gpus", "64", *LONG, *layout]) == 0
+    said = capsys.readouterr().out
+    assert "→ fits" in said and "this would fit" not in said
+
+
+def test_ranks_without_work_are_said_with_a_layout_that_feeds_them(capsys):
+    assert main(["1.5B", "--gpus", "1024", *LONG]) == 0
+    said = capsys.readouterr().out
+    assert "688 of 1,024 ranks would train nothing: an update has 336 responses" in said
+    layout = said.split("train nothing")[1].split("set ")[1].split(", or")[0].split()
+    assert main(["1.5B", "--gpus", "1024", *LONG, *layout]) == 0
+    assert "train nothing" not in capsys.readouterr().out
+
+
+def test_two_ranks_that_share_a_forest_keep_half_of_its_activations_each():
+    """Per block: input and attention of each token, 2 bytes a number, and 4 of log-sum-exp per head."""
+    model, tokens = read_shape("7B"), 65_536
+    one, two = (TrainingMemory(model, ShardingConfig(context_parallel=n), 8, tokens, tokens, False) for n in (1, 2))
+    assert one.kept == 28 * tokens * (2 * (3584 + 3584) + 4 * 28) and two.kept == one.kept / 2
+    keys_and_values = 2 * 2 * tokens * 4 * 128
+    assert two.block_backward == pytest.approx((one.block_backward + 2 * 3584 * 18944 * 2) / 2 + keys_and_values)
+    assert two.persistent == one.persistent
+
+
+def test_a_layout_that_does_not_divide_the_gpus_is_refused(capsys):
+    assert main(["1.5B", "--gpus", "8", "--context-parallel", "3"]) == 2
+    assert "sharding.context_parallel is 3; it must divide the 8 ranks" in capsys.readouterr().err
+    assert main(["1.5B", "--gpus", "8", "--tensor-parallel", "3"]) == 2
+    assert "engine.tensor_parallel is 3; it must divide the 8 ranks" in capsys.readouterr().err

@@ -220,3 +220,19 @@ def test_a_list_of_stages_is_refused(tmp_path):
     (tmp_path / "old.yaml").write_text("stages: [{name: sft, run: sft}]")
     with pytest.raises(ConfigError, match=r"stages is .* it must be a mapping of names to values"):
         load_recipe(tmp_path / "old.yaml")
+
+
+def test_ranks_without_work_are_remarked_with_a_layout(inputs):
+    """SFT has 8 examples per step; RL 96 prompts of 7 responses in two updates, 336."""
+    recipe = load_recipe("configs/paper.yaml", ["model=MODEL"])
+    assert check_recipe(*recipe, ranks=8).idle == {}
+    found = check_recipe(*recipe, ranks=512)
+    assert found.faults == []
+    assert "504 of 512 ranks would train nothing" in found.idle["sft"]
+    assert "176 of 512 ranks would train nothing" in found.idle["stage1"]
+    assert "sharding.context_parallel=2" in found.idle["stage1"]
+    assert found.idle["stage1"] in "\n".join(found.remarks())
+
+
+def test_a_layout_that_does_not_divide_the_ranks_is_a_fault(inputs):
+    assert "sharding.context_parallel is 3; it must divide the 8 ranks" in faults("sft.sharding.context_parallel=3")

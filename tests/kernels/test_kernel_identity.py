@@ -11,7 +11,7 @@ from dccot.kernels import attention_triton, lm_head_triton
 ATTENTION = ("forward", "grad_query", "grad_key", "merge", "sum")
 KERNELS = [getattr(attention_triton, f"{name}_kernel") for name in ATTENTION]
 KERNELS += [lm_head_triton.statistics_kernel, lm_head_triton.gradient_kernel]
-LISTS = ("starts", "stops", "slots", "firsts", "middles", "lasts", "tile_start", "tile_stop")
+LISTS = ("starts", "stops", "slots", "firsts", "middles", "lasts", "tile_start", "tile_stop", "rows", "tile_rows")
 
 
 def identity(kernel, length: int, aligned: bool, stride: int = 128) -> list:
@@ -19,7 +19,7 @@ def identity(kernel, length: int, aligned: bool, stride: int = 128) -> list:
     integers, numbers = torch.zeros(64, dtype=torch.int32), torch.zeros(64)
     slices = dict.fromkeys(LISTS, integers[0 if aligned else 1 :])
     slices |= dict.fromkeys(("STATISTICS", "ROW_VALUES"), numbers[0 if aligned else 1 :])
-    lengths = {"N": length, "width": 8192, "plane": length, "scale": 0.125, "inverse_temperature": 1.5}
+    lengths = {"M": length, "N": length, "width": 8192, "plane": length, "scale": 0.125, "inverse_temperature": 1.5}
     values = slices | {"targets": integers.long()[0 if aligned else 1 :], "visible_until": integers} | lengths
     default = lambda p: 128 if p.is_constexpr else stride if p.name.endswith(("_n", "_h", "_stride")) else numbers
     bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_forests import forests, from_depths, visible_pairs
 
-from dccot.kernels.mask import TreeMask, parents, positions, validate
+from dccot.kernels.mask import CHUNKS, TreeMask, largest_share, parents, positions, split, validate
 
 
 @settings(deadline=None, max_examples=60)
@@ -80,3 +80,21 @@ def test_a_handle_finds_its_mask_and_rebuilds_it_once_it_is_gone():
     del mask
     gc.collect()
     assert TreeMask.from_handle(handle, visible_until).position.tolist() == [0, 1]
+
+
+@settings(deadline=None, max_examples=60)
+@given(forests(90), st.integers(1, 7))
+def test_ranks_share_all_tokens_and_none_has_much_more_than_another(visible_until, ranks):
+    shares = [np.concatenate([np.arange(*bounds) for bounds in ranges]) for ranges in split(visible_until, ranks)]
+    assert sorted(np.concatenate(shares)) == list(range(len(visible_until)))
+    sizes = [len(share) for share in shares]
+    assert max(sizes) <= largest_share(len(visible_until), ranks)
+    assert max(sizes) - min(sizes) <= 2 * -(-len(visible_until) // (CHUNKS * ranks))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_see_equally_many_keys_of_a_long_tree(ranks):
+    """A prompt of 1,024 tokens, three workers of 11,984, two of them twice: stage 4's largest tree."""
+    visible_until = torch.tensor([60_960] * 1032 + [13_016] * 11_984 + [25_000] * 11_984 + [60_960] * 35_960)
+    seen = [sum(int(positions(visible_until)[a:b].sum()) for a, b in ranges) for ranges in split(visible_until, ranks)]
+    assert max(seen) < 1.03 * sum(seen) / ranks

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_forests import SHAPES, forests, visible_pairs
 
+from dccot.kernels.mask import Share, TreeMask, split
 from dccot.kernels.schedule import PROGRAM_COST, Lists, build, cut, plan, simulate
 from dccot.lab.bench import trees
 
@@ -19,7 +20,7 @@ HEADS = ((12, 2), (28, 4), (32, 8))
 
 def visits(lists: Lists):
     """(own start, own stop, streamed start, streamed stop, whether the mask is applied), as the kernels loop."""
-    values = [column.tolist() for column in lists]
+    values = [column.tolist() for column in lists[:7]]
     for start, stop, first, middle, last in zip(*values[:5], strict=True):
         for index in range(first, last):
             yield start, stop, values[5][index], values[6][index], index >= middle
@@ -48,6 +49,28 @@ def check(visible_until, block_q: int, block_k: int) -> None:
 @given(forests(80), BLOCKS, BLOCKS)
 def test_every_visible_pair_is_visited_once_and_unmasked_tiles_are_full(visible_until, block_q, block_k):
     check(visible_until, block_q, block_k)
+
+
+@settings(deadline=None, max_examples=60)
+@given(forests(80), BLOCKS, BLOCKS, st.integers(1, 5))
+def test_the_lists_of_all_ranks_visit_every_visible_pair_once(visible_until, block_q, block_k, ranks):
+    """What the kernels of a context-parallel group do together; addresses of queries are rows of the rank's share."""
+    visible = visible_pairs(visible_until)
+    seen = torch.zeros(2, *visible.shape, dtype=torch.int64)
+    for ranges in split(visible_until, ranks):
+        schedule = build(visible_until, block_q, block_k, ranges)
+        row = TreeMask(visible_until, share=Share([ranges], 0)).row.tolist()
+        for start, stop, tile_start, tile_stop, masked in visits(schedule.by_query):
+            seen[0, start:stop, tile_start:tile_stop] += 1
+            assert masked or bool(visible[start:stop, tile_start:tile_stop].all())
+        for tile_start, tile_stop, start, stop, masked in visits(schedule.by_key):
+            seen[1, start:stop, tile_start:tile_stop] += 1
+            assert masked or bool(visible[start:stop, tile_start:tile_stop].all())
+        by_query, by_key = schedule.by_query, schedule.by_key
+        assert by_query.row.tolist() == [row[start] for start in by_query.start]
+        assert by_key.tile_row.tolist()[:-1] == [row[start] for start in by_key.tile_start[:-1]]
+        assert sorted(by_key.start) == cut(visible_until.numpy(), block_k).tolist()[:-1], "every key gets a gradient"
+    assert seen.max() == 1 and bool((seen[:, visible] == 1).all())
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from dccot.kernels import attention_cpu, attention_flex
+from dccot.kernels.mask import Share, split
 from dccot.kernels.tree_attention import TreeMask, tree_attention
 
 
@@ -64,27 +65,83 @@ def test_paths_equal_the_oracle_in_fp64_on_chosen_shapes(name):
 
 def test_paths_equal_the_oracle_in_fp64_on_a_tree_long_enough_for_slices():
     visible_until = torch.tensor([1500] * 400 + [700] * 300 + [1000] * 300 + [1500] * 500)
-    pieces = attention_cpu.cut(visible_until)
-    triangles = [(rows.stop - rows.start, count) for rows, count in pieces.causal]
+    pieces = attention_cpu.cut(visible_until, TreeMask(visible_until).ranges)
+    triangles = [(rows.stop - rows.start, count) for rows, _, count in pieces.causal]
     assert triangles == [(256, 2), (144, 1), *[(128, 1), (172, 1)] * 2, (256, 2), (244, 1)] and not pieces.chains
     assert len(pieces.full) == 6 + 1, "one rectangle per triangle but the first of a run, and what is below the trunk"
     assert_as_the_oracle(visible_until, tensors(1500, 2, 1, 8))
 
 
+def shares(visible_until, ranks: int) -> list[TreeMask]:
+    ranges = split(visible_until, ranks)
+    return [TreeMask(visible_until, share=Share(ranges, rank)) for rank in range(ranks)]
+
+
+def assert_shares_add_up_to_the_oracle(visible_until, ranks: int, backend: str, inputs=None) -> None:
+    """Each rank's output and dQ are its rows of the whole; dK and dV of all ranks add up."""
+    q, k, v, grad = inputs or tensors(len(visible_until))
+    whole = with_gradients(q, k, v, grad, TreeMask(visible_until), backend="dense")
+    *rows, _, _ = map(torch.zeros_like, whole)
+    keys = [torch.zeros_like(x) for x in whole[2:]]
+    for mask in shares(visible_until, ranks):
+        own = mask.row >= 0
+        rows[0][own], rows[1][own], *of_keys = with_gradients(q[own], k, v, grad[own], mask, backend=backend)
+        keys = [total + part for total, part in zip(keys, of_keys, strict=True)]
+    assert largest_difference([*rows, *keys], whole) < 1e-9
+
+
+@settings(deadline=None, max_examples=80)
+@given(forests(90), st.integers(1, 5), st.sampled_from([0, 60, 400, attention_cpu.LONG_RUN_PAIRS]))
+def test_the_shares_of_ranks_add_up_to_the_oracle_in_fp64(visible_until, ranks, long_run_pairs):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_cpu, "LONG_RUN_PAIRS", long_run_pairs)
+        patch.setattr(attention_cpu, "TRIANGLE", 4)
+        assert_shares_add_up_to_the_oracle(visible_until, ranks, "cpu")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_dense_backend_takes_shares_too(name):
+    assert_shares_add_up_to_the_oracle(SHAPES[name], 3, "dense")
+
+
+def test_shares_of_a_tree_long_enough_for_slices_add_up_to_the_oracle():
+    visible_until = torch.tensor([3000] * 1400 + [1700] * 300 + [2000] * 300 + [3000] * 1000)
+    assert_shares_add_up_to_the_oracle(visible_until, 2, "cpu", tensors(3000, 2, 1, 8))
+
+
+def test_a_share_survives_its_mask():
+    q, k, v, grad = tensors(33)
+    [_, mask] = shares(SHAPES["a tile and one token"], 2)
+    own = mask.row >= 0
+    expected = with_gradients(q[own], k, v, grad[own], mask, backend="dense")
+    queries = q[own]
+    out = tree_attention(queries, k, v, mask)
+    del mask
+    gc.collect()
+    assert largest_difference(torch.autograd.grad(out, (queries, k, v), grad[own]), expected[1:]) < 1e-9
+
+
 @settings(deadline=None, max_examples=60)
-@given(forests(90), st.sampled_from([4, 16, 128]))
-def test_the_block_mask_of_the_flash_backend_shows_what_the_oracle_shows(visible_until, block):
-    made, tokens = attention_flex.block_mask(visible_until, block), len(visible_until)
-    index, shown = torch.arange(tokens), torch.zeros(tokens, tokens, dtype=torch.bool)
+@given(forests(90), st.sampled_from([4, 16, 128]), st.integers(1, 3))
+def test_the_block_mask_of_the_flash_backend_shows_what_the_oracle_shows(visible_until, block, ranks):
+    for mask in [TreeMask(visible_until)] if ranks == 1 else shares(visible_until, ranks):
+        if mask.queries:
+            assert torch.equal(shown_blocks(mask, block), visible_pairs(visible_until)[mask.row >= 0])
+
+
+def shown_blocks(mask: TreeMask, block: int) -> torch.Tensor:
+    made, tokens = attention_flex.block_mask(mask, block), len(mask)
+    index, shown = torch.arange(tokens), torch.zeros(mask.queries, tokens, dtype=torch.bool)
     edge, full = (made.kv_num_blocks, made.kv_indices, True), (made.full_kv_num_blocks, made.full_kv_indices, False)
     for count, tiles, masked in (edge, full):
         for row, (length, columns) in enumerate(zip(count[0, 0].tolist(), tiles[0, 0].tolist(), strict=True)):
             for column in columns[:length]:
                 q, k = (index[number * block : (number + 1) * block] for number in (row, column))
+                q = q[q < mask.queries]
                 assert not shown[q[0], k[0]], "a tile is listed twice"
                 assert masked or len(k) == block, "a tile without mask must be whole"
                 shown[q[:, None], k[None]] = made.mask_mod(0, 0, q[:, None], k[None]) if masked else True
-    assert torch.equal(shown, visible_pairs(visible_until))
+    return shown
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.thorough)])
@@ -94,11 +151,14 @@ def test_flash_equals_the_oracle(compiled):
     mask, (q, k, v, _) = TreeMask(visible_until), tensors(400, 4, 2, 16, dtype=torch.float32)
     q, k, v = (x.detach() for x in (q, k, v))
     if compiled:
-        blocks, heads_first = attention_flex.block_mask(visible_until), [x.transpose(0, 1)[None] for x in (q, k, v)]
+        blocks, heads_first = attention_flex.block_mask(mask), [x.transpose(0, 1)[None] for x in (q, k, v)]
         out = torch.compile(flex_attention)(*heads_first, block_mask=blocks, enable_gqa=True)[0].transpose(0, 1)
     else:
         out = tree_attention(q, k, v, mask, backend="flash")
     assert largest_difference([out], [tree_attention(q, k, v, mask, backend="dense")]) < 1e-5
+    for share in [] if compiled else shares(visible_until, 3):
+        part = tree_attention(q[share.row >= 0], k, v, share, backend="flash")
+        assert largest_difference([part], [out[share.row >= 0]]) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -182,6 +242,7 @@ TRITON = {"backend": "triton", "k": WIDE, "v": WIDE, "q": WIDE}
         ({"v": torch.randn(9, 2, 8)}, ValueError, r"k \(9, 2, 16\), v \(9, 2, 8\)"),
         ({"q": torch.randn(9, 5, 16)}, ValueError, "query heads must be a multiple of key heads, got 5 and 2"),
         ({"mask": TreeMask.causal([8])}, ValueError, "the mask describes 8 tokens"),
+        ({"q": torch.randn(8, 4, 16)}, ValueError, "the mask has 9 queries"),
         ({"k": torch.randn(9, 2, 16).half()}, TypeError, DTYPES),
         ({"q": torch.randn(9, 16, 4).mT}, ValueError, r"last dimension must be contiguous.*call \.contiguous\(\)"),
         ({"scale": 0.0}, ValueError, "scale must be positive, got 0.0"),

@@ -19,7 +19,11 @@ pytestmark = pytest.mark.slow
 SMALL = ["rollout.budget=1000", "reward.cutoff=500", "batch.token_budget=2048", "prompt.max_prompt_tokens=256"]
 CASES = {  # configuration, ranks, overrides
     "8 ranks": ("configs/rl/stage1.yaml", 8, SMALL),
-    "1,024 ranks": ("configs/rl/stage4.yaml", 1024, ["sharding.replicate=128", *SMALL, "sharding.reduce_once=false"]),
+    "1,024 ranks": (
+        "configs/rl/stage4.yaml",
+        1024,
+        ["sharding.replicate=128", "sharding.context_parallel=4", *SMALL, "sharding.reduce_once=false"],
+    ),
     "sft": ("configs/sft.yaml", 8, ["batch.token_budget=2048", "data.max_tokens=2048"]),
 }
 FAULTS = {  # lines that plant it → words that the rehearsal says
@@ -138,3 +142,15 @@ def test_configurations_that_ask_the_same_are_rehearsed_once(two_layers):
     paths = [f"configs/rl/{name}.yaml" for name in ("stage1", "stage2a", "stage2b", "stage3")]
     groups = prepare(paths, [], read_shape(str(two_layers)), 8)
     assert [group.configs for group in groups] == [["stage1"], ["stage2a", "stage2b", "stage3"]]
+
+
+def test_more_ranks_than_an_update_has_responses_are_refused_with_a_layout(two_layers, capsys):
+    """96 prompts of 7 responses in two updates are 336 responses for 1,024 ranks: 4 must share each."""
+    assert main(["configs/rl/stage4.yaml", "--model", "32B", "--gpus", "1024", "sharding.reduce_once=false"]) == 2
+    said = capsys.readouterr().err
+    assert "688 of 1,024 ranks would train nothing: an update has 336 responses" in said
+    assert "sharding.context_parallel=4" in said
+    assert main(["configs/sft.yaml", "--model", "1.5B", "--gpus", "64"]) == 2
+    assert "56 of 64 ranks" in (said := capsys.readouterr().err) and "set sharding.context_parallel=8" in said
+    assert main(["configs/sft.yaml", "--model", "1.5B", "--gpus", "8", "--context-parallel", "3"]) == 2
+    assert "sharding.context_parallel is 3; it must divide the 8 ranks" in capsys.readouterr().err

@@ -159,6 +159,22 @@ FAULTS = [
         ("ends[root:first] > first", "ends[root:first] >= first"),
     ),
     *faults(
+        "kernels/mask.py",
+        "tests/kernels/test_mask.py tests/kernels/test_schedule.py",
+        ("np.where(rounds % 2, ranks - 1 - place, place)", "place"),
+        ("starts[last] + size, tokens", "starts[first] + size, tokens"),
+    ),
+    *faults(
+        "model/context.py",
+        "tests/train/test_context.py",
+        ("dist.reduce_scatter_tensor(mine, sent, group=process_group)", "mine.copy_(sent[:most])"),
+    ),
+    *faults(
+        "train/forest.py",
+        "tests/train/test_context.py",
+        ("rows = mask.row[self.rows]", "rows = mask.row[self.targets]"),
+    ),
+    *faults(
         "kernels/attention_triton.py",
         "tests/kernels/test_interpreter.py",
         ("after.to(tl.uint32) < subtrees", "after.to(tl.uint32) <= subtrees"),

@@ -89,7 +89,9 @@ def main(out: Path, steps: int) -> None:
         train(settings(out, "hopeless", 1, *never_right), engine)
     except RuntimeError as error:
         (out / f"error_of_rank_{runtime.rank}.txt").write_text(str(error))
-    train(settings(out, "replayed", 1, f"replay={out / 'whole' / 'rollouts' / 'step_000000.jsonl.gz'}"))
+    replay = f"replay={out / 'whole' / 'rollouts' / 'step_000000.jsonl.gz'}"
+    train(settings(out, "replayed", 1, replay))
+    train(settings(out, "shared", 1, replay, "sharding.context_parallel=2"))
     engine.shutdown()
     runtime.stop()
 

@@ -70,6 +70,16 @@ def test_replaying_a_saved_batch_gives_the_update_that_was_made_with_it(out):
     assert weights(out / "replayed", 1) == weights(out / "whole", 1)
 
 
+def test_ranks_that_share_micro_batches_measure_the_same(out):
+    """Of a saved batch: loss, gradient norm, entropy, ratios, the gap to the engine's log-probs."""
+    [apart], [shared] = metrics(out / "replayed"), metrics(out / "shared")
+    compared = [name for name in apart if name.startswith(("policy/", "gap/"))]
+    assert len(compared) > 10
+    assert {name: shared[name] for name in compared} == pytest.approx(
+        {name: apart[name] for name in compared}, rel=1e-3, abs=1e-5
+    )
+
+
 def test_the_trainer_finds_the_log_probs_that_the_engine_sampled_with(out):
     """After every weight sync again; at each step the largest difference over all sampled tokens."""
     found = [row["gap/max_abs_logprob"] for row in metrics(out / "whole")]

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).with_name("sft_program.py")
 STEPS, STOP, LONG = 6, 3, 60
 BY_SIGNALS = "checkpoint.every=1000"  # nothing else makes it save before the end
+SHARED = "sharding.context_parallel=2"
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,9 @@ def two_ranks(world) -> Path:
         arguments(world, "two_stopped", STEPS),
     ]
     runs.append([*arguments(world, "long_whole", LONG), BY_SIGNALS])
+    runs += [[*arguments(world, "shared", steps), SHARED] for steps in (STOP, STEPS)]
+    runs += [[*arguments(world, "shared_whole", STEPS), SHARED]]
+    runs += [[*arguments(world, "shared_first", STOP), SHARED], arguments(world, "shared_first", STEPS)]
     (world / "runs.json").write_text(json.dumps(runs))
     command = programs.torchrun(2, PROGRAM, world / "runs.json")
     done = programs.run(command, capture_output=True, text=True, timeout=900)
@@ -98,6 +102,20 @@ def test_one_rank_and_two_train_the_same_model(one_rank, two_ranks):
     left, right = weights(one), weights(two)
     for name in left:
         torch.testing.assert_close(left[name], right[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_ranks_that_share_micro_batches_train_the_same_model_and_resume_in_the_same_bits(two_ranks):
+    """Losses, held-out loss and weights up to rounding; also if the run continues with a micro-batch per rank."""
+    assert_same_bits(weights(two_ranks / "shared"), weights(two_ranks / "shared_whole"))
+    for name in ("policy/loss", "validation/loss"):
+        shared, apart = (
+            [row[name] for row in metrics(two_ranks / run) if name in row] for run in ("shared", "two_whole")
+        )
+        assert len(shared) > 1 and shared == pytest.approx(apart, rel=1e-5)
+    expected = weights(two_ranks / "two_whole")
+    for run in ("shared", "shared_first"):
+        for name, tensor in weights(two_ranks / run).items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
 def test_a_run_of_two_ranks_goes_on_on_one(two_ranks):

@@ -159,10 +159,10 @@ def test_a_checkpoint_has_no_name_until_its_last_file_is_written(checkpointer, t
     saved(keeper, 1, *trained, {})
     write_manifest = Checkpoint.write_manifest
 
-    def held(checkpoint: Checkpoint) -> None:
+    def held(checkpoint: Checkpoint, known: dict) -> None:
         reached.set()
         hold.wait(600)
-        write_manifest(checkpoint)
+        write_manifest(checkpoint, known)
 
     monkeypatch.setattr(Checkpoint, "write_manifest", held)
     keeper.save(2, *trained, {})

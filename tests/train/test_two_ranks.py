@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dccot.core.run import Checkpoint, Run
 from dccot.core.runtime import Runtime
 from dccot.kernels.tree_attention import TreeMask
 from dccot.model.config import read_config
@@ -31,7 +32,7 @@ PACKED = [name for name in PACKINGS if name != LONELY]
 @pytest.fixture(scope="module")
 def world(checkpoint, random_responses, torchrun, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("two_ranks")
-    for folder in ("1", "2", "profile", "full"):
+    for folder in ("1", "2", "profile", "full", "spread"):
         (out / folder).mkdir()
     responses = random_responses(prompts=5, samples=4, seed=5, longest=30)
     (out / "responses.json").write_text(json.dumps([response.to_json() for response in responses]))
@@ -137,11 +138,23 @@ def test_what_rank_zero_does_alone_may_take_longer_than_a_collective(world):
 
 
 def test_a_full_disk_on_one_rank_stops_neither(world):
-    """Rank 0 alone writes hf/ while all ranks gather weights for it: when it cannot, the others must not be left
-    waiting.
-    """
+    """Rank 0 writes this model's only file of hf/: when it cannot, the others must not be left waiting."""
     assert json.loads((world / "full" / "saved.json").read_text()) == [[True, False, False, True]] * 2
     assert "checkpoint of step 2 was not written (rank 0" in (world / "said.txt").read_text()
+
+
+def test_ranks_share_the_files_of_a_checkpoint_and_each_sums_its_own(world, checkpoint):
+    saved = Checkpoint(world / "spread" / "checkpoints" / "step_000001")
+    one, two = (set(json.loads((world / "spread" / f"wrote_{rank}.json").read_text())) for rank in (0, 1))
+    weights = {f"hf/{path.name}" for path in saved.hf.glob("*.safetensors")}
+    assert len(weights) > 2 and min(len(weights & one), len(weights & two)) >= len(weights) // 2
+    assert not one & two and one | two == weights | {f"dcp/{path.name}" for path in saved.dcp.glob("*.distcp")}
+    assert saved.damage() is None
+    assert Run(world / "spread").latest.read_text() == "step_000001\n"
+    here, before = (Transformer(read_config(folder)) for folder in (saved.hf, checkpoint))
+    load_weights(here, saved.hf)
+    load_weights(before, checkpoint)
+    assert all(map(torch.equal, here.parameters(), before.parameters()))
 
 
 @pytest.fixture(scope="module")

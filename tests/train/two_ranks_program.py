@@ -7,8 +7,10 @@ import json
 import resource
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -16,7 +18,9 @@ from safetensors.torch import save_file
 from dccot.core.run import Run
 from dccot.core.runtime import Runtime, on_rank_zero
 from dccot.model.sharding import ShardingConfig, build_model
+from dccot.model.weights import weight_files
 from dccot.rollout.response import Response
+from dccot.train import checkpoint as train_checkpoint
 from dccot.train.checkpoint import CheckpointConfig, Checkpointer
 from dccot.train.forest import pack
 from dccot.train.metrics import TokenMetrics
@@ -124,6 +128,24 @@ def full_disk(runtime: Runtime, checkpoint: Path, run: Path) -> None:
     checkpointer.close()
 
 
+def spread(runtime: Runtime, checkpoint: Path, run: Path) -> None:
+    """A checkpoint whose hf/ has several files; each rank tells which files of it are its own."""
+    model = build_model(checkpoint, ShardingConfig(compute_dtype="float32"))
+    checkpointer = Checkpointer(Run(run), CheckpointConfig(), runtime, source=checkpoint)
+    write_part = checkpointer._write_part
+
+    def told(*arguments):
+        problems, rows = write_part(*arguments)
+        (run / f"wrote_{runtime.rank}.json").write_text(json.dumps(list(rows)))
+        return problems, rows
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_checkpoint, "weight_files", partial(weight_files, max_bytes=20_000))
+        patch.setattr(checkpointer, "_write_part", told)
+        checkpointer.save(1, model, torch.optim.SGD(model.parameters()), {}, last=True)
+    checkpointer.close()
+
+
 def alone(out: Path) -> None:
     """Rank 0 works alone for longer than any collective may take."""
     runtime = Runtime.start(SHORT_SECONDS)  # of the group that exists
@@ -143,6 +165,7 @@ def main(checkpoint: Path, out: Path) -> None:
         token_metrics(runtime, out)
         traces(runtime, out / "profile")
         full_disk(runtime, checkpoint, out / "full")
+        spread(runtime, checkpoint, out / "spread")
         alone(out)
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from kernel_forests import SHAPES, forests
 
 from dccot.kernels import attention_triton, tuning
+from dccot.kernels.mask import Share, split
 from dccot.kernels.schedule import Plan
 from dccot.kernels.tree_attention import TreeMask, tree_attention
 from dccot.kernels.tuning import Tile
@@ -115,3 +116,24 @@ def test_large_scores_neither_overflow_nor_vanish():
     rounding = 30 * torch.finfo(FP32).eps * largest
     assert 1e-3 < rounding < 0.1
     check(BRANCHES, [q * 30, k * 30, v, grad], rounding)
+
+
+@pytest.mark.parametrize("tma", [False, True])
+def test_the_shares_of_two_ranks_add_up_to_the_whole(tma, monkeypatch):
+    """Each rank's queries against all keys, with split lists: its rows of the output and of dQ, and a part of dK/dV."""
+    monkeypatch.setattr(attention_triton, "_processors", lambda _: 20)
+    monkeypatch.setattr(tuning, "INTERPRETER", tuple(replace(tile, tma=tma) for tile in tuning.INTERPRETER))
+    q, k, v, grad = inputs(75, 2, 32, FP32)
+    whole, ranges, slots = with_gradients([q, k, v, grad], TreeMask(BRANCHES), "triton"), split(BRANCHES, 2), 0
+    keys = [torch.zeros_like(k), torch.zeros_like(v)]
+    for rank in range(2):
+        mask = TreeMask(BRANCHES, share=Share(ranges, rank))
+        own = mask.row >= 0
+        *rows, dk, dv = with_gradients([q[own], k, v, grad[own]], mask, "triton")
+        for part, expected in zip(rows, whole[:2], strict=True):
+            torch.testing.assert_close(part, expected[own], rtol=1e-5, atol=1e-5)
+        keys = [keys[0] + dk, keys[1] + dv]
+        slots += sum(plan.slots for plan in mask._derived.values() if isinstance(plan, Plan))
+    assert len(ranges[0]) > 1 and slots
+    for total, expected in zip(keys, whole[2:], strict=True):
+        torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)

@@ -31,7 +31,7 @@ from dccot.train.phases import Phases
 PHASES = ("rollout", "grade", "update", "sync", "checkpoint")
 FILES = {  # moment → (audit event, the path it is about): the kill comes just before it happens
     "writing shards": ("open", r"\.partial/dcp/"),
-    "writing weights": ("open", r"\.partial/\.hf\.partial/"),
+    "writing weights": ("open", r"\.partial/hf/"),
     "writing the manifest": ("open", r"\.partial/\.manifest\.json\.\d+\.part$"),
     "before the rename": ("os.rename", r"checkpoints/\.step_\d+\.partial$"),
     "between rename and latest": ("open", r"\.latest\.\d+\.part$"),
