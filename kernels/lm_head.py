@@ -95,17 +95,22 @@ def _backward(
     kept: Tensor,
     temperature: float,
     chunk_rows: int,
+    weight_needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`row_values`: log-sum-exp, entropy, gradients of log-prob and entropy, [4, M]; `kept`: by the forward."""
+    """`row_values`: log-sum-exp, entropy, gradients of log-prob and entropy, [4, M]; `kept`: by the forward.
+
+    A frozen weight gets an empty gradient.
+    """
     to_gradient = _kernels(hidden).logits_to_gradient
-    hidden_grad, weight_grad = torch.zeros_like(hidden, dtype=_wide(hidden)), torch.empty_like(weight)
+    hidden_grad = torch.zeros_like(hidden, dtype=_wide(hidden))
+    weight_grad = torch.empty_like(weight) if weight_needs_grad else weight.new_empty(0)
     row_slices, vocab_slices = _blocks(len(hidden), len(weight), chunk_rows)
     first_kept = len(row_slices) * len(vocab_slices) - len(kept)
     buffers = _buffers(hidden, row_slices, vocab_slices)
     dtype = hidden.dtype if buffers is None else buffers.dtype
     numbers = itertools.count()
     for vocab in vocab_slices:
-        vocab_grad = torch.zeros_like(weight[vocab], dtype=_wide(weight))
+        vocab_grad = torch.zeros_like(weight[vocab], dtype=_wide(weight)) if weight_needs_grad else None
         for rows, number in zip(row_slices, numbers):
             chosen, values = targets[rows] - vocab.start, row_values[:, rows]
             if number >= first_kept and buffers is not None:
@@ -116,15 +121,17 @@ def _backward(
                 gradient = to_gradient(logits, chosen, values, 1 / temperature, dtype)
                 del logits  # before the next ones come, unless they share a buffer
             _add_product(hidden_grad[rows], gradient, weight[vocab])
-            _add_product(vocab_grad, gradient.t(), hidden[rows])
+            if vocab_grad is not None:
+                _add_product(vocab_grad, gradient.t(), hidden[rows])
             del gradient
-        weight_grad[vocab] = vocab_grad
+        if vocab_grad is not None:
+            weight_grad[vocab] = vocab_grad
     return hidden_grad.to(hidden.dtype), weight_grad
 
 
 @_backward.register_fake
-def _(row_values, hidden, weight, targets, kept, temperature, chunk_rows):
-    return torch.empty_like(hidden), torch.empty_like(weight)
+def _(row_values, hidden, weight, targets, kept, temperature, chunk_rows, weight_needs_grad):
+    return torch.empty_like(hidden), torch.empty_like(weight) if weight_needs_grad else weight.new_empty(0)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -137,7 +144,9 @@ def _save(ctx, inputs, output) -> None:
 def _gradients(ctx, grad_logprob: Tensor, grad_entropy: Tensor, *_):
     *saved, lse, entropy = ctx.saved_tensors
     row_values = torch.stack([lse, entropy, grad_logprob, grad_entropy])
-    return *_backward(row_values, *saved, ctx.temperature, ctx.chunk_rows), *[None] * 4
+    needed = ctx.needs_input_grad[1]
+    of_hidden, of_weight = _backward(row_values, *saved, ctx.temperature, ctx.chunk_rows, needed)
+    return of_hidden, of_weight if needed else None, *[None] * 4
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from dccot.core.config import ConfigError, Positive, one_of, require
 from dccot.core.runtime import inherit_timeout
 from dccot.model.config import ModelConfig, read_config
+from dccot.model.lora import LoraConfig, add_adapters, init_adapters
 from dccot.model.transformer import Block, Transformer
 from dccot.model.weights import load_weights
 
@@ -71,11 +72,21 @@ class ShardingConfig:
 
 
 def build_model(
-    folder: str | Path, sharding: ShardingConfig, *, device: torch.device | str | None = None, seed: int | None = None
+    folder: str | Path,
+    sharding: ShardingConfig,
+    *,
+    device: torch.device | str | None = None,
+    seed: int | None = None,
+    lora: LoraConfig | None = None,
 ) -> Transformer:
-    """The checkpoint in `folder`, sharded over the process group if there is one; with `seed`, random weights."""
+    """The checkpoint in `folder`, sharded over the process group if there is one; with `seed`, random weights.
+
+    With `lora`, it is frozen and has new adapters, which follow from torch's seed.
+    """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model = empty_model(read_config(folder), sharding, device)
+    model = empty_model(read_config(folder), sharding, device, lora)
+    if model.lora:
+        init_adapters(model, torch.initial_seed())
     if seed is None:
         load_weights(model, folder)
     else:
@@ -83,11 +94,12 @@ def build_model(
     return model
 
 
-def empty_model(config: ModelConfig, sharding: ShardingConfig, device: torch.device) -> Transformer:
-    """A model of this shape with uninitialised memory for its weights."""
+def empty_model(
+    config: ModelConfig, sharding: ShardingConfig, device: torch.device, lora: LoraConfig | None = None
+) -> Transformer:
+    """A model of this shape with uninitialised memory for its weights and, with `lora`, its adapters."""
     master, compute = _dtype("master_dtype", sharding.master_dtype), _dtype("compute_dtype", sharding.compute_dtype)
-    with torch.device("meta"):
-        model = Transformer(config).to(master)
+    model = meta_model(config, master, compute, lora)
     compiled = sharding.compile and _can_compile(device)
     for block in model.model.layers:
         assert isinstance(block, Block)
@@ -102,6 +114,18 @@ def empty_model(config: ModelConfig, sharding: ShardingConfig, device: torch.dev
             "a process group: launch with torchrun (one process will do), or set both to the same"
         )
     model.to_empty(device=device)
+    return model
+
+
+def meta_model(
+    config: ModelConfig, master: torch.dtype, compute: torch.dtype, lora: LoraConfig | None = None
+) -> Transformer:
+    """Shapes and dtypes alone: what is trained in `master`, what is frozen in `compute` precision."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    if lora is None or not lora.rank:
+        return model.to(master)
+    add_adapters(model.to(compute), lora, master)
     return model
 
 

@@ -16,6 +16,7 @@ N tokens, M rows that predict, H heads, D head dim, V vocabulary.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,9 @@ from dccot.kernels.norm_rotate import rms_norm, rotate
 from dccot.kernels.tree_attention import TreeMask, tree_attention
 from dccot.model.config import ModelConfig
 from dccot.model.rope import cos_sin
+
+if TYPE_CHECKING:
+    from dccot.model.lora import LoraConfig
 
 
 class RMSNorm(nn.Module):
@@ -116,6 +120,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
+        self.lora: LoraConfig | None = None  # of its adapters (lora.py)
         self.model = Decoder(config)
         if not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -146,7 +151,12 @@ class Transformer(nn.Module):
                 full.fill_(1.0)
             elif not name.endswith(".bias"):
                 full.normal_(0.0, self.config.initializer_range, generator=generator)
-            if isinstance(parameter, DTensor):
-                mesh, full = parameter.device_mesh, full.to(parameter.device)
-                full = distribute_tensor(full, mesh, parameter.placements, src_data_rank=None)
-            parameter.copy_(full)
+            fill(parameter, full)
+
+
+def fill(parameter: Tensor, full: Tensor) -> None:
+    """Copy a whole tensor, the same on every rank, into a parameter or its shards."""
+    if isinstance(parameter, DTensor):
+        mesh, full = parameter.device_mesh, full.to(parameter.device)
+        full = distribute_tensor(full, mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(full)

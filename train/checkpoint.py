@@ -3,6 +3,7 @@
     checkpoints/step_000010/dcp/…           sharded model and optimizer (torch's), fp32; any number of ranks can resume
     checkpoints/step_000010/hf/…            weights for transformers and vLLM, in the precision they compute in; those
                                             of the last step in fp32, since the next stage continues from them
+                                            with adapters, both hold the adapters alone (model/lora.py)
     checkpoints/step_000010/state.json      step, position in the data, counters
     checkpoints/step_000010/manifest.json   size and checksum of every file above; written last
     latest                                  name of the newest complete checkpoint; updated last
@@ -26,7 +27,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,18 +36,21 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from dccot.core.config import NonNegative, Positive, PositiveFloat
-from dccot.core.files import flush_to_disk, write_atomic
+from dccot.core.config import ConfigError, NonNegative, Positive, PositiveFloat
+from dccot.core.files import BadData, flush_to_disk, write_atomic
 from dccot.core.run import Checkpoint, Run
 from dccot.core.runtime import Runtime, inherit_timeout, on_rank_zero
+from dccot.model.lora import Base, trained, write_adapters
+from dccot.model.sharding import meta_model
 from dccot.model.transformer import Transformer
-from dccot.model.weights import read_companions, write_folder
+from dccot.model.weights import read_companions, write_folder, written_whole
 from dccot.train.dcp_reader import load_shards
 
 log = logging.getLogger(__name__)
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # what is frozen stays as it was loaded
 # which is the intent
 warnings.filterwarnings(
     "ignore", "torch.distributed is disabled, .* assuming the intent is to load in a single process"
@@ -78,11 +82,14 @@ class Checkpointer:
         *,
         steps: int | None = None,
         dtype: torch.dtype | None = None,
+        base: Base | None = None,
     ):
-        """`steps`: the run's last step, whose hf/ is as exact as the model; `dtype`: of the others'."""
+        """`steps`: the run's last step, whose hf/ is as exact as the model; `dtype`: of the others'. `base`: what the
+        adapters of a model belong to.
+        """
         self.steps, self.dtype = steps, dtype
         self.run, self.folder, self.latest = run, run.checkpoints, run.latest
-        self.config, self.runtime = config, runtime
+        self.config, self.runtime, self.base = config, runtime, base
         # now: the source may be deleted or changed during the run
         self.companions = read_companions(source) if runtime.is_main else {}
         self._costs: dict[str, float] = {}
@@ -112,7 +119,7 @@ class Checkpointer:
                 f"{self._failures} checkpoints in a row were not written ({limit}); the last because of {why}. "
                 "Older checkpoints are intact: fix the cause and run this again"
             )
-        model_state, optimizer_state = get_state_dict(model, optimizer)
+        model_state, optimizer_state = get_state_dict(model, optimizer, options=TRAINED)
         everything = {"model": model_state, "optimizer": optimizer_state}
         if problem := self._no_room(_bytes(everything) + _bytes(model_state) * self._has_weights(step)):
             self._underway = Future()
@@ -123,9 +130,10 @@ class Checkpointer:
             # returns when the copy is made
             written = dcp.async_save(everything, checkpoint_id=place, process_group=self._group)
             assert isinstance(written, Future)  # only a custom stager returns anything else
-            with torch.device("meta"):
-                shape = Transformer(model.config).to(next(model.parameters()).dtype)
-            text = json.dumps({"step": step, **state}, indent=1)
+            dtype = next(parameter.dtype for _, parameter in trained(model))
+            shape = meta_model(model.config, dtype, dtype, model.lora)
+            made_on = {"base": asdict(self.base)} if self.base else {}
+            text = json.dumps({"step": step, **made_on, **state}, indent=1)
             waited = time.perf_counter() - start
             self._underway = self._writer.submit(self._complete, step, written, shape, text, start, waited, last)
         if last and (problems := self._problems()):
@@ -134,7 +142,7 @@ class Checkpointer:
 
     def _has_weights(self, step: int) -> bool:
         every = self.config.keep_hf_every
-        return every is None or step % every == 0 or step == self.steps
+        return self.base is not None or every is None or step % every == 0 or step == self.steps
 
     def finish(self) -> bool:
         """Wait for a checkpoint that is being written; False if it failed, with everything older intact."""
@@ -193,9 +201,16 @@ class Checkpointer:
     def _finish_alone(self, partial: Checkpoint, final: Checkpoint, shape: Transformer, state: str) -> list[str]:
         """What rank 0 adds to the shards; returns what went wrong."""
         try:
-            if self._has_weights(final.step):
+            weights = _read_back(partial.dcp, shape)
+            if self.base:
+                with written_whole(partial.hf) as folder:
+                    write_adapters(weights, self.base, folder)
+                    (folder / "config.json").write_text(json.dumps(shape.config.raw, indent=2))
+                    for name, content in self.companions.items():
+                        (folder / name).write_bytes(content)
+            elif self._has_weights(final.step):
                 dtype = None if final.step == self.steps else self.dtype
-                write_folder(shape, _read_back(partial.dcp, shape), partial.hf, source=self.companions, dtype=dtype)
+                write_folder(shape, weights, partial.hf, source=self.companions, dtype=dtype)
             partial.state.write_text(state)
             partial.write_manifest()
             if final.folder.exists():
@@ -240,13 +255,25 @@ class Checkpointer:
         if self.config.resume == "never":
             remedy = "choose another name or set checkpoint.resume=auto"
             raise FileExistsError(f"{found.folder} exists and checkpoint.resume is never; {remedy}")
-        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state = json.loads(found.state.read_text())
+        self._require_same_base(state.get("base"))
+        model_state, optimizer_state = get_state_dict(model, optimizer, options=TRAINED)
         load_shards({"model": model_state, "optimizer": optimizer_state}, found.dcp)
-        set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        states = {"model_state_dict": model_state, "optim_state_dict": optimizer_state}
+        set_state_dict(model, optimizer, **states, options=TRAINED)
         if self.runtime.is_main:
             # it may name a damaged one, or be outdated after a kill just before its update
             write_atomic(self.latest, found.folder.name + "\n")
-        return json.loads(found.state.read_text())
+        return state
+
+    def _require_same_base(self, saved: dict[str, Any] | None) -> None:
+        """Adapters mean nothing without the model and the settings that they were trained with."""
+        now, remedy = asdict(self.base) if self.base else None, "continue with it, or choose another name"
+        before, after = ((each or {"lora": {"rank": 0}})["lora"] for each in (saved, now))
+        if before != after:
+            raise ConfigError(f"{self.run} was trained with model.lora {before}, and it is {after}; {remedy}")
+        if saved and now and saved["files"] != now["files"]:
+            raise BadData(f"{self.run} has adapters of {saved['path']}, and {now['path']} differs; {remedy}")
 
     def _retire(self, newest_step: int) -> None:
         """Delete checkpoints older than the newest `keep`; where hf/ is to stay, only the rest of the checkpoint is
@@ -280,8 +307,8 @@ def _bytes(state: Any) -> int:
 
 
 def _read_back(folder: Path, shape: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of every parameter in a dcp/ folder, one at a time; needs no other rank."""
-    for name, parameter in shape.named_parameters():
+    """(name, whole tensor) of every trained parameter in a dcp/ folder, one at a time; needs no other rank."""
+    for name, parameter in trained(shape):
         whole = torch.empty_like(parameter, device="cpu")
         load_shards({"model": {name: whole}}, folder, no_dist=True)
         yield name, whole

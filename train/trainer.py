@@ -28,10 +28,12 @@ from dccot.core.command import Stopped, asked, listening
 from dccot.core.config import flat
 from dccot.core.files import checksum
 from dccot.core.progress import Progress
+from dccot.core.provenance import Checksums
 from dccot.core.run import Run
 from dccot.core.runtime import Runtime, inherit_timeout, on_rank_zero, require_shared
 from dccot.kernels.tree_attention import prepare
 from dccot.model.folder import model_checksums
+from dccot.model.lora import Base
 from dccot.model.sharding import DTYPES, build_model
 from dccot.train.checkpoint import Checkpointer
 from dccot.train.config import RLConfig, SFTConfig
@@ -49,10 +51,11 @@ C = TypeVar("C", bound="RLConfig | SFTConfig")
 class Trainer(Generic[C]):
     def __init__(self, config: C, runtime: Runtime, source: Path, rows: Sequence[tuple[str, str]]):
         self.config, self.runtime, self.source = config, runtime, source
-        self.run = open_run(config, runtime, source, rows)
+        self.weights = model_checksums(source, runtime)
+        self.run = open_run(config, runtime, self.weights, rows)
         self.phases = Phases(runtime)
         torch.manual_seed(config.seed)
-        self.model = build_model(source, config.sharding, device=runtime.device)
+        self.model = build_model(source, config.sharding, device=runtime.device, lora=config.model.lora)
         self.optimizer = make_optimizer(self.model, config.optimizer)
 
     def resume(self, stack: ExitStack) -> dict[str, Any]:
@@ -60,7 +63,8 @@ class Trainer(Generic[C]):
         config, main = self.config, self.runtime.is_main
         written = self.run, config.checkpoint, self.runtime, self.source
         dtype = DTYPES[config.sharding.compute_dtype]
-        self.checkpointer = Checkpointer(*written, steps=config.steps, dtype=dtype)
+        base = Base(str(self.source.absolute()), self.weights, self.model.lora) if self.model.lora else None
+        self.checkpointer = Checkpointer(*written, steps=config.steps, dtype=dtype, base=base)
         stack.callback(self.checkpointer.close)
         state = self.checkpointer.resume(self.model, self.optimizer) or {}
         self.first_step: int = state.get("step", 0)
@@ -205,7 +209,9 @@ class Trainer(Generic[C]):
         log.info("stopped after step %d of %d", finished, self.config.steps)
 
 
-def open_run(config: RLConfig | SFTConfig, runtime: Runtime, source: Path, rows: Sequence[tuple[str, str]]) -> Run:
+def open_run(
+    config: RLConfig | SFTConfig, runtime: Runtime, weights: Checksums, rows: Sequence[tuple[str, str]]
+) -> Run:
     """The run's folder, locked, with settings and provenance. `rows` are (id, checksum) of its data: a run that has a
     checkpoint resumes only with the same rows.
     """
@@ -216,5 +222,5 @@ def open_run(config: RLConfig | SFTConfig, runtime: Runtime, source: Path, rows:
     data = {"data.train": config.data.train, "data.validation": config.data.validation}
     read = {"replay": config.replay} if config.replay else data
     inputs = {key: {Path(file).name: checksum(file)} for key, file in read.items() if file}
-    run.record(config, {"model.path": model_checksums(source, runtime), **inputs}, runtime)
+    run.record(config, {"model.path": weights, **inputs}, runtime)
     return run
