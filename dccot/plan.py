@@ -29,7 +29,7 @@ from typing import Any
 
 from dccot.core.config import ConfigError, load_config
 from dccot.core.run import Run
-from dccot.memory import TrainingMemory, largest_batch, parameters
+from dccot.memory import TrainingMemory, largest_batch, parameters, trained_parameters
 from dccot.model.config import ModelConfig, parse_config, read_config
 from dccot.model.sharding import DTYPES
 from dccot.rollout.engine import EngineConfig
@@ -109,7 +109,8 @@ def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan
     total, shards = parameters(model), gpus // copies
     largest = largest_batch(config, model.max_position)
     reference = bool(config.objective.kl_coefficient)
-    memory = TrainingMemory(model, config.sharding, shards, largest.tokens, largest.rows, reference)
+    lora = config.model.lora
+    memory = TrainingMemory(model, config.sharding, shards, largest.tokens, largest.rows, reference, lora)
     persistent, (moment, training) = memory.persistent, memory.peak
     kv_bytes = 1 if config.engine.kv_cache_dtype == "fp8" else 2
     kv_per_token = 2 * model.layers * model.kv_heads * model.head_dim * kv_bytes / parallel
@@ -122,7 +123,8 @@ def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan
     typical = config.prompt.max_prompt_tokens / 4 + config.rollout.budget / 2
     sequences = max(1, min(config.engine.max_sequences, int(kv_tokens / typical)))
     step = (weights + sequences * typical * kv_per_token) / (gpu.bandwidth * GB * ASSUMED_BANDWIDTH_SHARE)
-    flops_per_token = 8 * total if config.sharding.activation_checkpointing else 6 * total
+    passes = 3 - bool(lora.rank) + config.sharding.activation_checkpointing  # frozen weights need no gradient
+    flops_per_token = 2 * passes * total
     sampled, trained = sequences / step * (gpus / parallel), gpus * gpu.tflops * 1e12 * ASSUMED_MFU / flops_per_token
     return Plan(total, largest.tokens, persistent, moment, training, sampling, kv_tokens, sampled, trained)
 

@@ -38,7 +38,7 @@ from dccot.data.task import find_task
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import find_model, model_checksums
 from dccot.model.hub import hub_files, is_hub_id, require_hub_data
-from dccot.plan import GB, parameters, rollout_bytes, run_bytes, training_peak
+from dccot.plan import GB, rollout_bytes, run_bytes, trained_parameters, training_peak
 from dccot.recipe import SHARED, Need, Recipe, StagePlan
 from dccot.stages import EvalStage
 from dccot.train.config import RLConfig, SFTConfig, check_context, open_folder
@@ -330,7 +330,7 @@ def _estimate(found: Checked, plan: StagePlan, config: Any, model: tuple[Path, M
     except (ConfigError, BadData) as error:
         found.fault(plan.name, "model.path", str(error))
         return
-    found.disk += run_bytes(parameters(shape), config)
+    found.disk += run_bytes(trained_parameters(shape, config.model.lora), config)
     if isinstance(config, RLConfig):
         peak = found.memory[plan.name] = training_peak(shape, config, ranks)
         room, where = _memory_per_rank()

@@ -126,7 +126,7 @@ class Trainer(Generic[C]):
 
     def update_metrics(self, reports: Sequence[StepReport], forests: Sequence[Forest]) -> dict[str, float]:
         """What a step's updates did, and how fast."""
-        config, seconds = self.config, self.phases.seconds["update"]
+        config, model, seconds = self.config, self.model, self.phases.seconds["update"]
         dtype = DTYPES[config.sharding.compute_dtype]
         return {
             "policy/loss": sum(report.loss for report in reports) / len(reports),
@@ -134,7 +134,7 @@ class Trainer(Generic[C]):
             "policy/learning_rate": config.optimizer.rate(self.updates - 1),
             "policy/skipped_updates": float(self.skipped),
             "speed/trained_tokens": sum(map(len, forests)) * self.runtime.ranks / seconds,
-            **training_speed(self.model.config, forests, seconds, self.runtime.device, dtype),
+            **training_speed(model.config, forests, seconds, self.runtime.device, dtype, bool(model.lora)),
         }
 
     def due(self, step: int, every: int) -> bool:

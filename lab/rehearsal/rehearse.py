@@ -82,8 +82,9 @@ def prepare(paths: Sequence[str], overrides: Sequence[str], model: ModelConfig, 
         largest = largest_batch(config, model.max_position)
         objective = asdict(config.objective) if isinstance(config, RLConfig) else None
         reference = isinstance(config, RLConfig) and config.objective.kl_coefficient > 0
-        planned = TrainingMemory(model, config.sharding, gpus // replicate, largest.tokens, largest.rows, reference)
-        same = json.dumps([asdict(largest), asdict(config.sharding), objective])
+        lora, shards = config.model.lora, gpus // replicate
+        planned = TrainingMemory(model, config.sharding, shards, largest.tokens, largest.rows, reference, lora)
+        same = json.dumps([asdict(largest), asdict(config.sharding), objective, asdict(lora)])
         groups.setdefault(same, Rehearsal(str(path), list(overrides), planned)).configs.append(Path(path).stem)
     return list(groups.values())
 

@@ -109,6 +109,13 @@ def test_blocks_that_were_kept_give_the_bits_of_blocks_computed_again(monkeypatc
     assert all(map(torch.equal, found[0] + found[0], found[1] + found[2]))
 
 
+def test_a_frozen_weight_gets_no_gradient_and_hidden_states_the_same_bits():
+    hidden, weight, targets = problem(6, 11, dtype=torch.float32)
+    both = gradients(linear_logprob(hidden, weight, targets, 0.6, chunk_rows=2), (1.0, 0.1), (hidden, weight))
+    alone = linear_logprob(hidden, weight.detach(), targets, 0.6, chunk_rows=2)
+    assert torch.equal(gradients(alone, (1.0, 0.1), (hidden,))[0], both[0])
+
+
 SHAPES = r"hidden \[M, d\], weight \[V, d\] and targets \[M\], got \(4, 7\), \(5, 8\), \(4,\)"
 DTYPES = "share one floating-point dtype, got torch.float64 and torch.float32"
 

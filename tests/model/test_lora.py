@@ -1,12 +1,18 @@
 """Adapters against peft on the same weights, their files, and what sharding, precision and merging make of them."""
 
+import json
+import shutil
+
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from dccot.core.files import BadData, checksum
+from dccot.core.run import Run
 from dccot.kernels.tree_attention import TreeMask
+from dccot.model.folder import model_checksums, resolve_model
 from dccot.model.lora import Base, LoraConfig, adapters_off, add_adapters, init_adapters, trained, write_adapters
 from dccot.model.weights import full_parameters
 from dccot.train.update import OptimizerConfig, make_optimizer
@@ -93,3 +99,61 @@ def test_only_adapters_have_gradients_and_optimizer_state(pair):
     assert held == {name.removeprefix("base_model.model.") for name in load_file(hf / "adapter_model.safetensors")}
     optimizer = make_optimizer(model, OptimizerConfig())
     assert sum(map(len, (group["params"] for group in optimizer.param_groups))) == len(held)
+
+
+@pytest.fixture
+def run(pair, tmp_path):
+    """A run whose only checkpoint holds the pair's adapters, next to the run that they were trained on."""
+    model, _, hf = pair
+    runs = tmp_path / "runs"
+    for name, step in (("sft", 4), ("lora", 7)):
+        folder = runs / name / "checkpoints" / f"step_{step:06d}"
+        source = hf.parent / "base" if name == "sft" else hf
+        shutil.copytree(source, folder / "hf")
+        shutil.copy(hf.parent / "base" / "config.json", folder / "hf")
+        if name == "lora":
+            start = resolve_model(runs / "sft")
+            write_adapters(trained(model), Base(str(start), model_checksums(start), LORA), folder / "hf")
+        made = Run(runs / name).checkpoint_folder(step)
+        made.write_manifest()
+        made.run.latest.write_text(made.folder.name + "\n")
+    return runs / "lora"
+
+
+def test_a_run_of_adapters_is_a_plain_model_for_everybody(run, pair, ours):
+    folder = resolve_model(run)
+    assert folder == run / "checkpoints/step_000007/merged"
+    torch.testing.assert_close(logits(ours(folder, torch.float64)), logits(pair[0]), rtol=0, atol=1e-4)  # fp32 on disk
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    torch.testing.assert_close(theirs(TOKENS[None]).logits[0], logits(pair[0]), rtol=0, atol=1e-4)
+
+
+def test_peft_opens_a_checkpoint_together_with_its_base(run, pair):
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(run / "checkpoints/step_000007/hf", dtype=torch.float64)
+    torch.testing.assert_close(theirs(TOKENS[None]).logits[0], logits(pair[0]), rtol=0, atol=1e-4)
+
+
+def test_a_merged_model_that_was_damaged_is_merged_again(run):
+    weights = resolve_model(run) / "model.safetensors"
+    expected, content = checksum(weights), bytearray(weights.read_bytes())
+    content[-5] ^= 1
+    weights.write_bytes(content)
+    assert checksum(resolve_model(run) / "model.safetensors") == expected
+
+
+def test_adapters_move_together_with_the_run_they_were_trained_on(run, tmp_path):
+    moved = tmp_path / "elsewhere"
+    shutil.move(run.parent, moved)
+    assert resolve_model(moved / "lora").is_dir()
+
+
+def test_adapters_are_never_merged_with_another_model(run):
+    base = run.parent / "sft/checkpoints/step_000004"
+    raw = json.loads((base / "hf/config.json").read_text())
+    (base / "hf/config.json").write_text(json.dumps(raw | {"rms_norm_eps": 1e-5}))
+    Run(run.parent / "sft").checkpoint_folder(4).write_manifest()
+    with pytest.raises(BadData, match=r"holds adapters of .*sft.*, which has changed since: restore that model"):
+        resolve_model(run)
+    shutil.rmtree(run.parent / "sft")
+    with pytest.raises(FileNotFoundError, match=r"holds adapters of .*sft.*, which is gone"):
+        resolve_model(run)
