@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,7 @@ Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 class LoraConfig:
     rank: NonNegative = 0  # of the adapters that are trained instead of the weights; 0: none, all weights are trained
     alpha: PositiveFloat = 32.0  # the adapters' product is scaled by alpha / rank
-    targets: list[Target] = field(default_factory=lambda: list(Target.__args__))  # layers that get adapters
+    targets: list[Target] = field(default_factory=lambda: list(get_args(Target)))  # layers that get adapters
 
     def check(self) -> None:
         require(bool(self.targets), "model.lora.targets is empty; name at least one layer, e.g. [q_proj, v_proj]")

@@ -259,8 +259,9 @@ class Checkpointer:
         self._require_same_base(state.get("base"))
         model_state, optimizer_state = get_state_dict(model, optimizer, options=TRAINED)
         load_shards({"model": model_state, "optimizer": optimizer_state}, found.dcp)
-        states = {"model_state_dict": model_state, "optim_state_dict": optimizer_state}
-        set_state_dict(model, optimizer, **states, options=TRAINED)
+        set_state_dict(
+            model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=TRAINED
+        )
         if self.runtime.is_main:
             # it may name a damaged one, or be outdated after a kill just before its update
             write_atomic(self.latest, found.folder.name + "\n")
