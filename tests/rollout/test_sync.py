@@ -207,8 +207,8 @@ SKIPPED = {"_parameters", "_buffers", "_modules", "kv_cache"}
 
 
 def test_loading_a_model_makes_nothing_outside_its_parameters_and_buffers(engine):
-    """Sleep at level 2 saves buffers, `load` gives parameters: anything else would be lost on a GPU. What is on the host
-    stays: copies of scales, and here the weights that vLLM repacks for its CPU kernels.
+    """Sleep at level 2 saves buffers, `load` gives parameters: anything else would be lost on a GPU. What is on the
+    host stays: copies of scales, and here the weights that vLLM repacks for its CPU kernels.
     """
     on_host = ("_scale_cpu", "_scale_cpu_cache", ".cpu_linear.handler_tensor")
     assert [where for where in tensors_of(engine._network).values() if not where.endswith(on_host)] == []
