@@ -87,7 +87,7 @@ rehearse: .venv/ready
 	$(BIN)/dccot rehearse $(REHEARSED) --model 32B --gpus 64 --replicate 2 --gpu H200 sharding.reduce_once=false --json runs/rehearse/32B.json
 	$(BIN)/dccot rehearse $(REHEARSED) --model 32B --gpus 1024 --replicate 32 --gpu H200 sharding.reduce_once=false --json runs/rehearse/32B-1024.json
 
-# The first thing to run on a machine with GPUs: at most 15 minutes on one, more with two; ends in runs/gpu-check/report.md.
+# The first thing to run on a machine with GPUs: about 25 minutes on one, more with two; ends in runs/gpu-check/report.md.
 gpu-check: .venv/ready
 	$(BIN)/dccot gpu-check $(if $(MODEL),--model $(MODEL))
 

@@ -18,6 +18,9 @@ per number in compute precision, S ranks that share a copy of the model. Steady 
 With adapters (model.lora) the model's own weights are w bytes each and have neither moments nor gradients, and the
 reference policy takes no memory.
 
+Outside torch's allocator, and assumed rather than computed: the CUDA context, NCCL's buffers, and the CUDA graphs of an
+engine that sleeps at level 1.
+
 The peak is the highest of three moments: the last block's backward, with everything of it recomputed; the LM head's
 backward; the reduction of the root's gradients when all blocks are done.
 """
@@ -37,6 +40,10 @@ from dccot.model.sharding import DTYPES, ShardingConfig
 from dccot.model.transformer import Transformer
 from dccot.train.config import RLConfig, SFTConfig
 
+# bytes; not measured, since no GPU was available
+CONTEXT = 0.6e9  # CUDA context with its kernels
+NCCL = 1.0e9  # buffers of the trainer's and the engine's communicators
+GRAPHS = 1.5e9  # CUDA graphs, which stay on the GPU unless engine.sleep_level is 2
 DIRECTOR = 8  # director tokens before and after spawning: few, since worker tokens make a larger tree
 
 
@@ -82,6 +89,11 @@ def largest_batch(config: RLConfig | SFTConfig, max_position: int) -> LargestBat
 
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+def outside_torch(config: RLConfig | SFTConfig, ranks: int) -> dict[str, float]:
+    engine = isinstance(config, RLConfig) and config.engine.compile is not False and config.engine.sleep_level == 1
+    return {"CUDA context": CONTEXT, "NCCL": NCCL * (ranks > 1), "CUDA graphs of the sleeping engine": GRAPHS * engine}
 
 
 @cache

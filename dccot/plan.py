@@ -27,9 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dccot.core.config import ConfigError, load_config
 from dccot.core.run import Run
-from dccot.memory import TrainingMemory, largest_batch, parameters, trained_parameters
+from dccot.memory import TrainingMemory, largest_batch, outside_torch, parameters, trained_parameters
 from dccot.model.config import ModelConfig, parse_config, read_config
 from dccot.model.sharding import DTYPES
 from dccot.rollout.engine import EngineConfig
@@ -85,6 +87,7 @@ class Plan:
 
     parameters: int
     tokens: int  # of the largest micro-batch: the token budget, or a response that is larger than it
+    outside: dict[str, float]  # of torch's allocator; assumed
     persistent: dict[str, int]  # present while training and while sampling
     moment: str  # the moment of a training step that needs most
     training: dict[str, float]  # at that moment
@@ -95,11 +98,11 @@ class Plan:
 
     @property
     def training_peak(self) -> float:
-        return sum(self.persistent.values()) + sum(self.training.values())
+        return sum(self.outside.values()) + sum(self.persistent.values()) + sum(self.training.values())
 
     @property
     def sampling_peak(self) -> float:
-        return sum(self.persistent.values()) + sum(self.sampling.values())
+        return sum(self.outside.values()) + sum(self.persistent.values()) + sum(self.sampling.values())
 
 
 def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan:
@@ -126,7 +129,8 @@ def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan
     passes = 3 - bool(lora.rank) + config.sharding.activation_checkpointing  # frozen weights need no gradient
     flops_per_token = 2 * passes * total
     sampled, trained = sequences / step * (gpus / parallel), gpus * gpu.tflops * 1e12 * ASSUMED_MFU / flops_per_token
-    return Plan(total, largest.tokens, persistent, moment, training, sampling, kv_tokens, sampled, trained)
+    outside = outside_torch(config, gpus)
+    return Plan(total, largest.tokens, outside, persistent, moment, training, sampling, kv_tokens, sampled, trained)
 
 
 def engine_at_work(model: ModelConfig, engine: EngineConfig) -> float:
@@ -136,8 +140,9 @@ def engine_at_work(model: ModelConfig, engine: EngineConfig) -> float:
 
 
 def training_peak(model: ModelConfig, config: RLConfig, ranks: int) -> float:
-    """Bytes per rank while training, independent of the GPU."""
-    return make_plan(model, config, ranks, GPUS["H100"]).training_peak
+    """Bytes per rank while training, independent of the GPU, if there is one."""
+    plan = make_plan(model, config, ranks, GPUS["H100"])
+    return plan.training_peak - (0 if torch.cuda.is_available() else sum(plan.outside.values()))
 
 
 def checkpoint_bytes(total: int, config: Any) -> float:
@@ -164,7 +169,8 @@ def run_bytes(total: int, config: RLConfig | SFTConfig) -> float:
 
 
 def advice(plan: Plan, gpu: Gpu, token_budget: int) -> list[str]:
-    room, always, found = gpu.memory * GB, sum(plan.persistent.values()), []
+    always = sum(plan.outside.values()) + sum(plan.persistent.values())
+    room, found = gpu.memory * GB, list[str]()
     tree = f"a tree of {plan.tokens:,} tokens, more than batch.token_budget {token_budget:,}"
     whole, sharded = plan.training["gradients"] >= 4 * plan.parameters, plan.persistent["master weights"]
     if plan.training_peak > room:
@@ -230,8 +236,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(plan: Plan, gpu: Gpu, token_budget: int) -> None:
     print(f"({gpu.memory} GB), per rank in GB:")
-    groups: list[Mapping[str, float]] = [plan.persistent, plan.training, plan.sampling]
-    for title, parts in zip(("always", "while training", "while sampling"), groups):
+    groups: list[Mapping[str, float]] = [plan.outside, plan.persistent, plan.training, plan.sampling]
+    for title, parts in zip(("assumed", "always", "while training", "while sampling"), groups):
         print(f"  {title}: " + ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size))
     print(f"  the training peak is {plan.moment}, with {plan.tokens:,} tokens in the largest micro-batch")
     print(f"  peak: training {plan.training_peak / GB:.1f}, sampling {plan.sampling_peak / GB:.1f}")

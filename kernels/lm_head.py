@@ -28,11 +28,18 @@ STRIP_ELEMENTS = 2**17  # of logits: fits a CPU core's cache
 
 
 def linear_logprob(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, *, chunk_rows: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    *,
+    chunk_rows: int | None = None,
+    backend: str = "own",
 ) -> tuple[Tensor, Tensor]:
     """hidden [M, d], weight [V, d], targets int [M] → log-prob and entropy [M] under softmax(hidden weightᵀ / T).
 
-    Results are fp32 (fp64 for fp64 inputs) and carry gradients to both. `chunk_rows` limits the rows of a block.
+    Results are fp32 (fp64 for fp64 inputs) and carry gradients to both. `chunk_rows` limits the rows of a block. The
+    backend `liger` is Liger-Kernel's fused product, if installed: CuTe kernels on an H100, plain PyTorch elsewhere.
 
     >>> hidden, weight = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [4.0, 0.0]])
     >>> logprob, entropy = linear_logprob(hidden, weight, torch.tensor([2]))  # four equal logits: log 1/4 and log 4
@@ -47,6 +54,11 @@ def linear_logprob(
         raise TypeError(f"hidden and weight must share one floating-point dtype, got {both}: cast one of them")
     if temperature <= 0 or (chunk_rows is not None and chunk_rows < 1):
         raise ValueError(f"temperature and chunk_rows must be positive, got {temperature} and {chunk_rows}")
+    if backend == "liger" and len(hidden):
+        from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as Liger
+
+        loss, entropy = Liger.apply(hidden, weight, targets.long(), temperature, -100, 1, True)
+        return -loss.to(_wide(hidden)), entropy.to(_wide(hidden))
     chunk_rows = chunk_rows or DEFAULT_CHUNK_ROWS
     differentiated = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     blocks = math.prod(map(len, _blocks(len(hidden), len(weight), chunk_rows)))

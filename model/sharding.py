@@ -16,11 +16,13 @@ take longer than they save memory can stay `whole`: a copy on every rank, and on
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -55,12 +57,15 @@ class ShardingConfig:
     compile: bool = False
     # triton, cpu or flash (torch's FlexAttention on the same tiles, FLASH where installed); None: by device
     attention: str | None = None
+    lm_head: Literal["own", "liger"] = "own"  # liger: CuTe kernels on H100, if liger-kernel[cutedsl] is installed
 
     def check(self) -> None:
         _dtype("sharding.compute_dtype", self.compute_dtype)
         _dtype("sharding.master_dtype", self.master_dtype)
         if self.attention is not None:
             one_of(self.attention, ATTENTION, "sharding.attention", " or null")
+        liger = self.lm_head != "liger" or importlib.util.find_spec("liger_kernel") is not None
+        require(liger, "sharding.lm_head is liger, which is not installed: pip install 'liger-kernel[cutedsl]'")
         require(
             not self.whole or self.replicate == 1,
             f"sharding.replicate is {self.replicate}, and sharding.whole makes a copy per rank; choose one",
@@ -100,6 +105,7 @@ def empty_model(
     """A model of this shape with uninitialised memory for its weights and, with `lora`, its adapters."""
     master, compute = _dtype("master_dtype", sharding.master_dtype), _dtype("compute_dtype", sharding.compute_dtype)
     model = meta_model(config, master, compute, lora)
+    model.head_backend = sharding.lm_head
     compiled = sharding.compile and _can_compile(device)
     for block in model.model.layers:
         assert isinstance(block, Block)

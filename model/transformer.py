@@ -121,6 +121,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.lora: LoraConfig | None = None  # of its adapters (lora.py)
+        self.head_backend = "own"  # of the LM head
         self.model = Decoder(config)
         if not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -139,7 +140,7 @@ class Transformer(nn.Module):
         head = self.model.embed_tokens.weight if self.config.tied_embeddings else self.lm_head.weight
         if rows is None or targets is None:
             return F.linear(hidden, head)
-        return linear_logprob(hidden[rows], head, targets, temperature)
+        return linear_logprob(hidden[rows], head, targets, temperature, backend=self.head_backend)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
