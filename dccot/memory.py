@@ -21,8 +21,9 @@ reference policy takes no memory.
 Outside torch's allocator, and assumed rather than computed: the CUDA context, NCCL's buffers, and the CUDA graphs of an
 engine that sleeps at level 1.
 
-The peak is the highest of three moments: the last block's backward, with everything of it recomputed; the LM head's
-backward; the reduction of the root's gradients when all blocks are done.
+The peak is the highest of four moments: gathering the root, which is there twice until it is copied out; the last
+block's backward, with everything of it recomputed; the LM head's backward; the reduction of the root's gradients when
+all blocks are done.
 """
 
 from __future__ import annotations
@@ -168,6 +169,10 @@ class TrainingMemory:
             "activations": self.kept,
         }
         return {
+            "gathering the root": {
+                "gradients": self.gradients,
+                "gathered weights": width * (2 * root + 2 * block) * (self.shards > 1),
+            },
             "a block's backward": {**both, "one block": self.block_backward + flying},
             "the LM head's backward": {**both, "the LM head": self.head_backward},
             "the last reduction": {

@@ -64,11 +64,11 @@ def backend_for(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -
     if shape not in _CHOICES and (found := stored(shape, q.device)):
         _use(shape, found)
     if shape not in _CHOICES and len(q) >= MIN_TOKENS and q.dtype != torch.float32:
-        tensors = [x.detach() for x in (q, k, v)]
+        given = q.detach(), k.detach(), v.detach(), mask, scale
         torch.cuda.synchronize(q.device)
         # in a thread of its own: nothing of autograd, checkpointing or dispatch modes here sees what it does
         with ThreadPoolExecutor(1) as alone:
-            found = alone.submit(_tuned_on, q.device, *tensors, mask, scale).result()
+            found = alone.submit(_tuned_on, q.device, *given).result()
         _use(shape, keep(shape, q.device, found))
     choice = _CHOICES.get(shape)
     return choice.backend if choice else "triton"
@@ -82,14 +82,15 @@ def _tuned_on(device: torch.device, q: Tensor, k: Tensor, v: Tensor, mask: TreeM
 def other_backends(mask: TreeMask) -> dict[str, Attend]:
     from dccot.kernels import attention_flex
 
-    return {"flash": attention_flex.attend} | ({"sdpa": attend_causally} if mask.is_causal else {})
+    flash: dict[str, Attend] = {"flash": attention_flex.attend}
+    return flash | {"sdpa": attend_causally} if mask.is_causal else flash
 
 
 def attend_causally(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> Tensor:
     """torch's own attention, FlashAttention on a GPU: for one plain causal sequence."""
-    heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     attend = torch.nn.functional.scaled_dot_product_attention
-    return attend(*heads_first, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+    return attend(q, k, v, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
 
 
 def tune(
@@ -156,10 +157,10 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> Ten
 
 def _with_gradients(attend: Attend, tensors: list[Tensor], mask: TreeMask, scale: float) -> list[Tensor]:
     """Output and gradients of q, k and v, for q, k, v and a gradient of the output."""
-    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
     with torch.enable_grad():
-        out = attend(*leaves, mask, scale)
-        return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
+        out = attend(q, k, v, mask, scale)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])]
 
 
 def _oracle(q: Tensor, k: Tensor, scale: float, causal: bool) -> Callable[[Attend], bool]:

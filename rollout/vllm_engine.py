@@ -247,7 +247,7 @@ class VllmEngine:
 
 def choose_switches(config: EngineConfig, ranks: int) -> None:
     """What vLLM reads from the environment, also after it has started. Where nothing is chosen, your own stay."""
-    runner = config.runner
+    runner: str = config.runner
     if runner == "v2" and not ON_GPU:
         raise ConfigError("engine.runner is v2, which runs on GPUs only; leave it at auto")
     if runner == "auto" and ON_GPU and RUNNER not in os.environ and (found := checked_runner(machine())):

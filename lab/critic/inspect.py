@@ -224,9 +224,9 @@ def tune() -> str:
         config = parse_config(shape, name)
         for kind, ends in {"tree": trees.tree("paper", TUNED_TOKENS), "causal": torch.full((8192,), 8192)}.items():
             size, mask = (config.heads, config.kv_heads, config.head_dim), TreeMask(ends, "cuda")
-            inputs = attention_inputs(len(ends), *size, "cuda", torch.bfloat16)[:3]
-            autotune.backend_for(*inputs, mask, config.head_dim**-0.5)
-            if found := autotune.stored(shape_of(*inputs[:2], mask), torch.device("cuda")):
+            q, k, v, _ = attention_inputs(len(ends), *size, "cuda", torch.bfloat16)
+            autotune.backend_for(q, k, v, mask, config.head_dim**-0.5)
+            if found := autotune.stored(shape_of(q, k, mask), torch.device("cuda")):
                 tiles = "; ".join(f"{kernel} {tile}" for kernel, tile in found.tiles.items())
                 lines.append(f"{name}, {kind}: {found.backend} ({tiles})")
     return "\n".join([*lines, f"kept in {cache_folder() / autotune.FILE}"])

@@ -267,10 +267,10 @@ def check_all(checks: Sequence[Check], folder: Path, device: str, model: str) ->
             found = result.found.splitlines()[0][:160]
             print(f"[gpu-check] {result.check.label}: {result.verdict}, {result.seconds:.0f} s: {found}", flush=True)
         report()
-    found = list(results.values())
-    if all(any(each.check.runner == runner and each.verdict != "not run" for each in found) for runner in RUNNERS):
-        remember_runner(only_runner(found))
-    return found
+    every = list(results.values())
+    if all(any(each.check.runner == runner and each.verdict != "not run" for each in every) for runner in RUNNERS):
+        remember_runner(only_runner(every))
+    return every
 
 
 def remember_runner(runner: str | None) -> None:
