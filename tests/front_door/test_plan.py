@@ -91,8 +91,8 @@ def test_copies_and_tensor_parallel_are_the_configurations_unless_given(tmp_path
 
 
 def test_an_engine_that_wakes_beside_weights_and_moments_must_fit(capsys):
-    """7.6 billion parameters on 8 GPUs: (4 + 8 + 2) / 8 bytes of each are 13.3 GB, CUDA and NCCL take 3.1: a fifth of 80.
-    vLLM's share does not shrink for them.
+    """7.6 billion parameters on 8 GPUs: (4 + 8 + 2) / 8 bytes of each are 13.3 GB, CUDA and NCCL take 3.1, together a
+    fifth of 80. vLLM's share does not shrink for them.
     """
     small = ["7B", "--gpus", "8", "configs/rl/stage4.yaml", "sharding.reduce_once=false"]
     assert main([*small, "engine.gpu_memory=0.85"]) == 0
