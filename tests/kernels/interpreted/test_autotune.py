@@ -12,7 +12,8 @@ from dccot.kernels.reference import dense_attention
 from dccot.kernels.tree_attention import TreeMask, tree_attention
 from dccot.kernels.tuning import CHOSEN, INTERPRETER, Tile, shape_of
 
-MASK = TreeMask(torch.tensor([75] * 13 + [31] * 18 + [50] * 19 + [75] * 25))
+TOKENS = 34
+MASK = TreeMask(torch.tensor([34] * 6 + [15] * 9 + [24] * 9 + [34] * 10))
 TINY, OTHER = Tile(16, 16, 1, 1), Tile(32, 32, 1, 1)
 
 
@@ -30,14 +31,13 @@ def a_machine(monkeypatch, tmp_path):
 @pytest.fixture
 def tensors() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(75, heads, 32, generator=generator).half() for heads in (2, 1, 1)]
+    return [torch.randn(TOKENS, 1, 32, generator=generator).half() for _ in range(3)]
 
 
 def clock_with(**fastest: str):
     """Every candidate takes a second, and those whose name ends like this, of a kernel or backend, half as long."""
 
     def clock(name, run) -> float:
-        run()
         kernel, _, tile = name.partition(" ")
         return 0.5 if tile == fastest.get(kernel, "nothing") else 1.0
 
@@ -49,8 +49,9 @@ def dense(q, k, v, mask, scale):
 
 
 def test_each_kernel_gets_its_own_fastest_tile_and_others_the_first(tensors):
-    clock = clock_with(forward=str(OTHER), grad_key=str(TINY))
-    found = tune(*tensors, MASK, 0.2, clock, {})
+    clock, ran = clock_with(forward=str(OTHER), grad_key=str(TINY)), []
+    found = tune(*tensors, MASK, 0.2, lambda name, run: (ran.append(run()), clock(name, run))[1], {})
+    assert len(ran) == len(found.seconds), "every candidate can be timed"
     assert found.tiles == {"forward": OTHER, "grad_query": INTERPRETER[0], "grad_key": TINY}
     assert found.backend == "triton" and len(found.seconds) == 3 * 3 + 1
     assert CHOSEN == {}, "nothing is in force until it is used"
@@ -115,7 +116,7 @@ def test_a_stored_choice_decides_tiles_and_backend(tensors, monkeypatch):
 
 
 def test_plain_causal_attention_is_torchs_own_and_refused_for_trees(tensors):
-    causal = TreeMask.causal([75])
+    causal = TreeMask.causal([TOKENS])
     out = tree_attention(*tensors, causal, scale=0.2, backend="sdpa")
     torch.testing.assert_close(out, dense(*tensors, causal, 0.2), rtol=0, atol=2e-2)
     with pytest.raises(ValueError, match="one plain causal sequence, and the mask is a tree"):
