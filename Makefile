@@ -86,6 +86,9 @@ rehearse: .venv/ready
 	$(BIN)/dccot rehearse $(REHEARSED) --model 7B --gpus 8 sharding.reduce_once=false --json runs/rehearse/7B.json
 	$(BIN)/dccot rehearse $(REHEARSED) --model 32B --gpus 64 --replicate 2 --gpu H200 sharding.reduce_once=false --json runs/rehearse/32B.json
 	$(BIN)/dccot rehearse $(REHEARSED) --model 32B --gpus 1024 --replicate 32 --gpu H200 sharding.reduce_once=false --json runs/rehearse/32B-1024.json
+	$(BIN)/dccot rehearse configs/sft.yaml --model 32B --gpus 8 model.lora.rank=16 --json runs/rehearse/32B-lora-sft.json
+	$(BIN)/dccot rehearse configs/rl/stage1.yaml --model 32B --gpus 8 model.lora.rank=16 rollout.total_tokens=16000 \
+		batch.token_budget=24576 --json runs/rehearse/32B-lora-rl.json
 
 # The first thing to run on a machine with GPUs: about 25 minutes on one, more with two; ends in runs/gpu-check/report.md.
 gpu-check: .venv/ready
