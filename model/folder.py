@@ -46,9 +46,11 @@ def _resolve(path: str | Path) -> Path:
 
 def _merged(folder: Path) -> Path:
     """A plain model of the adapters in `folder` and their base."""
-    place, made_from = folder.with_name("merged"), model_checksums(folder)
-    mark = place.with_name("merged.json")
-    with open(place.with_name(".merged.lock"), "a") as lock:
+    name = "merged" if Checkpoint.of_weights(folder) else f"{folder.resolve().name}-merged"
+    place = (folder if folder.name else folder.absolute()).with_name(name)
+    made_from = model_checksums(folder)
+    mark = place.with_name(f"{name}.json")
+    with open(place.with_name(f".{name}.lock"), "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be merging
         if mark.is_file() and place.is_dir():
             made = json.loads(mark.read_text())

@@ -128,6 +128,11 @@ def test_a_run_of_adapters_is_a_plain_model_for_everybody(run, pair, ours):
     torch.testing.assert_close(theirs(TOKENS[None]).logits[0], logits(pair[0]), rtol=0, atol=1e-4)
 
 
+def test_adapters_that_were_copied_out_of_their_run_are_merged_next_to_them(run, tmp_path):
+    shutil.copytree(run / "checkpoints/step_000007/hf", tmp_path / "mine")
+    assert resolve_model(tmp_path / "mine") == tmp_path / "mine-merged"
+
+
 def test_peft_opens_a_checkpoint_together_with_its_base(run, pair):
     theirs = peft.AutoPeftModelForCausalLM.from_pretrained(run / "checkpoints/step_000007/hf", dtype=torch.float64)
     torch.testing.assert_close(theirs(TOKENS[None]).logits[0], logits(pair[0]), rtol=0, atol=1e-4)
