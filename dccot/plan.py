@@ -31,7 +31,7 @@ import torch
 
 from dccot.core.config import ConfigError, load_config
 from dccot.core.run import Run
-from dccot.memory import TrainingMemory, largest_batch, outside_torch, parameters, trained_parameters
+from dccot.memory import TrainingMemory, largest_batch, outside_torch, parameters
 from dccot.model.config import ModelConfig, parse_config, read_config
 from dccot.model.sharding import DTYPES
 from dccot.rollout.engine import EngineConfig

@@ -35,10 +35,11 @@ from dccot.core.files import BadData, checksum, read_jsonl
 from dccot.core.provenance import code_version, describe_code, differences
 from dccot.core.run import Checkpoint
 from dccot.data.task import find_task
+from dccot.memory import trained_parameters
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import find_model, model_checksums
 from dccot.model.hub import hub_files, is_hub_id, require_hub_data
-from dccot.plan import GB, rollout_bytes, run_bytes, trained_parameters, training_peak
+from dccot.plan import GB, rollout_bytes, run_bytes, training_peak
 from dccot.recipe import SHARED, Need, Recipe, StagePlan
 from dccot.stages import EvalStage
 from dccot.train.config import RLConfig, SFTConfig, check_context, open_folder

@@ -264,7 +264,7 @@ def mini_rl(context: Context) -> str:
         assert metrics["policy/skipped_updates"] == 0 and 0 < metrics["policy/grad_norm"] < 1e6, metrics
         assert context.cuda or metrics["gap/max_abs_logprob"] < 1e-4, metrics["gap/max_abs_logprob"]
     first_rollouts = [
-        Graded.from_json(row).response for _, row in read_jsonl(Run(out / "run").rollouts / "step_000000.jsonl")
+        Graded.from_json(row).response for _, row in read_jsonl(Run(out / "run").rollouts / "step_000000.jsonl.gz")
     ]
     rounding = within_rounding(first_rollouts, out / "model")
     shown = {"reward/mean": "reward", "policy/grad_norm": "gradient norm"}
