@@ -95,8 +95,11 @@ rehearse: .venv/ready
 	$(BIN)/dccot rehearse configs/sft.yaml --model 1.5B --gpus 8 --context-parallel 8 $(LONGEST) --json runs/rehearse/1.5B-long.json
 	$(BIN)/dccot rehearse configs/sft.yaml --model 7B --gpus 8 --context-parallel 8 sharding.reduce_once=false $(LONGEST) --json runs/rehearse/7B-long.json
 	$(BIN)/dccot rehearse configs/sft.yaml $(OF_64) $(LONGEST) --json runs/rehearse/32B-long.json
+	$(BIN)/dccot rehearse configs/sft.yaml --model 32B --gpus 8 model.lora.rank=16 --json runs/rehearse/32B-lora-sft.json
+	$(BIN)/dccot rehearse configs/rl/stage1.yaml --model 32B --gpus 8 model.lora.rank=16 rollout.total_tokens=16000 \
+		batch.token_budget=24576 --json runs/rehearse/32B-lora-rl.json
 
-# The first thing to run on a machine with GPUs: at most 15 minutes on one, more with two; ends in runs/gpu-check/report.md.
+# The first thing to run on a machine with GPUs: about 25 minutes on one, more with two; ends in runs/gpu-check/report.md.
 gpu-check: .venv/ready
 	$(BIN)/dccot gpu-check $(if $(MODEL),--model $(MODEL))
 

@@ -35,7 +35,7 @@ from dccot.core.files import read_jsonl
 from dccot.core.run import Run
 from dccot.data.sft_set import RewriteConfig, SequentialConfig
 from dccot.eval.results import BENCHMARKS
-from dccot.memory import parameters
+from dccot.memory import parameters, trained_parameters
 from dccot.model.config import ModelConfig
 from dccot.plan import GPUS, Gpu
 from dccot.recipe import StagePlan
@@ -218,7 +218,8 @@ def rl_step(config: RLConfig, hardware: Hardware, a: Assumptions, seed: int = 0,
         others = bool(config.objective.kl_coefficient) + (config.objective.old != "engine") * (
             1 - 1 / batch.optimizer_steps
         )
-        passes = (3 + recomputed + others, 4 + others)
+        backward = 1 if config.model.lora.rank else 2  # frozen weights get no gradient
+        passes = (1 + backward + recomputed + others, 2 + backward + others)
         steps.append(Step(rollout, training_seconds(kept, hardware, a, passes), batches, sampled))
     mean = lambda name: float(np.mean([getattr(step, name) for step in steps]))
     return Step(mean("rollout"), mean("training"), mean("batches"), mean("sampled"))
@@ -248,14 +249,15 @@ def stage_cost(plan: StagePlan, hardware: Hardware, a: Assumptions) -> Cost:
         answers = checks * (config.validation.problems or 30) * config.validation.samples
         each = step.rollout / max(1, step.batches) / (config.batch.prompts_rolled_out * config.batch.group_size)
         seconds = config.steps * (step.seconds + a.other) + answers * each
-        disk = one_run.run_bytes(hardware.parameters, config)
+        disk = one_run.run_bytes(trained_parameters(hardware.model, config.model.lora), config)
         remark = f"{step.rollout:.0f} s rollout, {step.training:.0f} s training per step; {step.batches:.1f} batches"
         return Cost(plan.name, seconds, disk, remark=remark)
     if isinstance(config, SFTConfig):
         rng = np.random.default_rng(0)
         batch = [draw_response(rng, a, 1.0, 10_000, 3) for _ in range(config.batch.examples)]
-        one = training_seconds(batch, hardware, a, (4, 4))
-        return Cost(plan.name, config.steps * one, one_run.run_bytes(hardware.parameters, config))
+        one = training_seconds(batch, hardware, a, (3, 3) if config.model.lora.rank else (4, 4))
+        disk = one_run.run_bytes(trained_parameters(hardware.model, config.model.lora), config)
+        return Cost(plan.name, config.steps * one, disk)
     if isinstance(config, SequentialConfig):
         asked = (config.first or 15_000) * (1 + (1 - a.solved) * (config.attempts - 1) * 0.7)  # hard ones again
         return Cost(plan.name, _sampling(asked, hardware, a, 0, 24_000))

@@ -128,13 +128,13 @@ def lineage(run: Run) -> list[Ancestor]:
 
 def evaluations_of(run: Run, ancestors: Sequence[Ancestor], model: Path) -> list[tuple[str, Evaluation]]:
     """(model's name, evaluation) of every evaluation next to the run that measured this model or the newest weights of
-    an ancestor. RUN/checkpoints/STEP/hf identifies weights wherever their runs have been moved.
+    an ancestor. RUN/checkpoints/STEP identifies weights wherever their runs have been moved.
     """
     runs = [each.run for each in ancestors if each.run is not None and each.name != run.name]
-    wanted = {find_model(each.folder).parts[-4:]: each.name for each in runs if each.latest.is_file()}
-    wanted[model.parts[-4:]] = run.name
+    wanted = {find_model(each.folder).parts[-4:-1]: each.name for each in runs if each.latest.is_file()}
+    wanted[model.parts[-4:-1]] = run.name
     found = [Evaluation.load(file.parent) for file in sorted(run.folder.parent.glob(f"*/{SUMMARY}"))]
-    named = [(wanted[tail], each) for each in found if (tail := Path(each.model).parts[-4:]) in wanted]
+    named = [(wanted[tail], each) for each in found if (tail := Path(each.model).parts[-4:-1]) in wanted]
     order = [each.name for each in ancestors]
     return sorted(named, key=lambda pair: (order.index(pair[0]), pair[1].name))
 

@@ -18,14 +18,21 @@ per number in compute precision, S ranks that share a copy of the model. Steady 
 Where C ranks share a micro-batch (sharding.context_parallel), N and M are a rank's share of it, and while a block runs
 the keys and values of all tokens are there, w · 2 Hk D each.
 
-The peak is the highest of three moments: the last block's backward, with everything of it recomputed; the LM head's
-backward; the reduction of the root's gradients when all blocks are done.
+With adapters (model.lora) the model's own weights are w bytes each and have neither moments nor gradients, and the
+reference policy takes no memory.
+
+Outside torch's allocator, and assumed rather than computed: the CUDA context, NCCL's buffers, and the CUDA graphs of an
+engine that sleeps at level 1.
+
+The peak is the highest of four moments: gathering the root, which is there twice until it is copied out; the last
+block's backward, with everything of it recomputed; the LM head's backward; the reduction of the root's gradients when
+all blocks are done.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 import torch
@@ -33,10 +40,15 @@ import torch
 from dccot.kernels.lm_head import BLOCK_ELEMENTS, DEFAULT_CHUNK_ROWS
 from dccot.kernels.mask import largest_share
 from dccot.model.config import ModelConfig
+from dccot.model.lora import LoraConfig
 from dccot.model.sharding import DTYPES, ShardingConfig
 from dccot.model.transformer import Transformer
 from dccot.train.config import RLConfig, SFTConfig
 
+# bytes; not measured, since no GPU was available
+CONTEXT = 0.6e9  # CUDA context with its kernels
+NCCL = 1.0e9  # buffers of the trainer's and the engine's communicators
+GRAPHS = 1.5e9  # CUDA graphs, which stay on the GPU unless engine.sleep_level is 2
 DIRECTOR = 8  # director tokens before and after spawning: few, since worker tokens make a larger tree
 
 
@@ -81,16 +93,42 @@ def largest_batch(config: RLConfig | SFTConfig, max_position: int) -> LargestBat
     return LargestBatch(copies, prompt, alone.workers, (size - 2 * DIRECTOR) // (2 * alone.workers - 1), DIRECTOR)
 
 
+Shapes = dict[str, tuple[int, ...]]
+
+
+def outside_torch(config: RLConfig | SFTConfig, ranks: int) -> dict[str, float]:
+    engine = isinstance(config, RLConfig) and config.engine.compile is not False and config.engine.sleep_level == 1
+    return {"CUDA context": CONTEXT, "NCCL": NCCL * (ranks > 1), "CUDA graphs of the sleeping engine": GRAPHS * engine}
+
+
 @cache
-def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(model: ModelConfig) -> Shapes:
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in Transformer(model).named_parameters()}
 
 
-def parameters(model: ModelConfig, where: str = "", shards: int = 1) -> int:
+def adapter_shapes(model: ModelConfig, lora: LoraConfig) -> Shapes:
+    targets = [each for each in parameter_shapes(model).items() if each[0].split(".")[-2] in lora.targets]
+    return {
+        f"{name}.lora_{part}": (lora.rank, shape[1]) if part == "A" else (shape[0], lora.rank)
+        for name, shape in targets
+        if len(shape) == 2 and lora.rank
+        for part in "AB"
+    }
+
+
+def count(shapes: Shapes, where: str = "", shards: int = 1) -> int:
     """Parameters with `where` in their names, or their first of `shards`: FSDP divides the first side, rounded up."""
-    shapes = [shape for name, shape in parameter_shapes(model).items() if where in name]
-    return sum(-(-shape[0] // shards) * math.prod(shape[1:]) for shape in shapes)
+    found = [shape for name, shape in shapes.items() if where in name]
+    return sum(-(-shape[0] // shards) * math.prod(shape[1:]) for shape in found)
+
+
+def parameters(model: ModelConfig, where: str = "", shards: int = 1) -> int:
+    return count(parameter_shapes(model), where, shards)
+
+
+def trained_parameters(model: ModelConfig, lora: LoraConfig) -> int:
+    return count(adapter_shapes(model, lora)) if lora.rank else parameters(model)
 
 
 @dataclass(frozen=True)
@@ -101,6 +139,11 @@ class TrainingMemory:
     forest_tokens: int
     forest_rows: int
     reference: bool
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    @cached_property
+    def trained(self) -> Shapes:
+        return adapter_shapes(self.model, self.lora) if self.lora.rank else parameter_shapes(self.model)
 
     @property
     def tokens(self) -> int:
@@ -113,11 +156,12 @@ class TrainingMemory:
 
     @cached_property
     def persistent(self) -> dict[str, int]:
-        shard, master = parameters(self.model, shards=self.shards), DTYPES[self.sharding.master_dtype].itemsize
+        shard, master = count(self.trained, shards=self.shards), DTYPES[self.sharding.master_dtype].itemsize
+        frozen = self.width * parameters(self.model, shards=self.shards)
         return {
-            "master weights": master * shard,
-            "AdamW moments": 2 * master * shard + 4 * len(parameter_shapes(self.model)),  # and the step count of each
-            "reference policy": self.width * shard if self.reference else 0,
+            "master weights": master * shard + (frozen if self.lora.rank else 0),
+            "AdamW moments": 2 * master * shard + 4 * len(self.trained),  # and the step count of each
+            "reference policy": frozen if self.reference and not self.lora.rank else 0,
         }
 
     @property
@@ -128,19 +172,25 @@ class TrainingMemory:
     def moments(self) -> dict[str, dict[str, float]]:
         model, width = self.model, self.width
         root, block = parameters(model) - parameters(model, ".layers."), parameters(model, ".layers.0.")
-        flying = 0 if self.waits else 4 * block * (self.shards > 1)  # one block's gradients are on their way
+        moved = count(self.trained, ".layers.0.")
+        flying = 0 if self.waits else 4 * moved * (self.shards > 1)  # one block's gradients are on their way
+        at_root = count(self.trained) - count(self.trained, ".layers.")
         both: dict[str, float] = {
             "gradients": self.gradients,
-            "the LM head's gradient": width * model.vocab_size * model.hidden_size,
+            "the LM head's gradient": 0 if self.lora.rank else width * model.vocab_size * model.hidden_size,
             "gathered weights": width * (root + 2 * block) if self.shards > 1 or width < 4 else 0,
             "activations": self.kept,
         }
         return {
+            "gathering the root": {
+                "gradients": self.gradients,
+                "gathered weights": width * (2 * root + 2 * block) * (self.shards > 1),
+            },
             "a block's backward": {**both, "one block": self.block_backward + flying},
             "the LM head's backward": {**both, "the LM head": self.head_backward},
             "the last reduction": {
-                "gradients": 4 * parameters(model, shards=self.shards) + (4 if self.waits else width) * root,
-                "gradients on their way": 4 * root * (self.shards > 1),
+                "gradients": 4 * count(self.trained, shards=self.shards) + (4 if self.waits else width) * at_root,
+                "gradients on their way": 4 * at_root * (self.shards > 1),
             },
         }
 
@@ -155,7 +205,7 @@ class TrainingMemory:
 
     @property
     def gradients(self) -> int:
-        return 4 * parameters(self.model, shards=1 if self.waits else self.shards)
+        return 4 * count(self.trained, shards=1 if self.waits else self.shards)
 
     @property
     def _inside_block(self) -> int:
@@ -185,7 +235,8 @@ class TrainingMemory:
         hidden, inner = self.model.hidden_size, self.model.intermediate_size
         again = self._inside_block - self._input_and_attention if self.sharding.activation_checkpointing else 0
         gathered = 2 * self.model.kv_heads * self.model.head_dim * (self.sharding.context_parallel > 1)
-        own = self.tokens * (again + 2 * inner + hidden) + 2 * hidden * inner
+        weights = 0 if self.lora.rank else 2 * hidden * inner
+        own = self.tokens * (again + 2 * inner + hidden) + weights
         return self.width * (own + self.forest_tokens * gathered)
 
     @property
@@ -194,4 +245,5 @@ class TrainingMemory:
         hidden, width, tall = self.model.hidden_size, self.width, min(self.rows, DEFAULT_CHUNK_ROWS)
         wide = min(self.model.vocab_size, BLOCK_ELEMENTS // tall)
         logits = tall * wide * (4 + width * (width < 4))
-        return width * hidden * (2 * self.tokens + self.rows) + 4 * hidden * (self.rows + 2 * wide) + logits
+        words = 0 if self.lora.rank else 2 * wide
+        return width * hidden * (2 * self.tokens + self.rows) + 4 * hidden * (self.rows + words) + logits

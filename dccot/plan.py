@@ -28,9 +28,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dccot.core.config import ConfigError, load_config, require
 from dccot.core.run import Run
-from dccot.memory import TrainingMemory, largest_batch, parameters
+from dccot.memory import TrainingMemory, largest_batch, outside_torch, parameters
 from dccot.model.config import ModelConfig, parse_config, read_config
 from dccot.model.sharding import DTYPES
 from dccot.rollout.engine import EngineConfig
@@ -87,6 +89,7 @@ class Plan:
 
     parameters: int
     tokens: int  # of the largest micro-batch: the token budget, or a response that is larger than it
+    outside: dict[str, float]  # of torch's allocator; assumed
     persistent: dict[str, int]  # present while training and while sampling
     moment: str  # the moment of a training step that needs most
     training: dict[str, float]  # at that moment
@@ -97,11 +100,11 @@ class Plan:
 
     @property
     def training_peak(self) -> float:
-        return sum(self.persistent.values()) + sum(self.training.values())
+        return sum(self.outside.values()) + sum(self.persistent.values()) + sum(self.training.values())
 
     @property
     def sampling_peak(self) -> float:
-        return sum(self.persistent.values()) + sum(self.sampling.values())
+        return sum(self.outside.values()) + sum(self.persistent.values()) + sum(self.sampling.values())
 
 
 def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan:
@@ -111,7 +114,8 @@ def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan
     total, shards = parameters(model), gpus // config.sharding.copies(gpus)
     largest = largest_batch(config, model.max_position)
     reference = bool(config.objective.kl_coefficient)
-    memory = TrainingMemory(model, config.sharding, shards, largest.tokens, largest.rows, reference)
+    lora = config.model.lora
+    memory = TrainingMemory(model, config.sharding, shards, largest.tokens, largest.rows, reference, lora)
     persistent, (moment, training) = memory.persistent, memory.peak
     kv_bytes = 1 if config.engine.kv_cache_dtype == "fp8" else 2
     kv_per_token = 2 * model.layers * model.kv_heads * model.head_dim * kv_bytes / parallel
@@ -124,9 +128,11 @@ def make_plan(model: ModelConfig, config: RLConfig, gpus: int, gpu: Gpu) -> Plan
     typical = config.prompt.max_prompt_tokens / 4 + config.rollout.budget / 2
     sequences = max(1, min(config.engine.max_sequences, int(kv_tokens / typical)))
     step = (weights + sequences * typical * kv_per_token) / (gpu.bandwidth * GB * ASSUMED_BANDWIDTH_SHARE)
-    flops_per_token = 8 * total if config.sharding.activation_checkpointing else 6 * total
+    passes = 3 - bool(lora.rank) + config.sharding.activation_checkpointing  # frozen weights need no gradient
+    flops_per_token = 2 * passes * total
     sampled, trained = sequences / step * (gpus / parallel), gpus * gpu.tflops * 1e12 * ASSUMED_MFU / flops_per_token
-    return Plan(total, largest.tokens, persistent, moment, training, sampling, kv_tokens, sampled, trained)
+    outside = outside_torch(config, gpus)
+    return Plan(total, largest.tokens, outside, persistent, moment, training, sampling, kv_tokens, sampled, trained)
 
 
 def fed(config: RLConfig | SFTConfig) -> tuple[int, str]:
@@ -182,8 +188,9 @@ def engine_at_work(model: ModelConfig, engine: EngineConfig) -> float:
 
 
 def training_peak(model: ModelConfig, config: RLConfig, ranks: int) -> float:
-    """Bytes per rank while training, independent of the GPU."""
-    return make_plan(model, config, ranks, GPUS["H100"]).training_peak
+    """Bytes per rank while training, independent of the GPU, if there is one."""
+    plan = make_plan(model, config, ranks, GPUS["H100"])
+    return plan.training_peak - (0 if torch.cuda.is_available() else sum(plan.outside.values()))
 
 
 def checkpoint_bytes(total: int, config: Any) -> float:
@@ -210,7 +217,8 @@ def run_bytes(total: int, config: RLConfig | SFTConfig) -> float:
 
 
 def advice(plan: Plan, gpu: Gpu, token_budget: int) -> list[str]:
-    room, always, found = gpu.memory * GB, sum(plan.persistent.values()), []
+    always = sum(plan.outside.values()) + sum(plan.persistent.values())
+    room, found = gpu.memory * GB, list[str]()
     tree = f"a tree of {plan.tokens:,} tokens, more than batch.token_budget {token_budget:,}"
     whole, sharded = plan.training["gradients"] >= 4 * plan.parameters, plan.persistent["master weights"]
     if plan.training_peak > room:
@@ -285,8 +293,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(plan: Plan, gpu: Gpu, token_budget: int) -> None:
     print(f"({gpu.memory} GB), per rank in GB:")
-    groups: list[Mapping[str, float]] = [plan.persistent, plan.training, plan.sampling]
-    for title, parts in zip(("always", "while training", "while sampling"), groups):
+    groups: list[Mapping[str, float]] = [plan.outside, plan.persistent, plan.training, plan.sampling]
+    for title, parts in zip(("assumed", "always", "while training", "while sampling"), groups):
         print(f"  {title}: " + ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size))
     print(f"  the training peak is {plan.moment}, with {plan.tokens:,} tokens in the largest micro-batch")
     print(f"  peak: training {plan.training_peak / GB:.1f}, sampling {plan.sampling_peak / GB:.1f}")

@@ -35,10 +35,11 @@ from dccot.core.files import BadData, checksum, read_jsonl
 from dccot.core.provenance import code_version, describe_code, differences
 from dccot.core.run import Checkpoint
 from dccot.data.task import find_task
+from dccot.memory import trained_parameters
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import find_model, model_checksums
 from dccot.model.hub import hub_files, is_hub_id, require_hub_data
-from dccot.plan import GB, GPUS, idle, parameters, remedy_for_idle, rollout_bytes, run_bytes, training_peak
+from dccot.plan import GB, GPUS, idle, remedy_for_idle, rollout_bytes, run_bytes, training_peak
 from dccot.recipe import SHARED, Need, Recipe, StagePlan
 from dccot.stages import EvalStage
 from dccot.train.config import RLConfig, SFTConfig, check_context, open_folder
@@ -335,7 +336,7 @@ def _estimate(found: Checked, plan: StagePlan, config: Any, model: tuple[Path, M
         return
     if without := idle(config, ranks):
         found.idle[plan.name] = f"{without}: {remedy_for_idle(shape, config, ranks, GPUS['H100'])}"
-    found.disk += run_bytes(parameters(shape), config)
+    found.disk += run_bytes(trained_parameters(shape, config.model.lora), config)
     if isinstance(config, RLConfig):
         peak = found.memory[plan.name] = training_peak(shape, config, ranks)
         room, where = _memory_per_rank()

@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dccot.kernels import schedule
 from dccot.kernels.mask import TreeMask
 from dccot.kernels.schedule import Plan
-from dccot.kernels.tuning import Tile, architecture, tile_for
+from dccot.kernels.tuning import CHOSEN, Tile, architecture, shape_key, tile_for
 
 LOG2_E = constexpr(1.4426950408889634)
 MASKED = constexpr(-1.0e30)
@@ -322,7 +322,8 @@ def _planned(
 ) -> tuple[Tile, Plan]:
     """The kernel's tile, and the plan of its programs on the mask's device."""
     device = mask.visible_until.device
-    tile = tile_for(kernel, architecture(device), head_dim, dtype)
+    shape = shape_key(mask, heads, key_heads, head_dim, dtype)
+    tile = CHOSEN.get(shape, {}).get(kernel) or tile_for(kernel, architecture(device), head_dim, dtype)
     side, copies, repeat = ("by_key", key_heads, heads // key_heads) if kernel == "grad_key" else ("by_query", heads, 1)
     blocks = tile.block_q, tile.block_k
     built = mask.derive(blocks, lambda: schedule.build(mask.host, *blocks, mask.ranges))

@@ -28,11 +28,18 @@ STRIP_ELEMENTS = 2**17  # of logits: fits a CPU core's cache
 
 
 def linear_logprob(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, *, chunk_rows: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    *,
+    chunk_rows: int | None = None,
+    backend: str = "own",
 ) -> tuple[Tensor, Tensor]:
     """hidden [M, d], weight [V, d], targets int [M] → log-prob and entropy [M] under softmax(hidden weightᵀ / T).
 
-    Results are fp32 (fp64 for fp64 inputs) and carry gradients to both. `chunk_rows` limits the rows of a block.
+    Results are fp32 (fp64 for fp64 inputs) and carry gradients to both. `chunk_rows` limits the rows of a block. The
+    backend `liger` is Liger-Kernel's fused product, if installed: CuTe kernels on an H100, plain PyTorch elsewhere.
 
     >>> hidden, weight = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [4.0, 0.0]])
     >>> logprob, entropy = linear_logprob(hidden, weight, torch.tensor([2]))  # four equal logits: log 1/4 and log 4
@@ -47,6 +54,11 @@ def linear_logprob(
         raise TypeError(f"hidden and weight must share one floating-point dtype, got {both}: cast one of them")
     if temperature <= 0 or (chunk_rows is not None and chunk_rows < 1):
         raise ValueError(f"temperature and chunk_rows must be positive, got {temperature} and {chunk_rows}")
+    if backend == "liger" and len(hidden):
+        from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as Liger
+
+        loss, entropy = Liger.apply(hidden, weight, targets.long(), temperature, -100, 1, True)
+        return -loss.to(_wide(hidden)), entropy.to(_wide(hidden))
     chunk_rows = chunk_rows or DEFAULT_CHUNK_ROWS
     differentiated = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     blocks = math.prod(map(len, _blocks(len(hidden), len(weight), chunk_rows)))
@@ -95,17 +107,22 @@ def _backward(
     kept: Tensor,
     temperature: float,
     chunk_rows: int,
+    weight_needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`row_values`: log-sum-exp, entropy, gradients of log-prob and entropy, [4, M]; `kept`: by the forward."""
+    """`row_values`: log-sum-exp, entropy, gradients of log-prob and entropy, [4, M]; `kept`: by the forward.
+
+    A frozen weight gets an empty gradient.
+    """
     to_gradient = _kernels(hidden).logits_to_gradient
-    hidden_grad, weight_grad = torch.zeros_like(hidden, dtype=_wide(hidden)), torch.empty_like(weight)
+    hidden_grad = torch.zeros_like(hidden, dtype=_wide(hidden))
+    weight_grad = torch.empty_like(weight) if weight_needs_grad else weight.new_empty(0)
     row_slices, vocab_slices = _blocks(len(hidden), len(weight), chunk_rows)
     first_kept = len(row_slices) * len(vocab_slices) - len(kept)
     buffers = _buffers(hidden, row_slices, vocab_slices)
     dtype = hidden.dtype if buffers is None else buffers.dtype
     numbers = itertools.count()
     for vocab in vocab_slices:
-        vocab_grad = torch.zeros_like(weight[vocab], dtype=_wide(weight))
+        vocab_grad = torch.zeros_like(weight[vocab], dtype=_wide(weight)) if weight_needs_grad else None
         for rows, number in zip(row_slices, numbers):
             chosen, values = targets[rows] - vocab.start, row_values[:, rows]
             if number >= first_kept and buffers is not None:
@@ -116,15 +133,17 @@ def _backward(
                 gradient = to_gradient(logits, chosen, values, 1 / temperature, dtype)
                 del logits  # before the next ones come, unless they share a buffer
             _add_product(hidden_grad[rows], gradient, weight[vocab])
-            _add_product(vocab_grad, gradient.t(), hidden[rows])
+            if vocab_grad is not None:
+                _add_product(vocab_grad, gradient.t(), hidden[rows])
             del gradient
-        weight_grad[vocab] = vocab_grad
+        if vocab_grad is not None:
+            weight_grad[vocab] = vocab_grad
     return hidden_grad.to(hidden.dtype), weight_grad
 
 
 @_backward.register_fake
-def _(row_values, hidden, weight, targets, kept, temperature, chunk_rows):
-    return torch.empty_like(hidden), torch.empty_like(weight)
+def _(row_values, hidden, weight, targets, kept, temperature, chunk_rows, weight_needs_grad):
+    return torch.empty_like(hidden), torch.empty_like(weight) if weight_needs_grad else weight.new_empty(0)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -137,7 +156,9 @@ def _save(ctx, inputs, output) -> None:
 def _gradients(ctx, grad_logprob: Tensor, grad_entropy: Tensor, *_):
     *saved, lse, entropy = ctx.saved_tensors
     row_values = torch.stack([lse, entropy, grad_logprob, grad_entropy])
-    return *_backward(row_values, *saved, ctx.temperature, ctx.chunk_rows), *[None] * 4
+    needed = ctx.needs_input_grad[1]
+    of_hidden, of_weight = _backward(row_values, *saved, ctx.temperature, ctx.chunk_rows, needed)
+    return of_hidden, of_weight if needed else None, *[None] * 4
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

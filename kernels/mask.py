@@ -226,6 +226,11 @@ class TreeMask:
         own = lambda: self.host - torch.arange(len(self.host), dtype=torch.int32)
         return self.derive("subtree", lambda: moved(own(), self.device))
 
+    @property
+    def is_causal(self) -> bool:
+        """One sequence, in which every token sees all before it."""
+        return self.derive("causal", lambda: bool((self.host == len(self.host)).all()))
+
     def to(self, device: torch.device | str) -> TreeMask:
         return self if torch.device(device) == self.device else TreeMask(self.host, device, self.share)
 

@@ -1,8 +1,9 @@
-"""Attention over a packed forest: query q sees key k ⇔ k ≤ q < visible_until[k].  One entry point, four backends.
+"""Attention over a packed forest: query q sees key k ⇔ k ≤ q < visible_until[k].  One entry point, five backends.
 
     triton   GPU; on a CPU only in Triton's interpreter (TRITON_INTERPRET=1), which is for tests
     cpu      fast on a CPU: the tree cut into strips of ordinary attention (attention_cpu.py)
     flash    torch's FlexAttention with the same tiles (attention_flex.py), whose FLASH kernels may be faster
+    sdpa     torch's own attention, for a forest that is one plain causal sequence
     dense    the whole N×N matrix: the oracle
 
     mask = TreeMask(visible_until)                   # once per forest, shared by all layers and the backward
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dccot.kernels import attention_cpu
+from dccot.kernels import attention_cpu, autotune
 from dccot.kernels.mask import TreeMask
 from dccot.kernels.reference import dense_attention, dense_mask
 
@@ -42,7 +43,8 @@ def tree_attention(
     tensor([0.0000, 0.5000, 1.0000, 1.6667])
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    backend = backend or ("triton" if q.is_cuda else "cpu")
+    if backend is None:
+        backend = autotune.backend_for(q, k, v, mask, scale) if q.is_cuda else "cpu"
     _check(q, k, v, mask, scale, backend)
     if backend == "dense":
         return dense_attention(q, k, v, mask.own(dense_mask(mask.visible_until)), scale)
@@ -50,6 +52,8 @@ def tree_attention(
         from dccot.kernels import attention_flex  # takes a second to import, and nothing else needs it
 
         return attention_flex.attend(q, k, v, mask, scale)
+    if backend == "sdpa":
+        return autotune.attend_causally(q, k, v, mask, scale)
     return _forward(q, k, v, mask.visible_until, mask.handle, scale, backend)[0]
 
 
@@ -91,8 +95,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, backen
         raise ValueError(f"backend 'cpu' is for tensors on a CPU, got {q.device}: use 'triton'")
     elif backend == "flash" and q.device.type == "cpu" and any(x.requires_grad for x in (q, k, v)):
         raise ValueError("backend 'flash' has no backward on a CPU: use 'cpu'")
-    elif backend not in (*BACKENDS, "flash", "dense"):
-        raise ValueError(f"unknown backend {backend!r}: use {', '.join(map(repr, BACKENDS))}, 'flash' or 'dense'")
+    elif backend == "sdpa" and not mask.is_causal:
+        raise ValueError("backend 'sdpa' is for one plain causal sequence, and the mask is a tree: use 'triton'")
+    elif backend not in (*BACKENDS, "flash", "sdpa", "dense"):
+        named = ", ".join(map(repr, BACKENDS))
+        raise ValueError(f"unknown backend {backend!r}: use {named}, 'flash', 'sdpa' or 'dense'")
 
 
 def _check_triton(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,6 +1,7 @@
 """Tile sizes, warps and pipeline stages of every kernel: one small table per architecture and head dim.
 
-The table is not measured: no GPU was available. Its tiles spill no register, serialise no product and keep loads one
+On a GPU tiles are measured (autotune.py); this table is where that starts, and what remains without it. It is not
+measured: no GPU was available. Its tiles spill no register, serialise no product and keep loads one
 tile ahead of the arithmetic (`dccot inspect`); among those they were chosen by an estimate of their speed. Keys are
 compile-time constants, so a new length or tree never recompiles. sm_86 stands for GPUs with 100 KB of shared memory.
 """
@@ -12,6 +13,9 @@ import os
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+from dccot.kernels.mask import TreeMask
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,9 @@ class Tile:
     warps: int
     stages: int
     tma: bool = False  # tiles are loaded through tensor descriptors
+
+    def __str__(self) -> str:
+        return f"{self.block_q}x{self.block_k}, {self.warps} warps, {self.stages} stages{', TMA' * self.tma}"
 
 
 ATTENTION_KERNELS = ("forward", "grad_query", "grad_key")
@@ -54,6 +61,18 @@ INTERPRETER = (Tile(32, 16, 1, 1), Tile(16, 32, 1, 1), Tile(16, 32, 1, 1))  # un
 # The LM head's kernels: columns per step and warps, on every architecture.
 HEAD_COLUMNS = 4096
 HEAD_WARPS = 8
+
+
+CHOSEN: dict[tuple, dict[str, Tile]] = {}  # shape → kernel → tile, where one was measured
+
+
+def shape_key(mask: TreeMask, heads: int, key_heads: int, head_dim: int, dtype: torch.dtype) -> tuple:
+    """What a measured tile holds for."""
+    return heads, key_heads, head_dim, str(dtype).removeprefix("torch."), mask.is_causal
+
+
+def shape_of(q: Tensor, k: Tensor, mask: TreeMask) -> tuple:
+    return shape_key(mask, q.shape[1], k.shape[1], q.shape[2], q.dtype)
 
 
 def tile_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> Tile:

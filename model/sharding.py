@@ -17,11 +17,13 @@ Groups of `context_parallel` ranks share their micro-batches; the weights are sh
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from dccot.core.config import ConfigError, Positive, one_of, require
 from dccot.core.runtime import inherit_timeout
 from dccot.model.config import ModelConfig, read_config
+from dccot.model.lora import LoraConfig, add_adapters, init_adapters
 from dccot.model.transformer import Block, Transformer
 from dccot.model.weights import load_weights
 
@@ -57,12 +60,15 @@ class ShardingConfig:
     compile: bool = False
     # triton, cpu or flash (torch's FlexAttention on the same tiles, FLASH where installed); None: by device
     attention: str | None = None
+    lm_head: Literal["own", "liger"] = "own"  # liger: CuTe kernels on H100, if liger-kernel[cutedsl] is installed
 
     def check(self) -> None:
         _dtype("sharding.compute_dtype", self.compute_dtype)
         _dtype("sharding.master_dtype", self.master_dtype)
         if self.attention is not None:
             one_of(self.attention, ATTENTION, "sharding.attention", " or null")
+        liger = self.lm_head != "liger" or importlib.util.find_spec("liger_kernel") is not None
+        require(liger, "sharding.lm_head is liger, which is not installed: pip install 'liger-kernel[cutedsl]'")
         require(
             not self.whole or self.replicate == 1,
             f"sharding.replicate is {self.replicate}, and sharding.whole makes a copy per rank; choose one",
@@ -79,11 +85,21 @@ class ShardingConfig:
 
 
 def build_model(
-    folder: str | Path, sharding: ShardingConfig, *, device: torch.device | str | None = None, seed: int | None = None
+    folder: str | Path,
+    sharding: ShardingConfig,
+    *,
+    device: torch.device | str | None = None,
+    seed: int | None = None,
+    lora: LoraConfig | None = None,
 ) -> Transformer:
-    """The checkpoint in `folder`, sharded over the process group if there is one; with `seed`, random weights."""
+    """The checkpoint in `folder`, sharded over the process group if there is one; with `seed`, random weights.
+
+    With `lora`, it is frozen and has new adapters, which follow from torch's seed.
+    """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model = empty_model(read_config(folder), sharding, device)
+    model = empty_model(read_config(folder), sharding, device, lora)
+    if model.lora:
+        init_adapters(model, torch.initial_seed())
     if seed is None:
         load_weights(model, folder)
     else:
@@ -91,11 +107,13 @@ def build_model(
     return model
 
 
-def empty_model(config: ModelConfig, sharding: ShardingConfig, device: torch.device) -> Transformer:
-    """A model of this shape with uninitialised memory for its weights."""
+def empty_model(
+    config: ModelConfig, sharding: ShardingConfig, device: torch.device, lora: LoraConfig | None = None
+) -> Transformer:
+    """A model of this shape with uninitialised memory for its weights and, with `lora`, its adapters."""
     master, compute = _dtype("master_dtype", sharding.master_dtype), _dtype("compute_dtype", sharding.compute_dtype)
-    with torch.device("meta"):
-        model = Transformer(config).to(master)
+    model = meta_model(config, master, compute, lora)
+    model.head_backend = sharding.lm_head
     compiled = sharding.compile and _can_compile(device)
     for block in model.model.layers:
         assert isinstance(block, Block)
@@ -111,6 +129,18 @@ def empty_model(config: ModelConfig, sharding: ShardingConfig, device: torch.dev
             "a process group: launch with torchrun (one process will do), or set both to the same"
         )
     model.to_empty(device=device)
+    return model
+
+
+def meta_model(
+    config: ModelConfig, master: torch.dtype, compute: torch.dtype, lora: LoraConfig | None = None
+) -> Transformer:
+    """Shapes and dtypes alone: what is trained in `master`, what is frozen in `compute` precision."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    if lora is None or not lora.rank:
+        return model.to(master)
+    add_adapters(model.to(compute), lora, master)
     return model
 
 

@@ -16,6 +16,7 @@ N tokens, M rows that predict, H heads, D head dim, V vocabulary.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,9 @@ from dccot.kernels.tree_attention import TreeMask, tree_attention
 from dccot.model.config import ModelConfig
 from dccot.model.context import gather_keys, prepare
 from dccot.model.rope import cos_sin
+
+if TYPE_CHECKING:
+    from dccot.model.lora import LoraConfig
 
 
 class RMSNorm(nn.Module):
@@ -121,6 +125,8 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
+        self.lora: LoraConfig | None = None  # of its adapters (lora.py)
+        self.head_backend = "own"  # of the LM head
         self.model = Decoder(config)
         if not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -139,7 +145,7 @@ class Transformer(nn.Module):
         head = self.model.embed_tokens.weight if self.config.tied_embeddings else self.lm_head.weight
         if rows is None or targets is None:
             return F.linear(hidden, head)
-        return linear_logprob(hidden[rows], head, targets, temperature)
+        return linear_logprob(hidden[rows], head, targets, temperature, backend=self.head_backend)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -151,7 +157,12 @@ class Transformer(nn.Module):
                 full.fill_(1.0)
             elif not name.endswith(".bias"):
                 full.normal_(0.0, self.config.initializer_range, generator=generator)
-            if isinstance(parameter, DTensor):
-                mesh, full = parameter.device_mesh, full.to(parameter.device)
-                full = distribute_tensor(full, mesh, parameter.placements, src_data_rank=None)
-            parameter.copy_(full)
+            fill(parameter, full)
+
+
+def fill(parameter: Tensor, full: Tensor) -> None:
+    """Copy a whole tensor, the same on every rank, into a parameter or its shards."""
+    if isinstance(parameter, DTensor):
+        mesh, full = parameter.device_mesh, full.to(parameter.device)
+        full = distribute_tensor(full, mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(full)

@@ -1,7 +1,8 @@
 """Loads and saves weights, safetensors only, in the format of transformers and vLLM.
 
     load_weights(model, folder)                  each rank reads its own rows of each tensor, straight into its shard
-    full_parameters(model, dtype)                every full parameter, one at a time: for the engine and for saving
+    full_parameters(model, dtype)                every full parameter, one at a time, with its adapters merged: for
+                                                 the engine and for saving
     save_checkpoint(model, folder, source=...)   config, weights, tokenizer, generation config; loads anywhere unchanged
     write_folder(model, parameters, folder)      the same from tensors of any origin
     create_checkpoint(config, folder, ...)       a new model with random weights
@@ -29,11 +30,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from dccot.core.files import BadData, flush_to_disk
 from dccot.model.config import parse_config
+from dccot.model.lora import LoraLinear, own_parameters, whole
 from dccot.model.transformer import Transformer
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs"
-FLOATING = ("F64", "F32", "F16", "BF16")
+STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAX_SHARD_BYTES = 5 * 10**9
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # the files that a checkpoint takes over from the model it was trained from
@@ -49,7 +51,7 @@ def load_weights(model: Transformer, folder: str | Path, dtype: torch.dtype | No
     if dtype is not None:
         model.to(dtype)
     reshard(model)
-    parameters = dict(model.named_parameters())
+    parameters = dict(own_parameters(model))
     with open_tensors(folder) as tensors:
         _compare(parameters, tensors, tied=model.config.tied_embeddings, where=folder)
         with torch.no_grad():
@@ -116,8 +118,8 @@ def _compare(parameters: Mapping[str, Tensor], tensors: Mapping, *, tied: bool, 
         dtype = tensors[name].get_dtype()
         if has != needs:
             problems.append(f"{name} has shape {has}, the model needs {needs}")
-        elif dtype not in FLOATING:
-            problems.append(f"{name} is {dtype}, the model needs one of {', '.join(FLOATING)}")
+        elif dtype not in STORED:
+            problems.append(f"{name} is {dtype}, the model needs one of {', '.join(STORED)}")
     if problems:
         raise BadData(f"the weights in {where} do not fit the model of its config.json:\n  " + "\n  ".join(problems))
 
@@ -139,14 +141,19 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def full_parameters(model: Transformer, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of each parameter, gathered one at a time. Collective: every rank iterates to the end.
+    """(name, whole tensor) of each parameter, gathered one at a time, and merged with its adapters if it has any.
+    Collective: every rank iterates to the end.
 
     Shards are cast to `dtype` before they are gathered: half the bytes, if it is half as wide as the master weights.
     """
     reshard(model)
-    for name, parameter in model.named_parameters():
-        cast = parameter.detach().to(dtype or parameter.dtype)
-        yield name, cast.full_tensor() if isinstance(cast, DTensor) else cast
+    for name, parameter in own_parameters(model):
+        layer, _, kind = name.rpartition(".")
+        module = model.get_submodule(layer)
+        if isinstance(module, LoraLinear) and kind == "weight":
+            yield name, module.merge(whole(parameter)).to(dtype or parameter.dtype)
+        else:
+            yield name, whole(parameter.detach().to(dtype or parameter.dtype))
 
 
 def save_checkpoint(model: Transformer, folder: str | Path, **options: Any) -> None:
@@ -256,7 +263,7 @@ def weight_files(
 
 
 def _sizes(model: Transformer, dtype: torch.dtype | None) -> dict[str, int]:
-    return {name: p.numel() * (dtype or p.dtype).itemsize for name, p in model.named_parameters()}
+    return {name: p.numel() * (dtype or p.dtype).itemsize for name, p in own_parameters(model)}
 
 
 def write_weights(tensors: dict[str, Tensor], path: Path) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dccot.core.config import Address, ConfigError, Positive, Share
+from dccot.core.files import cache_folder, write_atomic
 from dccot.rollout.director import Call, Completion, Stop
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     Parameters = Iterable[tuple[str, Tensor]]  # with Hugging Face's names
+
+RUNNERS = "runners.json"  # in the cache: machine → the model runner that gpu-check passed
 
 
 @dataclass
@@ -44,8 +47,23 @@ class EngineConfig:
     kv_cache_gap: str | None = None
     block_size: Positive | None = None  # tokens per prefix-cache block; None: vLLM decides on a GPU, 32 on a CPU
     compile: bool | None = None  # CUDA graphs and torch.compile inside the engine; None: on a GPU
+    runner: Literal["auto", "v1", "v2"] = "auto"  # vLLM's model runner; auto: the one that gpu-check passed, or vLLM's
+    sleep_level: Literal[1, 2] = 1  # asleep, weights are on the host and CUDA graphs stay; 2: neither takes any memory
+    split_groups: bool = False  # vLLM's process groups by splitting one: faster from 64 ranks on, ignored below
     stall_seconds: float = 1800.0  # if nothing finishes for this long, an error lists the pending calls
     url: list[Address] = field(default_factory=list)  # servers that sample instead of this process; not for training
+
+
+def checked_runner(machine: str) -> str | None:
+    """The only runner with which all of gpu-check's engine checks passed on machines like this one, if it is one."""
+    file = cache_folder() / RUNNERS
+    return json.loads(file.read_text()).get(machine) if file.is_file() else None
+
+
+def keep_checked_runner(machine: str, runner: str | None) -> None:
+    file = cache_folder() / RUNNERS
+    known = json.loads(file.read_text()) if file.is_file() else {}
+    write_atomic(file, json.dumps(known | {machine: runner}, indent=1) + "\n")
 
 
 class EngineStalled(RuntimeError):

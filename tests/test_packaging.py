@@ -135,4 +135,11 @@ def test_what_is_imported_is_declared():
     names = packages_distributions()
     declared = {canonicalize_name(Requirement(text).name) for text in RANGES}
     lacking = {name for name in outside if not {canonicalize_name(each) for each in names.get(name, [])} & declared}
-    assert lacking <= {"aiohttp", "starlette", "vllm", "wandb", "gguf"}  # of vLLM and fastapi, and where installed
+    assert lacking <= {
+        "aiohttp",
+        "starlette",
+        "vllm",
+        "wandb",
+        "gguf",
+        "liger_kernel",
+    }  # of vLLM and fastapi, and where installed

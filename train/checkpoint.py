@@ -3,6 +3,7 @@
     checkpoints/step_000010/dcp/…           sharded model and optimizer (torch's), fp32; any number of ranks can resume
     checkpoints/step_000010/hf/…            weights for transformers and vLLM, in the precision they compute in; those
                                             of the last step in fp32, since the next stage continues from them
+                                            with adapters, both hold the adapters alone (model/lora.py)
     checkpoints/step_000010/state.json      step, position in the data, counters
     checkpoints/step_000010/manifest.json   size and checksum of every file above; written last
     latest                                  name of the newest complete checkpoint; updated last
@@ -27,7 +28,7 @@ import time
 import warnings
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,18 +37,21 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from dccot.core.config import NonNegative, Positive, PositiveFloat
-from dccot.core.files import flush_to_disk, write_atomic
+from dccot.core.config import ConfigError, NonNegative, Positive, PositiveFloat
+from dccot.core.files import BadData, flush_to_disk, write_atomic
 from dccot.core.run import Checkpoint, Run
 from dccot.core.runtime import Runtime, gathered_on_rank_zero, inherit_timeout, on_rank_zero
+from dccot.model.lora import Base, trained, write_adapters
+from dccot.model.sharding import meta_model
 from dccot.model.transformer import Transformer
 from dccot.model.weights import read_companions, weight_files, write_config, write_weights
 from dccot.train.dcp_reader import load_shards
 
 log = logging.getLogger(__name__)
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # what is frozen stays as it was loaded
 # which is the intent
 warnings.filterwarnings(
     "ignore", "torch.distributed is disabled, .* assuming the intent is to load in a single process"
@@ -79,11 +83,14 @@ class Checkpointer:
         *,
         steps: int | None = None,
         dtype: torch.dtype | None = None,
+        base: Base | None = None,
     ):
-        """`steps`: the run's last step, whose hf/ is as exact as the model; `dtype`: of the others'."""
+        """`steps`: the run's last step, whose hf/ is as exact as the model; `dtype`: of the others'. `base`: what the
+        adapters of a model belong to.
+        """
         self.steps, self.dtype = steps, dtype
         self.run, self.folder, self.latest = run, run.checkpoints, run.latest
-        self.config, self.runtime = config, runtime
+        self.config, self.runtime, self.base = config, runtime, base
         # now: the source may be deleted or changed during the run
         self.companions = read_companions(source) if runtime.is_main else {}
         self._costs: dict[str, float] = {}
@@ -113,7 +120,7 @@ class Checkpointer:
                 f"{self._failures} checkpoints in a row were not written ({limit}); the last because of {why}. "
                 "Older checkpoints are intact: fix the cause and run this again"
             )
-        model_state, optimizer_state = get_state_dict(model, optimizer)
+        model_state, optimizer_state = get_state_dict(model, optimizer, options=TRAINED)
         everything = {"model": model_state, "optimizer": optimizer_state}
         if problem := self._no_room(_bytes(everything) + _bytes(model_state) * self._has_weights(step)):
             self._underway = Future()
@@ -124,9 +131,10 @@ class Checkpointer:
             # returns when the copy is made
             written = dcp.async_save(everything, checkpoint_id=place, process_group=self._group)
             assert isinstance(written, Future)  # only a custom stager returns anything else
-            with torch.device("meta"):
-                shape = Transformer(model.config).to(next(model.parameters()).dtype)
-            text = json.dumps({"step": step, **state}, indent=1)
+            dtype = next(parameter.dtype for _, parameter in trained(model))
+            shape = meta_model(model.config, dtype, dtype, model.lora)
+            made_on = {"base": asdict(self.base)} if self.base else {}
+            text = json.dumps({"step": step, **made_on, **state}, indent=1)
             waited = time.perf_counter() - start
             self._underway = self._writer.submit(self._complete, step, written, shape, text, start, waited, last)
         if last and (problems := self._problems()):
@@ -135,7 +143,7 @@ class Checkpointer:
 
     def _has_weights(self, step: int) -> bool:
         every = self.config.keep_hf_every
-        return every is None or step % every == 0 or step == self.steps
+        return self.base is not None or every is None or step % every == 0 or step == self.steps
 
     def finish(self) -> bool:
         """Wait for a checkpoint that is being written; False if it failed, with everything older intact."""
@@ -199,7 +207,7 @@ class Checkpointer:
     def _write_part(self, partial: Checkpoint, step: int, shape: Transformer) -> tuple[list[str], dict[str, dict]]:
         """This rank's files of hf/; returns what went wrong, and the manifest's rows of everything that it wrote."""
         rank, ranks, dtype = self.runtime.rank, self.runtime.ranks, self._dtype(step)
-        files = weight_files(shape, dtype) if self._has_weights(step) else {}
+        files = weight_files(shape, dtype) if self._has_weights(step) and self.base is None else {}
         apart = max(1, ranks // max(1, len(files)))  # on as many machines as there are
         own = [file for number, file in enumerate(files) if number * apart % ranks == rank]
         try:
@@ -219,9 +227,15 @@ class Checkpointer:
         if problems := _distinct(problems for problems, _ in parts):
             return problems
         try:
-            if self._has_weights(final.step):
+            if self.base is not None:
+                adapters = _read_back(partial.dcp, shape, [name for name, _ in trained(shape)])
+                partial.hf.mkdir()
+                write_adapters(adapters.items(), self.base, partial.hf)
+                (partial.hf / "config.json").write_text(json.dumps(shape.config.raw, indent=2))
+            elif self._has_weights(final.step):
                 dtype = self._dtype(final.step)
                 write_config(shape, partial.hf, weight_files(shape, dtype), dtype)
+            if partial.hf.is_dir():
                 for name, content in self.companions.items():
                     (partial.hf / name).write_bytes(content)
             partial.state.write_text(state)
@@ -268,13 +282,26 @@ class Checkpointer:
         if self.config.resume == "never":
             remedy = "choose another name or set checkpoint.resume=auto"
             raise FileExistsError(f"{found.folder} exists and checkpoint.resume is never; {remedy}")
-        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state = json.loads(found.state.read_text())
+        self._require_same_base(state.get("base"))
+        model_state, optimizer_state = get_state_dict(model, optimizer, options=TRAINED)
         load_shards({"model": model_state, "optimizer": optimizer_state}, found.dcp)
-        set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        set_state_dict(
+            model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=TRAINED
+        )
         if self.runtime.is_main:
             # it may name a damaged one, or be outdated after a kill just before its update
             write_atomic(self.latest, found.folder.name + "\n")
-        return json.loads(found.state.read_text())
+        return state
+
+    def _require_same_base(self, saved: dict[str, Any] | None) -> None:
+        """Adapters mean nothing without the model and the settings that they were trained with."""
+        now, remedy = asdict(self.base) if self.base else None, "continue with it, or choose another name"
+        before, after = ((each or {"lora": {"rank": 0}})["lora"] for each in (saved, now))
+        if before != after:
+            raise ConfigError(f"{self.run} was trained with model.lora {before}, and it is {after}; {remedy}")
+        if saved and now and saved["files"] != now["files"]:
+            raise BadData(f"{self.run} has adapters of {saved['path']}, and {now['path']} differs; {remedy}")
 
     def _retire(self, newest_step: int) -> None:
         """Delete checkpoints older than the newest `keep`; where hf/ is to stay, only the rest of the checkpoint is

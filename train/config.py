@@ -19,6 +19,7 @@ from dccot.data.prompts import PromptConfig
 from dccot.data.task import TaskName
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import resolve_model
+from dccot.model.lora import LoraConfig
 from dccot.model.sharding import ShardingConfig
 from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import RolloutConfig
@@ -39,6 +40,7 @@ Replayed = required("name a file that a training run wrote to its bad/ or rollou
 @dataclass
 class ModelPath:
     path: Annotated[str, FromRun] = ""  # a Hugging Face folder, or a run (its newest checkpoint)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass

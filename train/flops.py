@@ -4,7 +4,8 @@
     4 · heads · head_dim per query–key pair and layer
     2 · d · V per row of the LM head
 
-A training step with backward counts three times as much; recomputation is not useful work and is not counted.
+A training step with backward counts three times as much, or twice for matrices that are frozen (model.lora);
+recomputation is not useful work and is not counted.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ def pair_cost(config: ModelConfig) -> float:
 
 
 def model_flops(config: ModelConfig, forests: Sequence[Forest]) -> float:
-    """Of the tokens that this rank holds."""
     masks = [forest.mask for forest in forests]
-    tokens = sum(mask.queries for mask in masks)
     pairs = sum(int(mask.own(mask.position).sum()) + mask.queries for mask in masks)
-    rows = sum(len(forest.targets) for forest in forests)
-    per_layer = 2 * block_parameters(config) * tokens + 4 * config.heads * config.head_dim * pairs
-    return config.layers * per_layer + 2 * config.hidden_size * config.vocab_size * rows
+    return matrix_flops(config, forests) + config.layers * 4 * config.heads * config.head_dim * pairs
+
+
+def matrix_flops(config: ModelConfig, forests: Sequence[Forest]) -> float:
+    """Of products with weights."""
+    tokens, rows = sum(forest.mask.queries for forest in forests), sum(len(forest.targets) for forest in forests)
+    return config.layers * 2 * block_parameters(config) * tokens + 2 * config.hidden_size * config.vocab_size * rows
 
 
 @cache
@@ -62,8 +65,13 @@ def _wait(device: torch.device) -> None:
 
 
 def training_speed(
-    config: ModelConfig, forests: Sequence[Forest], seconds: float, device: torch.device, dtype: torch.dtype
+    config: ModelConfig,
+    forests: Sequence[Forest],
+    seconds: float,
+    device: torch.device,
+    dtype: torch.dtype,
+    frozen: bool = False,
 ) -> dict[str, float]:
     """Useful TFLOP/s of this rank's training step (forward and backward) and its share of the matmul peak."""
-    achieved = 3 * model_flops(config, forests) / seconds
+    achieved = (3 * model_flops(config, forests) - frozen * matrix_flops(config, forests)) / seconds
     return {"speed/tflops": achieved / 1e12, "speed/mfu": achieved / matmul_peak(device, dtype)}

@@ -7,8 +7,9 @@ until enough are kept → advantages → pack into forests → old and reference
 mini-batch each → weights into the engine → validate, log, checkpoint. Every rank rolls out, grades and rewards its
 share; then all know every response's outline (verdict, reward, lengths), and each gets the tokens that it trains on.
 
-The reference policy is the model that the stage started from. The first mini-batch needs no old log-probs: they are its
-own (train/objectives.py). `replay=FILE` trains on a saved batch in every step, without an engine.
+The reference policy is the model that the stage started from; a model with adapters (model.lora) is its own, with them
+off. The first mini-batch needs no old log-probs: they are its own (train/objectives.py). `replay=FILE` trains on a
+saved batch in every step, without an engine.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from dccot.data.prompts import Prompted
 from dccot.data.rollouts import grade, missing_pairs, roll_out
 from dccot.data.task import Task, task_of
 from dccot.model.folder import model_checksums
+from dccot.model.lora import adapters_off
 from dccot.model.sharding import build_model
 from dccot.model.weights import full_parameters
 from dccot.rollout.director import RolloutConfig
@@ -123,7 +125,9 @@ class RL(Trainer[RLConfig]):
             self.validation = prompted(validation_task(config), config.data.validation)[: config.validation.problems]
         super().__init__(config, runtime, path, self.stream.rows if self.stream else ())
         self.reference: nn.Module | None = None
-        if config.objective.kl_coefficient:
+        if config.objective.kl_coefficient and self.model.lora:
+            self.reference = self.model  # with its adapters off
+        elif config.objective.kl_coefficient:
             dtype = config.sharding.compute_dtype
             frozen = replace(config.sharding, master_dtype=dtype, activation_checkpointing=False)
             self.reference = build_model(path, frozen, device=runtime.device).requires_grad_(False).eval()
@@ -257,7 +261,7 @@ class RL(Trainer[RLConfig]):
                 mini_batch.proximal = self._logprobs(self.model, mini_batch.forests)
 
     def reference_logprobs(self, mini_batches: Sequence[MiniBatch]) -> None:
-        with self.phases("reference"):
+        with self.phases("reference"), adapters_off(self.model):
             for mini_batch in mini_batches:
                 mini_batch.reference = self._logprobs(self.reference, mini_batch.forests) if self.reference else None
 

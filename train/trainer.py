@@ -28,11 +28,13 @@ from dccot.core.command import Stopped, asked, listening
 from dccot.core.config import flat
 from dccot.core.files import checksum
 from dccot.core.progress import Progress
+from dccot.core.provenance import Checksums
 from dccot.core.run import Run
 from dccot.core.runtime import Runtime, inherit_timeout, on_rank_zero, require_shared
 from dccot.kernels.tree_attention import prepare
 from dccot.model.context import ContextGroup
 from dccot.model.folder import model_checksums
+from dccot.model.lora import Base
 from dccot.model.sharding import DTYPES, build_model
 from dccot.train.checkpoint import Checkpointer
 from dccot.train.config import RLConfig, SFTConfig
@@ -50,10 +52,11 @@ C = TypeVar("C", bound="RLConfig | SFTConfig")
 class Trainer(Generic[C]):
     def __init__(self, config: C, runtime: Runtime, source: Path, rows: Sequence[tuple[str, str]]):
         self.config, self.runtime, self.source = config, runtime, source
-        self.run = open_run(config, runtime, source, rows)
+        self.weights = model_checksums(source, runtime)
+        self.run = open_run(config, runtime, self.weights, rows)
         self.phases = Phases(runtime)
         torch.manual_seed(config.seed)
-        self.model = build_model(source, config.sharding, device=runtime.device)
+        self.model = build_model(source, config.sharding, device=runtime.device, lora=config.model.lora)
         self.group = ContextGroup.join(config.sharding.context_parallel, runtime.device)
         self.optimizer = make_optimizer(self.model, config.optimizer)
 
@@ -62,7 +65,8 @@ class Trainer(Generic[C]):
         config, main = self.config, self.runtime.is_main
         written = self.run, config.checkpoint, self.runtime, self.source
         dtype = DTYPES[config.sharding.compute_dtype]
-        self.checkpointer = Checkpointer(*written, steps=config.steps, dtype=dtype)
+        base = Base(str(self.source.absolute()), self.weights, self.model.lora) if self.model.lora else None
+        self.checkpointer = Checkpointer(*written, steps=config.steps, dtype=dtype, base=base)
         stack.callback(self.checkpointer.close)
         state = self.checkpointer.resume(self.model, self.optimizer) or {}
         self.first_step: int = state.get("step", 0)
@@ -133,7 +137,7 @@ class Trainer(Generic[C]):
 
     def update_metrics(self, reports: Sequence[StepReport], forests: Sequence[Forest]) -> dict[str, float]:
         """What a step's updates did, and how fast."""
-        config, seconds = self.config, self.phases.seconds["update"]
+        config, model, seconds = self.config, self.model, self.phases.seconds["update"]
         dtype = DTYPES[config.sharding.compute_dtype]
         return {
             "policy/loss": sum(report.loss for report in reports) / len(reports),
@@ -141,7 +145,7 @@ class Trainer(Generic[C]):
             "policy/learning_rate": config.optimizer.rate(self.updates - 1),
             "policy/skipped_updates": float(self.skipped),
             "speed/trained_tokens": sum(map(len, forests)) * self.groups / seconds,
-            **training_speed(self.model.config, forests, seconds, self.runtime.device, dtype),
+            **training_speed(model.config, forests, seconds, self.runtime.device, dtype, bool(model.lora)),
         }
 
     def due(self, step: int, every: int) -> bool:
@@ -216,7 +220,9 @@ class Trainer(Generic[C]):
         log.info("stopped after step %d of %d", finished, self.config.steps)
 
 
-def open_run(config: RLConfig | SFTConfig, runtime: Runtime, source: Path, rows: Sequence[tuple[str, str]]) -> Run:
+def open_run(
+    config: RLConfig | SFTConfig, runtime: Runtime, weights: Checksums, rows: Sequence[tuple[str, str]]
+) -> Run:
     """The run's folder, locked, with settings and provenance. `rows` are (id, checksum) of its data: a run that has a
     checkpoint resumes only with the same rows.
     """
@@ -227,5 +233,5 @@ def open_run(config: RLConfig | SFTConfig, runtime: Runtime, source: Path, rows:
     data = {"data.train": config.data.train, "data.validation": config.data.validation}
     read = {"replay": config.replay} if config.replay else data
     inputs = {key: {Path(file).name: checksum(file)} for key, file in read.items() if file}
-    run.record(config, {"model.path": model_checksums(source, runtime), **inputs}, runtime)
+    run.record(config, {"model.path": weights, **inputs}, runtime)
     return run

@@ -51,7 +51,8 @@ class OptimizerConfig:
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     rate, decay, betas = config.learning_rate, config.weight_decay, (config.betas[0], config.betas[1])
-    return torch.optim.AdamW(model.parameters(), lr=rate, betas=betas, weight_decay=decay, fused=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=rate, betas=betas, weight_decay=decay, fused=True)
 
 
 def compute_logprobs(model: nn.Module, forest: Forest, temperature: float) -> tuple[Tensor, Tensor]:

@@ -117,6 +117,12 @@ def take_lock(file: int | IO, lock: Callable[[int | IO, int], None] = fcntl.floc
     return True
 
 
+def cache_folder() -> Path:
+    """For what was found out about this machine: DCCOT_CACHE, or dccot/ in the user's cache."""
+    users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("DCCOT_CACHE") or Path(users) / "dccot")
+
+
 def wait_for_lock(
     file: int,
     path: Path,

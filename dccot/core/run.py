@@ -69,8 +69,8 @@ class Checkpoint:
 
     @classmethod
     def of_weights(cls, folder: Path) -> Checkpoint | None:
-        """The checkpoint whose hf/ this is; None for a model from elsewhere."""
-        return cls(folder.parent) if folder.name == "hf" and step_of(folder.parent) is not None else None
+        """The checkpoint whose hf/ or merged/ this is; None for a model from elsewhere."""
+        return cls(folder.parent) if folder.name in ("hf", "merged") and step_of(folder.parent) is not None else None
 
     @property
     def step(self) -> int:

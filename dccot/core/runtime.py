@@ -15,7 +15,8 @@ import socket
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -34,6 +35,7 @@ T = TypeVar("T")
 # seconds that ranks wait for the slowest one when each works independently; torchrun notices dead ranks
 PATIENCE = 7 * 24 * 3600.0
 START_UP = 1800.0  # seconds for all ranks to start and find each other, whatever a collective may take later
+ALLOCATOR, EXPANDABLE = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MMAP_FROM, TRIM_FROM = 2**30, 2**31 - 1  # bytes
 # for processes yet to start
@@ -53,6 +55,7 @@ class Runtime:
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
         if cuda:
+            prepare_gpu(os.environ)
             torch.cuda.set_device(device)
         else:
             keep_freed_memory()
@@ -125,6 +128,33 @@ class Runtime:
     def stop(self) -> None:
         if self.owned and dist.is_initialized():  # an engine that shuts down destroys the group
             dist.destroy_process_group()
+
+
+def prepare_gpu(environment: MutableMapping[str, str]) -> None:
+    """Settings that must exist before CUDA and NCCL start; yours come first.
+
+    Segments that grow lose little memory to fragmentation. NCCL must not register CUDA graphs: a sleeping engine may
+    move them to the host.
+    """
+    if not any(environment.get(name) for name in ALLOCATOR):
+        environment[ALLOCATOR[0]] = EXPANDABLE
+    environment.setdefault("NCCL_GRAPH_REGISTER", "0")
+
+
+@contextmanager
+def fixed_segments() -> Iterator[None]:
+    """The allocator without expandable segments, which cannot be in a pool that sleeps.
+
+    vLLM does the same around its pools of weights and KV cache, but not around that of CUDA graphs. torch resets every
+    setting that is not in the string it is given.
+    """
+    settings = next((found for name in ALLOCATOR if (found := os.environ.get(name))), "")
+    parts = [part for part in settings.split(",") if part and not part.strip().startswith("expandable_segments")]
+    torch._C._accelerator_setAllocatorSettings(",".join([*parts, "expandable_segments:False"]))
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def keep_freed_memory() -> None:

@@ -4,6 +4,7 @@
     dccot inspect --arch sm_90 --json inspect.json
     dccot inspect --sass forward --arch sm_90         # machine code of the inner loops next to its source lines
     dccot inspect --diff HEAD~1 HEAD                  # two commits (or two JSON files), kernel by kernel
+    dccot inspect --tune                              # on a GPU: time tiles and backends ahead of training
 
 Per kernel: registers, spills, shared memory, resident warps, matrix instructions, the instructions of the loops over
 unmasked and over masked tiles, and how many iterations loads run ahead. Facts of the code, nothing about its speed:
@@ -26,13 +27,22 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dccot.core.files import write_atomic
-from dccot.kernels.tuning import TABLE
+import torch
+
+from dccot.core.files import cache_folder, write_atomic
+from dccot.kernels import autotune
+from dccot.kernels.mask import TreeMask
+from dccot.kernels.tuning import TABLE, shape_of
+from dccot.lab.bench import trees
+from dccot.lab.bench.kernels import attention_inputs
 from dccot.lab.critic import assembly
 from dccot.lab.critic.assembly import Code
 from dccot.lab.critic.compiling import Configuration, compile_kernel, configurations, examine
+from dccot.model.config import parse_config
+from dccot.plan import SHAPES
 
 DEFAULT_ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
+TUNED_TOKENS = 16_384
 TENSOR_MEMORY_COLUMNS = 512  # of a Blackwell multiprocessor
 MEASURE = """measure on a GPU:
   ncu --set full --import-source on -k 'regex:(forward|grad_query|grad_key)_kernel' -o attention dccot bench attention
@@ -205,6 +215,23 @@ def _inspect_commit(commit: str, archs: str) -> list[dict]:
             subprocess.run([*git, "remove", "--force", str(tree)], capture_output=True)
 
 
+def tune() -> str:
+    """Choose tiles and backends for every known model shape on this GPU, as their first use would."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("--tune times kernels and needs a GPU; without one the table in kernels/tuning.py is used")
+    lines = []
+    for name, shape in SHAPES.items():
+        config = parse_config(shape, name)
+        for kind, ends in {"tree": trees.tree("paper", TUNED_TOKENS), "causal": torch.full((8192,), 8192)}.items():
+            size, mask = (config.heads, config.kv_heads, config.head_dim), TreeMask(ends, "cuda")
+            q, k, v, _ = attention_inputs(len(ends), *size, "cuda", torch.bfloat16)
+            autotune.backend_for(q, k, v, mask, config.head_dim**-0.5)
+            if found := autotune.stored(shape_of(q, k, mask), torch.device("cuda")):
+                tiles = "; ".join(f"{kernel} {tile}" for kernel, tile in found.tiles.items())
+                lines.append(f"{name}, {kind}: {found.backend} ({tiles})")
+    return "\n".join([*lines, f"kept in {cache_folder() / autotune.FILE}"])
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="dccot inspect",
@@ -216,9 +243,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything found as JSON")
     parser.add_argument("--sass", metavar="KERNEL", help="print a kernel's inner loops: machine code by source line")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two commits, or two files of --json")
+    parser.add_argument("--tune", action="store_true", help="on a GPU: time tiles and backends, and keep the fastest")
     arguments = parser.parse_args(argv)
     archs = arguments.arch
     try:
+        if arguments.tune:
+            print(tune())
+            return 0
         if arguments.diff:
             print(diff(arguments.diff[0], arguments.diff[1], archs))
             return 0

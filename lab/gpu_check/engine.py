@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dccot.core.config import load_config
+from dccot.core.files import read_jsonl
 from dccot.core.run import Run
 from dccot.core.runtime import Runtime, on_rank_zero
 from dccot.lab.bench import gap
@@ -32,12 +33,14 @@ from dccot.rollout.response import Response, Segment
 from dccot.rollout.thread import Thread
 from dccot.train.config import RLConfig
 from dccot.train.forest import pack
+from dccot.train.rewards import Graded
 from dccot.train.rl import train
 from dccot.train.sft import negative_logprob
 from dccot.train.update import OptimizerConfig, accumulate, apply_gradients, compute_logprobs, make_optimizer, update
 
 GREEDY_TOKENS = 48
-GAP = 0.01  # mean |Δ log p| of a bf16 engine and the bf16 trainer
+# how much further from fp32 than the bf16 trainer the engine may be, also where the trainer happens to be exact
+FACTOR, SLACK, LARGEST_SLACK = 2.0, 1e-3, 0.05
 
 
 def model_folder(context: Context) -> Path:
@@ -171,13 +174,23 @@ def sleep_and_wake(context: Context) -> str:
 
 
 def logprob_gap(context: Context) -> str:
-    """A bf16 engine against the bf16 trainer at temperature 0.6."""
+    """A bf16 engine against fp32 at temperature 0.6: what bf16 costs is what it costs the trainer on this machine."""
     responses = rollouts(engine_of(context, "bfloat16"), samples=16, budget=200, temperature=0.6)
+    return within_rounding(responses, model_folder(context))
+
+
+def within_rounding(responses: list[Response], model: Path) -> str:
+    """The log-probs that an engine sampled with, at most FACTOR times as far from fp32 as the bf16 trainer's."""
     forests = pack(responses, gap.TOKENS_AT_ONCE).forests()
-    theirs = torch.cat([forest.logprob[forest.targets] for forest in forests])
-    ours = gap.logprobs(model_folder(context), torch.bfloat16, forests, 0.6)
-    found = gap.difference(f"|Δ log p| of {len(ours):,} tokens", theirs, ours) + f" (target: mean at most {GAP})"
-    assert (theirs - ours).abs().mean() <= GAP, found
+    sampled = torch.cat([forest.logprob[forest.targets] for forest in forests])
+    exact, rounded = (gap.logprobs(model, dtype, forests, 0.6) for dtype in (torch.float32, torch.bfloat16))
+    theirs, ours = (sampled - exact).abs(), (rounded - exact).abs()
+    limits = FACTOR * ours.mean() + SLACK, 2 * FACTOR * ours.max() + LARGEST_SLACK
+    of_engine = f"engine {theirs.mean():.2g}, largest {theirs.max():.2g}"
+    of_trainer = f"bf16 trainer {ours.mean():.2g}, {ours.max():.2g}"
+    found = f"|Δ log p| to fp32 of {len(ours):,} tokens: {of_engine}; {of_trainer}"
+    assert theirs.mean() <= limits[0], f"{found}; the mean may be {limits[0]:.2g}"
+    assert theirs.max() <= limits[1], f"{found}; the largest may be {limits[1]:.2g}"
     return found
 
 
@@ -249,7 +262,11 @@ def mini_rl(context: Context) -> str:
     first, second = Run(out / "run").rows()
     for metrics in (first, second):
         assert metrics["policy/skipped_updates"] == 0 and 0 < metrics["policy/grad_norm"] < 1e6, metrics
-        assert metrics["gap/max_abs_logprob"] < (0.5 if context.cuda else 1e-4), metrics["gap/max_abs_logprob"]
+        assert context.cuda or metrics["gap/max_abs_logprob"] < 1e-4, metrics["gap/max_abs_logprob"]
+    first_rollouts = [
+        Graded.from_json(row).response for _, row in read_jsonl(Run(out / "run").rollouts / "step_000000.jsonl.gz")
+    ]
+    rounding = within_rounding(first_rollouts, out / "model")
     shown = {"reward/mean": "reward", "policy/grad_norm": "gradient norm"}
     shown |= {"gap/max_abs_logprob": "largest log-prob gap", "time/step": "seconds"}
-    return "; ".join(f"{what} {first[name]:.3g} → {second[name]:.3g}" for name, what in shown.items())
+    return "; ".join(f"{what} {first[name]:.3g} → {second[name]:.3g}" for name, what in shown.items()) + f"\n{rounding}"

@@ -1,8 +1,8 @@
 """Runs checks of `dccot gpu-check` in a process that checks.py starts, watches and may kill.
 
-    python -m dccot.lab.gpu_check.worker FOLDER DEVICE MODEL SECONDS MODULE:CHECK…
+    python -m dccot.lab.gpu_check.worker FOLDER DEVICE MODEL SECONDS MODULE:CHECK:LABEL…
 
-leaves FOLDER/CHECK.json for each, and CHECK.rankN.json for every other rank that failed. A check is a function that
+leaves FOLDER/LABEL.json for each, and LABEL.rankN.json for every other rank that failed. A check is a function that
 returns its findings, a summary line followed by details, or raises.
 """
 
@@ -35,7 +35,7 @@ class Context:
 def work(context: Context, names: list[str]) -> int:
     """Run checks one after another; end at the first that fails, since it may leave this process in any state."""
     for name in names:
-        module, _, check = name.partition(":")
+        module, check, label = name.split(":")
         began, found = time.perf_counter(), {}
         try:
             found["found"] = getattr(importlib.import_module(module), check)(context)
@@ -45,8 +45,8 @@ def work(context: Context, names: list[str]) -> int:
         rank = int(os.environ.get("RANK", "0"))
         if rank == 0 or "error" in found:
             # one rank's success must not overwrite another's failure
-            name = f"{check}.rank{rank}.json" if rank else f"{check}.json"
-            write_atomic(context.folder / name, json.dumps(found | {"seconds": time.perf_counter() - began}))
+            file = f"{label}.rank{rank}.json" if rank else f"{label}.json"
+            write_atomic(context.folder / file, json.dumps(found | {"seconds": time.perf_counter() - began}))
         if "error" in found:
             print(found["trace"], file=sys.stderr, flush=True)
             return 1

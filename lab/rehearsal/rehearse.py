@@ -84,9 +84,9 @@ def prepare(
         largest = largest_batch(config, model.max_position)
         objective = asdict(config.objective) if isinstance(config, RLConfig) else None
         reference = isinstance(config, RLConfig) and config.objective.kl_coefficient > 0
-        shards = gpus // config.sharding.copies(gpus)
-        planned = TrainingMemory(model, config.sharding, shards, largest.tokens, largest.rows, reference)
-        same = json.dumps([asdict(largest), asdict(config.sharding), objective])
+        lora, shards = config.model.lora, gpus // config.sharding.copies(gpus)
+        planned = TrainingMemory(model, config.sharding, shards, largest.tokens, largest.rows, reference, lora)
+        same = json.dumps([asdict(largest), asdict(config.sharding), objective, asdict(lora)])
         groups.setdefault(same, Rehearsal(str(path), list(overrides), planned)).configs.append(Path(path).stem)
     return list(groups.values())
 

@@ -38,12 +38,14 @@ from dccot.lab.rehearsal.inputs import load_training, response_of
 from dccot.memory import largest_batch
 from dccot.model.config import ModelConfig, parse_config
 from dccot.model.context import ContextGroup
+from dccot.model.lora import LoraConfig
 from dccot.model.sharding import ShardingConfig, empty_model
 from dccot.model.transformer import Transformer
 from dccot.model.weights import full_parameters
 from dccot.plan import GPUS
 from dccot.rollout.response import Response
 from dccot.train.batch import Batch
+from dccot.train.checkpoint import TRAINED
 from dccot.train.config import RLConfig, SFTConfig
 from dccot.train.metrics import TokenMetrics
 from dccot.train.phases import Phases
@@ -80,9 +82,16 @@ class FakePhases(Phases):
             yield
 
 
-def build(gpu: FakeGpu, kind: str, shape: ModelConfig, sharding: ShardingConfig, device: torch.device) -> Transformer:
+def build(
+    gpu: FakeGpu,
+    kind: str,
+    shape: ModelConfig,
+    sharding: ShardingConfig,
+    device: torch.device,
+    lora: LoraConfig | None = None,
+) -> Transformer:
     with gpu.phase("build"), gpu.kind(kind):
-        return empty_model(shape, sharding, device)
+        return empty_model(shape, sharding, device, lora)
 
 
 def trainer(kind: type[T], config: Any, gpu: FakeGpu, shape: ModelConfig, runtime: Runtime) -> T:
@@ -90,7 +99,7 @@ def trainer(kind: type[T], config: Any, gpu: FakeGpu, shape: ModelConfig, runtim
     made = object.__new__(kind)
     made.config, made.runtime, made.phases = config, runtime, FakePhases(runtime, gpu)
     made.run, made.updates, made.skipped, made.bad_in_a_row = Run("rehearsed"), 0, 0, 0
-    made.model = build(gpu, "master weights", shape, config.sharding, runtime.device)
+    made.model = build(gpu, "master weights", shape, config.sharding, runtime.device, config.model.lora)
     made.group = ContextGroup.join(config.sharding.context_parallel, runtime.device)
     made.optimizer = make_optimizer(made.model, config.optimizer)
     return made
@@ -101,8 +110,8 @@ def rl_step(config: RLConfig, gpu: FakeGpu, shape: ModelConfig, runtime: Runtime
     updates = max(2, config.batch.optimizer_steps)
     config = replace(config, batch=replace(config.batch, optimizer_steps=updates))
     rl = trainer(RL, config, gpu, shape, runtime)
-    rl.reference = None
-    if config.objective.kl_coefficient:
+    rl.reference = rl.model if config.objective.kl_coefficient and rl.model.lora else None
+    if config.objective.kl_coefficient and rl.reference is None:
         frozen = replace(config.sharding, master_dtype=config.sharding.compute_dtype, activation_checkpointing=False)
         rl.reference = build(gpu, "reference policy", shape, frozen, runtime.device).requires_grad_(False).eval()
     responses = micro_batches(config, shape, updates * rl.groups)
@@ -141,7 +150,7 @@ def gather(model: Transformer) -> None:
 
 
 def plan_checkpoint(model: Transformer, optimizer: torch.optim.Optimizer) -> None:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=TRAINED)
     planner = DefaultSavePlanner()
     planner.set_up_planner({"model": model_state, "optimizer": optimizer_state}, is_coordinator=True)
     planner.create_global_plan([planner.create_local_plan()])

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from dccot.core.runtime import fixed_segments, prepare_gpu
 from tests.support import programs
 
 ROOT = Path(__file__).parents[2]
@@ -94,3 +96,22 @@ def test_late_ranks_and_ranks_that_work_apart_are_waited_for_and_those_of_a_stag
     assert lines.count("together [[0], [1]]") == 2
     assert {"exchanged 0 ['', '']", "exchanged 1 ['0 to 1', '1 to 1']"} <= set(lines)
     assert "timed out 1" in lines
+
+
+def test_settings_for_gpus_are_there_before_cuda_and_nccl_start_and_yours_come_first():
+    found: dict[str, str] = {}
+    prepare_gpu(found)
+    assert found == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}
+    yours = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512", "NCCL_GRAPH_REGISTER": "1"}
+    found = dict(yours)
+    prepare_gpu(found)
+    assert found == yours
+
+
+def test_segments_are_fixed_for_a_while_with_every_other_setting_kept(monkeypatch):
+    told = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:512")
+    with fixed_segments():
+        assert told == ["max_split_size_mb:512,expandable_segments:False"]
+    assert told[1:] == ["expandable_segments:True,max_split_size_mb:512"]

@@ -91,14 +91,14 @@ def test_copies_and_tensor_parallel_are_the_configurations_unless_given(tmp_path
 
 
 def test_an_engine_that_wakes_beside_weights_and_moments_must_fit(capsys):
-    """7.6 billion parameters on 8 GPUs: (4 + 8 + 2) / 8 bytes of each are 13.3 GB, a sixth of 80. vLLM's share does not
-    shrink for them.
+    """7.6 billion parameters on 8 GPUs: (4 + 8 + 2) / 8 bytes of each are 13.3 GB, CUDA and NCCL take 3.1, together a
+    fifth of 80. vLLM's share does not shrink for them.
     """
     small = ["7B", "--gpus", "8", "configs/rl/stage4.yaml", "sharding.reduce_once=false"]
     assert main([*small, "engine.gpu_memory=0.85"]) == 0
     said = capsys.readouterr().out
-    assert "sampling 81.3" in said and "set engine.gpu_memory=0.83 or less" in said and "→ fits" not in said
-    assert main([*small, "engine.gpu_memory=0.83"]) == 0
+    assert "sampling 84.4" in said and "set engine.gpu_memory=0.79 or less" in said and "→ fits" not in said
+    assert main([*small, "engine.gpu_memory=0.79"]) == 0
     assert "→ fits" in capsys.readouterr().out
 
 

@@ -109,6 +109,25 @@ def test_blocks_that_were_kept_give_the_bits_of_blocks_computed_again(monkeypatc
     assert all(map(torch.equal, found[0] + found[0], found[1] + found[2]))
 
 
+def test_a_frozen_weight_gets_no_gradient_and_hidden_states_the_same_bits():
+    hidden, weight, targets = problem(6, 11, dtype=torch.float32)
+    both = gradients(linear_logprob(hidden, weight, targets, 0.6, chunk_rows=2), (1.0, 0.1), (hidden, weight))
+    alone = linear_logprob(hidden, weight.detach(), targets, 0.6, chunk_rows=2)
+    assert torch.equal(gradients(alone, (1.0, 0.1), (hidden,))[0], both[0])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_ligers_head_is_the_definition_as_well(temperature):
+    pytest.importorskip("liger_kernel")  # optional; on a CPU it runs without its kernels
+    hidden, weight, targets = problem(700, 60, dtype=torch.float32)
+    upstream = [torch.linspace(-1, 2, 700), torch.linspace(1, -1, 700)]
+    found = linear_logprob(hidden, weight, targets, temperature, backend="liger")
+    expected = by_definition(hidden, weight, targets, temperature)
+    slopes = [gradients(outputs, upstream, (hidden, weight)) for outputs in (found, expected)]
+    for ours, theirs in zip((*found, *slopes[0]), (*expected, *slopes[1]), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 SHAPES = r"hidden \[M, d\], weight \[V, d\] and targets \[M\], got \(4, 7\), \(5, 8\), \(4,\)"
 DTYPES = "share one floating-point dtype, got torch.float64 and torch.float32"
 

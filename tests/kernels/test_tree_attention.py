@@ -246,7 +246,7 @@ TRITON = {"backend": "triton", "k": WIDE, "v": WIDE, "q": WIDE}
         ({"k": torch.randn(9, 2, 16).half()}, TypeError, DTYPES),
         ({"q": torch.randn(9, 16, 4).mT}, ValueError, r"last dimension must be contiguous.*call \.contiguous\(\)"),
         ({"scale": 0.0}, ValueError, "scale must be positive, got 0.0"),
-        ({"backend": "fast"}, ValueError, "unknown backend 'fast': use 'triton', 'cpu', 'flash' or 'dense'"),
+        ({"backend": "fast"}, ValueError, "unknown backend 'fast': use 'triton', 'cpu', 'flash', 'sdpa' or 'dense'"),
         (BACKWARD, ValueError, "has no backward on a CPU: use 'cpu'"),
         ({"backend": "triton"}, ValueError, "head_dim .32, 64, 128., got 16"),
         (TRITON, ValueError, "needs TRITON_INTERPRET=1"),

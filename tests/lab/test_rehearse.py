@@ -24,6 +24,7 @@ CASES = {  # configuration, ranks, overrides
         1024,
         ["sharding.replicate=128", "sharding.context_parallel=4", *SMALL, "sharding.reduce_once=false"],
     ),
+    "lora": ("configs/rl/stage1.yaml", 8, ["model.lora.rank=16", *SMALL]),
     "sft": ("configs/sft.yaml", 8, ["batch.token_budget=2048", "data.max_tokens=2048"]),
 }
 FAULTS = {  # lines that plant it → words that the rehearsal says
@@ -122,6 +123,16 @@ def test_master_weights_are_four_bytes_per_parameter_over_the_ranks_of_a_copy(fo
     expected = 4 * (2 * vocabulary * d + d + 2 * block) / 8
     assert found["8 ranks"]["steady"]["master weights"] == expected
     assert found["1,024 ranks"]["steady"]["master weights"] == expected
+
+
+def test_frozen_weights_are_two_bytes_per_parameter_without_moments_or_a_reference(found):
+    vocabulary, d, inner, kv = 151936, 1536, 8960, 256
+    block = 2 * d * d + d + 2 * (d * kv + kv) + 3 * d * inner + 2 * d
+    adapters = 2 * 16 * (2 * (d + d) + 2 * (d + kv) + 3 * (d + inner)) / 8
+    steady = found["lora"]["steady"]
+    assert steady["master weights"] == 2 * (2 * vocabulary * d + d + 2 * block) / 8 + 4 * adapters
+    assert steady["AdamW moments"] == 8 * adapters + 4 * 2 * 14
+    assert "reference policy" not in steady
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from dccot.core.config import ConfigError
 from dccot.core.files import BadData
 from dccot.rollout import vllm_engine as engine_module
-from dccot.rollout.engine import EngineConfig
+from dccot.rollout.engine import EngineConfig, keep_checked_runner
 from dccot.rollout.vllm_engine import engine_arguments, restore_environment
 from tests.support import programs
 
@@ -55,13 +56,62 @@ def test_an_engine_after_another_says_the_same(life):
     assert found["second"] == found["first"]
 
 
+@pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("on_gpu", [True, False])
 @pytest.mark.parametrize("sleeps", [True, False])
-def test_only_a_gpu_engine_for_training_can_sleep_and_its_cuda_graphs_sleep_with_it(monkeypatch, on_gpu, sleeps):
+def test_only_a_gpu_engine_for_training_sleeps_and_its_cuda_graphs_at_level_two(monkeypatch, on_gpu, sleeps, level):
     monkeypatch.setattr(engine_module, "ON_GPU", on_gpu)
-    arguments = engine_arguments("m", "t", EngineConfig(batched_tokens=8192), False, sleeps)
-    assert arguments.enable_sleep_mode is arguments.sleep_mode_offload_cudagraph is (sleeps and on_gpu)
+    arguments = engine_arguments("m", "t", EngineConfig(batched_tokens=8192, sleep_level=level), False, sleeps)
+    assert arguments.enable_sleep_mode is (sleeps and on_gpu)
+    assert arguments.sleep_mode_offload_cudagraph is (sleeps and on_gpu and level == 2)
     assert arguments.max_num_batched_tokens == (8192 if on_gpu else None)  # a CPU engine takes whole prompts
+
+
+RUNNER, SPLIT = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_DISTRIBUTED_USE_SPLIT_GROUP"
+
+
+@pytest.fixture
+def switches(monkeypatch, tmp_path):
+    """What vLLM is told for settings and a number of ranks, on a GPU."""
+    monkeypatch.setattr(engine_module, "ON_GPU", True)
+    monkeypatch.setenv("DCCOT_CACHE", str(tmp_path))
+    for name in (RUNNER, SPLIT):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+    def choose(ranks: int = 1, **settings) -> tuple[str | None, str | None]:
+        engine_module.choose_switches(EngineConfig(**settings), ranks)
+        return os.environ.pop(RUNNER, None), os.environ.pop(SPLIT, None)
+
+    return choose
+
+
+def test_vllm_decides_where_nothing_is_chosen(switches):
+    assert switches(1024) == (None, None)
+
+
+def test_a_runner_is_chosen_by_name(switches):
+    assert switches(runner="v1") == ("0", None) and switches(runner="v2") == ("1", None)
+
+
+def test_groups_are_split_on_request_and_from_64_ranks(switches):
+    assert switches(63, split_groups=True) == (None, None) and switches(64, split_groups=True) == (None, "1")
+
+
+def test_training_uses_the_runner_that_passed_its_checks_and_says_so(switches, caplog):
+    keep_checked_runner(engine_module.machine(), "v1")
+    keep_checked_runner("another machine", "v2")
+    assert switches() == ("0", None)
+    assert "engine.runner: v1, the only one" in caplog.text
+    assert switches(runner="v2") == ("1", None)
+    keep_checked_runner(engine_module.machine(), None)  # both pass now
+    assert switches() == (None, None)
+
+
+def test_runner_v2_is_refused_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(engine_module, "ON_GPU", False)
+    with pytest.raises(ConfigError, match="v2, which runs on GPUs only"):
+        engine_module.choose_switches(EngineConfig(runner="v2"), 1)
 
 
 def test_only_what_changed_is_restored_and_nothing_is_ever_missing(monkeypatch):

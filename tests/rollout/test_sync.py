@@ -171,3 +171,44 @@ def test_an_engine_that_is_given_is_used_and_left_running(engines, checkpoints):
         assert engine is engines["single"]
     [(_, response)] = generate(engine, [Request("p", 0, [5] * 9)], RolloutConfig(budget=20), seed=(0,))
     assert response.sampled_tokens > 0
+
+
+def tensors_of(network) -> dict[int, str]:
+    """Storage → where it was found, of every tensor that the modules of a network hold in any other way than as
+    parameters and buffers; the KV cache is made later.
+    """
+    known = {x.untyped_storage().data_ptr() for x in [*network.parameters(), *network.buffers()]}
+    found: dict[int, str] = {}
+    for name, module in network.named_modules():
+        waiting = [(f"{name}.{key}", value) for key, value in vars(module).items() if key not in SKIPPED]
+        seen: set[int] = set()
+        while waiting:
+            where, value = waiting.pop()
+            if id(value) in seen or isinstance(value, (type, str, int, float, torch.nn.Module)):
+                continue
+            seen.add(id(value))
+            if isinstance(value, torch.Tensor):
+                if value.numel() and value.untyped_storage().data_ptr() not in known:
+                    found[value.untyped_storage().data_ptr()] = where
+            elif isinstance(value, dict):
+                waiting += [(f"{where}[{key}]", inside) for key, inside in value.items()]
+            elif isinstance(value, (list, tuple, set)):
+                waiting += [(where, inside) for inside in value]
+            elif callable(value) or type(value).__module__.startswith("vllm."):
+                inside = [*vars(value).items()] if hasattr(value, "__dict__") else []
+                inside += [(cell, getattr(value, cell)) for cell in ("args", "keywords") if hasattr(value, cell)]
+                closure = getattr(value, "__closure__", None) or ()
+                waiting += [(f"{where}.{key}", each) for key, each in inside]
+                waiting += [(where, cell.cell_contents) for cell in closure]
+    return found
+
+
+SKIPPED = {"_parameters", "_buffers", "_modules", "kv_cache"}
+
+
+def test_loading_a_model_makes_nothing_outside_its_parameters_and_buffers(engine):
+    """Sleep at level 2 saves buffers, `load` gives parameters: anything else would be lost on a GPU. What is on the
+    host stays: copies of scales, and here the weights that vLLM repacks for its CPU kernels.
+    """
+    on_host = ("_scale_cpu", "_scale_cpu_cache", ".cpu_linear.handler_tensor")
+    assert [where for where in tensors_of(engine._network).values() if not where.endswith(on_host)] == []

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from dccot.model.weights import stored_parameters
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.generate import Request, generate
+from tests.rollout.torchrun_program import soak
 from tests.support import programs
 
 pytestmark = pytest.mark.slow
@@ -64,6 +66,16 @@ def test_a_tensor_parallel_replica_samples_the_same(ranks, fresh):
     """Two ranks, one engine between them, weights streamed in from both."""
     expected = rolled_out(fresh, range(4), budget=60)
     assert [rank["tensor_parallel"] for rank in ranks] == [{"replica": 0, "replicas": 1, "sampled": expected}] * 2
+
+
+def test_a_tensor_parallel_replica_survives_aborts_stops_and_other_weights(out, ranks, fresh):
+    """Both ranks see what one process sees, call by call."""
+    expected = soak(fresh, lambda: stored_parameters(out / "synced"))
+    fresh.load(stored_parameters(out / "synced"))
+    assert [rank["soak"] for rank in ranks] == [expected] * 2
+    assert all(3 < len(done) < 9 for done in expected), "some finished and some were aborted"
+    lengths = {len(ids) for done in expected for ids in done.values()}
+    assert len(lengths) > 4
 
 
 def test_the_console_stays_quiet(out):

@@ -7,8 +7,10 @@ different numbers of responses of different lengths: nothing may wait for the ot
 tensor-parallel engine.
 """
 
+import itertools
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -17,9 +19,10 @@ from vllm.distributed.parallel_state import destroy_model_parallel
 
 from dccot.model.sharding import ShardingConfig, build_model
 from dccot.model.weights import full_parameters, save_checkpoint
-from dccot.rollout.director import RolloutConfig
+from dccot.rollout.director import Call, RolloutConfig
 from dccot.rollout.engine import EngineConfig
 from dccot.rollout.generate import Request, Watch, generate
+from dccot.rollout.response import Finish
 from dccot.rollout.vllm_engine import VllmEngine
 
 
@@ -34,6 +37,30 @@ def rolled_out(engine: VllmEngine, samples: range, watch: Watch | None = None, *
     requests = [Request("p", sample, [5, 6, 7]) for sample in samples]
     found = generate(engine, requests, RolloutConfig(**settings), seed=(0,), watch=watch)
     return {request.sample: response.as_read for request, response in found}
+
+
+def soak(engine: VllmEngine, parameters: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> list:
+    """Four times: other weights, calls with and without a stop, a third of them aborted on the way; what came out.
+    Whatever is computed here must be the same on every rank of a replica, and in an engine of one process.
+    """
+    found = []
+    for turn in range(4):
+        engine.load(
+            (name, (1 + 0.1 * turn) * tensor if ".layers." in name else tensor) for name, tensor in parameters()
+        )
+        for number in range(9):
+            stop = "</worker_1>" if number % 2 else None
+            call = Call((turn, number), [5, 6, 7 + number], [], stop, 8 + 5 * number, Finish.BUDGET)
+            engine.add(f"{turn}/{number}", call, seed=100 * turn + number, temperature=0.6)
+        done: dict[str, list[int]] = {}
+        for step in itertools.count():
+            if step == 6 + 3 * turn:
+                engine.abort(sorted(engine.pending)[::3])
+            if not engine.pending:
+                break
+            done |= {key: completion.ids for key, completion in engine.step()}
+        found.append(done)
+    return found
 
 
 def main(folder: Path, out: Path) -> None:
@@ -60,6 +87,7 @@ def main(folder: Path, out: Path) -> None:
     engine.load(full_parameters(model))
     together = rolled_out(engine, range(4), budget=60)
     result["tensor_parallel"] = {"replica": engine.replica, "replicas": engine.replicas, "sampled": together}
+    result["soak"] = soak(engine, lambda: full_parameters(model))
     engine.shutdown()
     (out / f"rank{rank}.json").write_text(json.dumps(result))
     dist.barrier()  # the trainer's own process group is still there

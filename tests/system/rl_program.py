@@ -24,6 +24,8 @@ from dccot.train.config import RLConfig
 from dccot.train.rewards import Group
 from dccot.train.rl import train
 
+LORA_STEPS = 11
+
 
 def settings(out: Path, name: str, steps: int, *more: str) -> RLConfig:
     return load_config(RLConfig, out / "rl.yaml", [f"name={name}", f"steps={steps}", *more])
@@ -75,6 +77,9 @@ def main(out: Path, steps: int) -> None:
     (out / f"left_over_{runtime.rank}.txt").write_text(str(left_over))
     for stop_after in (2, 3):  # stopped after step 2, then the same command again
         train(settings(out, "stopped", stop_after), engine)
+    adapters = ("model.lora.rank=8", "optimizer.learning_rate=0.002", "objective.kl_coefficient=0.001")
+    for name, end in (("lora", LORA_STEPS), ("lora_stopped", 2), ("lora_stopped", 3)):
+        train(settings(out, name, end, *adapters), engine)
     stop_in_a_rollout(out, engine, runtime)
     validated = (
         f"data.validation={out / 'held_out.jsonl'}",

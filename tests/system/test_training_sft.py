@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).with_name("sft_program.py")
 STEPS, STOP, LONG = 6, 3, 60
+LORA = ("model.lora.rank=3", "model.lora.targets=[q_proj, down_proj]")  # three rows on two ranks
 BY_SIGNALS = "checkpoint.every=1000"  # nothing else makes it save before the end
 SHARED = "sharding.context_parallel=2"
 
@@ -47,6 +48,8 @@ def arguments(world: Path, name: str, steps: int) -> list[str]:
 def one_rank(world) -> Path:
     for name, steps in (("one_whole", STEPS), ("one_stopped", STOP), ("one_stopped", STEPS)):
         assert main(arguments(world, name, steps)) == 0
+    for name, steps in (("lora_one", STEPS), ("lora_stopped", STOP), ("lora_stopped", STEPS)):
+        assert main([*arguments(world, name, steps), *LORA]) == 0
     return world
 
 
@@ -61,6 +64,7 @@ def two_ranks(world) -> Path:
     runs += [[*arguments(world, "shared", steps), SHARED] for steps in (STOP, STEPS)]
     runs += [[*arguments(world, "shared_whole", STEPS), SHARED]]
     runs += [[*arguments(world, "shared_first", STOP), SHARED], arguments(world, "shared_first", STEPS)]
+    runs.append([*arguments(world, "lora_two", STEPS), *LORA])
     (world / "runs.json").write_text(json.dumps(runs))
     command = programs.torchrun(2, PROGRAM, world / "runs.json")
     done = programs.run(command, capture_output=True, text=True, timeout=900)
@@ -116,6 +120,65 @@ def test_ranks_that_share_micro_batches_train_the_same_model_and_resume_in_the_s
     for run in ("shared", "shared_first"):
         for name, tensor in weights(two_ranks / run).items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def adapters(run: Path) -> dict[str, Tensor]:
+    return load_file(run / "checkpoints" / f"step_{STEPS:06d}" / "hf" / "adapter_model.safetensors")
+
+
+def test_adapters_stopped_and_resumed_end_in_the_same_bits(one_rank):
+    assert_same_bits(adapters(one_rank / "lora_stopped"), adapters(one_rank / "lora_one"))
+
+
+def test_one_rank_and_two_train_the_same_adapters(one_rank, two_ranks):
+    one, two = adapters(one_rank / "lora_one"), adapters(two_ranks / "lora_two")
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_checkpoint_of_adapters_is_small(one_rank):
+    """Adapters and two moments of each, 4 bytes per number and 2 KB per tensor; the model has 100 KB and more."""
+    [whole, few] = [one_rank / name / "checkpoints" / f"step_{STEPS:06d}" for name in ("one_whole", "lora_one")]
+    numbers, tensors = 2 * 3 * (64 + 64 + 128 + 64), 8
+    assert numbers * 4 < (few / "hf/adapter_model.safetensors").stat().st_size < numbers * 4 + tensors * 256
+    size = sum(file.stat().st_size for file in (few / "dcp").glob("*.distcp"))
+    assert 3 * numbers * 4 < size < 3 * numbers * 4 + 4 * tensors * 4096
+    assert size < sum(file.stat().st_size for file in (whole / "dcp").glob("*.distcp")) / 5
+
+
+def test_the_next_stage_starts_from_the_merged_model(one_rank):
+    start = [f"model.path={one_rank / 'lora_one'}", "optimizer.learning_rate=1e-12"]  # validated after a step
+    assert main([*arguments(one_rank, "after_lora", 1), *start]) == 0
+    last, first = metrics(one_rank / "lora_one")[-1], metrics(one_rank / "after_lora")[0]
+    assert first["validation/loss"] == pytest.approx(last["validation/loss"], rel=1e-5)
+    merged = one_rank / "lora_one" / "checkpoints" / f"step_{STEPS:06d}" / "merged" / "model.safetensors"
+    base, found, changed = (
+        load_file(one_rank / "model/model.safetensors"),
+        load_file(merged),
+        adapters(one_rank / "lora_one"),
+    )
+    layer = "model.layers.1.mlp.down_proj"
+    a, b = (changed[f"base_model.model.{layer}.lora_{part}.weight"] for part in "AB")
+    torch.testing.assert_close(found[f"{layer}.weight"], base[f"{layer}.weight"] + 32 / 3 * b @ a)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("model.lora.rank=4", LORA[1]), "was trained with model.lora {'rank': 3"),
+        ((), "was trained with model.lora {'rank': 3"),
+        ((*LORA, "model.lora.alpha=16"), "'alpha': 32.0"),
+    ],
+)
+def test_adapters_resume_only_with_the_settings_they_were_trained_with(one_rank, settings, said, capsys):
+    assert main([*arguments(one_rank, "lora_one", STEPS + 1), *settings]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_adapters_resume_only_on_the_model_they_were_trained_on(one_rank, capsys):
+    other = f"model.path={one_rank / 'one_whole'}"
+    assert main([*arguments(one_rank, "lora_one", STEPS + 1), *LORA, other]) == 2
+    assert "has adapters of" in capsys.readouterr().err
 
 
 def test_a_run_of_two_ranks_goes_on_on_one(two_ranks):
