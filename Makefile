@@ -83,6 +83,7 @@ bench-peers: .venv/ready
 # Where ranks share micro-batches (--context-parallel), also a single sequence of 131,072 tokens. On 1,024 GPUs SFT's 8 examples would feed 64.
 RL_STAGES := $(filter-out configs/rl/base.yaml,$(wildcard configs/rl/*.yaml))
 REHEARSED := configs/sft.yaml $(RL_STAGES)
+UNCAPPED := configs/rl/stage4.yaml rollout.total_tokens=null
 LONGEST := data.max_tokens=131072 batch.token_budget=131072
 OF_64 := --model 32B --gpus 64 --replicate 2 --context-parallel 8 sharding.reduce_once=false
 rehearse: .venv/ready
@@ -90,8 +91,9 @@ rehearse: .venv/ready
 	$(BIN)/dccot rehearse $(REHEARSED) --model 7B --gpus 8 sharding.reduce_once=false --json runs/rehearse/7B.json
 	$(BIN)/dccot rehearse $(REHEARSED) $(OF_64) --json runs/rehearse/32B.json
 	$(BIN)/dccot rehearse $(RL_STAGES) --model 32B --gpus 1024 --replicate 32 --context-parallel 8 sharding.reduce_once=false --json runs/rehearse/32B-1024.json
-	$(BIN)/dccot rehearse configs/rl/stage4.yaml --model 1.5B --gpus 8 --context-parallel 8 --json runs/rehearse/1.5B-shared.json
-	$(BIN)/dccot rehearse configs/rl/stage4.yaml --model 7B --gpus 8 --context-parallel 8 sharding.reduce_once=false --json runs/rehearse/7B-shared.json
+	$(BIN)/dccot rehearse $(UNCAPPED) --model 1.5B --gpus 8 --context-parallel 8 --json runs/rehearse/1.5B-shared.json
+	$(BIN)/dccot rehearse $(UNCAPPED) --model 7B --gpus 8 --context-parallel 8 sharding.reduce_once=false --json runs/rehearse/7B-shared.json
+	$(BIN)/dccot rehearse $(UNCAPPED) $(OF_64) --json runs/rehearse/32B-shared.json
 	$(BIN)/dccot rehearse configs/sft.yaml --model 1.5B --gpus 8 --context-parallel 8 $(LONGEST) --json runs/rehearse/1.5B-long.json
 	$(BIN)/dccot rehearse configs/sft.yaml --model 7B --gpus 8 --context-parallel 8 sharding.reduce_once=false $(LONGEST) --json runs/rehearse/7B-long.json
 	$(BIN)/dccot rehearse configs/sft.yaml $(OF_64) $(LONGEST) --json runs/rehearse/32B-long.json

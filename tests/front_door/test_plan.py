@@ -155,7 +155,7 @@ def test_disk_space_of_a_run_by_hand():
     assert checkpoint_bytes(100, config) == 100 * (2 * 12 + 2 + 4)
 
 
-LONG = ["configs/rl/stage4.yaml", "sharding.reduce_once=false"]
+LONG = ["configs/rl/stage4.yaml", "rollout.total_tokens=null", "sharding.reduce_once=false"]
 
 
 def test_a_layout_is_proposed_where_a_tree_is_too_long_for_one_gpu_and_it_fits(capsys):
