@@ -8,7 +8,7 @@ import pytest
 
 from dccot.core.config import load_config
 from dccot.lab.rehearsal.inputs import response_of
-from dccot.memory import TrainingMemory, largest_batch, parameters
+from dccot.memory import LargestBatch, TrainingMemory, largest_batch, parameters
 from dccot.model.config import parse_config
 from dccot.model.sharding import ShardingConfig
 from dccot.plan import GPUS, SHAPES, checkpoint_bytes, main, make_plan, read_shape, run_bytes
@@ -153,3 +153,10 @@ def test_disk_space_of_a_run_by_hand():
     assert run_bytes(100, config) == checkpoint_bytes(100, config) + 20 * 96 * 7 * 10_500 * 13
     config.checkpoint.keep_hf_every = None
     assert checkpoint_bytes(100, config) == 100 * (2 * 12 + 2 + 4)
+
+
+@pytest.mark.parametrize(("workers", "depth"), [(3, 1), (8, 1), (2, 2), (3, 2), (2, 3)])
+def test_the_largest_tree_by_width_and_depth_is_that_of_its_forest(workers, depth):
+    largest = LargestBatch(1, 5, workers, 4, 2, depth)
+    forest = build_forest([[(0, response_of(largest, 7))]])
+    assert (len(forest), len(forest.targets)) == (largest.tokens, largest.rows)
