@@ -21,10 +21,11 @@ from typing import Any
 
 from rich.console import Console
 
-from dccot.core.command import run_cleanly
+from dccot.core.command import positive, run_cleanly
 from dccot.core.config import load_config, to_yaml
 from dccot.core.progress import Progress
 from dccot.data.problems import PRESETS, Fields, fetch, load_problems
+from dccot.rollout.tags import width
 
 
 def parser() -> argparse.ArgumentParser:
@@ -68,7 +69,8 @@ def parser() -> argparse.ArgumentParser:
     add = command("check", _check, "report on a finished SFT set", "runs/data/sft.jsonl")
     add("file")
     add("--tokenizer", help="count tokens of this model instead of words")
-    add("--workers", type=int, default=3)
+    add("--workers", type=width, default=3, help="of every block: 3, or [1,8] if tasks are listed (default: 3)")
+    add("--depth", type=positive, default=1, help="levels of workers (default: 1)")
     add("--json", action="store_true", help="for programs")
     return top
 
@@ -128,7 +130,7 @@ def _check(arguments: Namespace) -> None:
         from dccot.model.tokenizer import open_tokenizer
 
         tokenizer = open_tokenizer(arguments.tokenizer)
-    report = check_set(arguments.file, workers=arguments.workers, tokenizer=tokenizer)
+    report = check_set(arguments.file, workers=arguments.workers, depth=arguments.depth, tokenizer=tokenizer)
     print(json.dumps(report.to_json()) if arguments.json else report)
 
 

@@ -26,7 +26,7 @@ from pydantic import AfterValidator
 from dccot.core.config import ConfigError, Positive, lookup, require
 from dccot.core.files import BadData
 from dccot.data.problems import Problem
-from dccot.rollout.tags import THINK_CLOSE, THINK_OPEN
+from dccot.rollout.tags import THINK_CLOSE, THINK_OPEN, Width
 
 BOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
 CHAT_TOKENS = (BOS, USER, ASSISTANT)
@@ -39,6 +39,17 @@ PARALLEL_INSTRUCTION = (
     "where i is the worker number, i.e. <spawn_workers><worker_1>worker 1's thought</worker_1><worker_2>worker 2's "
     "thought</worker_2>...</spawn_workers>."
 )
+
+
+def spawning_rules(workers: Width, depth: int) -> str:
+    """What the parallel instruction is followed by: nothing for the paper's, a fixed number on one level."""
+    listed = (
+        "Before you spawn workers, list their tasks within <task_i></task_i> tags, i.e. <task_1>task 1</task_1>"
+        "<task_2>task 2</task_2>...: one worker starts for each task, "
+    )
+    rules = [] if isinstance(workers, int) else [f"{listed}from {workers[0]} to {workers[1]} at a time."]
+    deep = f"A worker can spawn workers of its own in the same way, up to {depth} levels deep."
+    return " ".join(rules + [deep] * (depth > 1))
 
 
 @dataclass(frozen=True)
@@ -96,6 +107,8 @@ class PromptConfig:
     chat_format: Literal["auto", "deepseek", "chat"] = "auto"
     system: str = ""  # chat: the system message; empty: none, or the template's own default
     instruction: str | None = None  # what follows the question; None: the task's
+    # what a parallel prompt says about how many workers there are and how deep; None: by rollout.workers, rollout.depth
+    spawning: str | None = None
 
     def check(self) -> None:
         fits = not self.system or self.chat_format != "deepseek"
@@ -105,7 +118,13 @@ class PromptConfig:
     def wording(self) -> PromptFormat:
         """What surrounds the question."""
         found = format_of(self.kind)
-        return replace(found, after=found.after.replace(INSTRUCTION, self.instruction or INSTRUCTION))
+        after = found.after.replace(INSTRUCTION, self.instruction or INSTRUCTION)
+        rules = f"{PARALLEL_INSTRUCTION} {self.spawning}" if self.spawning else PARALLEL_INSTRUCTION
+        return replace(found, after=after.replace(PARALLEL_INSTRUCTION, rules))
+
+    def allowing(self, workers: Width, depth: int) -> PromptConfig:
+        """A prompt that says so, if it does not yet."""
+        return replace(self, spawning=spawning_rules(workers, depth)) if self.spawning is None else self
 
     @property
     def parallel(self) -> bool:

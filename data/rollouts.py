@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import Engine
 from dccot.rollout.generate import Request, Watch, generate
 from dccot.rollout.response import Rollout
-from dccot.rollout.tags import RULES, after_think, sequential_flaw_of
+from dccot.rollout.tags import RULES, after_think, flaw_of, sequential_flaw_of
 
 Pair = tuple[str, int]  # problem id, sample
 GRADED_TOGETHER = 64
@@ -73,7 +74,8 @@ def roll_out(
     """These samples, ungraded, each as soon as it is finished, its format checked by the rules of its prompt; `rule` is
     that of parallel ones (tags.RULES).
     """
-    parallel_flaw_of = lookup(RULES, rule, "format.rule")
+    strict = partial(flaw_of, depth=config.depth)
+    parallel_flaw_of = strict if rule == "strict" else lookup(RULES, rule, "format.rule")
     known = {problem.id: (problem, ids) for problem, ids in prompted}
     requests = [Request(problem, sample, known[problem][1], prompt.parallel) for problem, sample in pairs]
     with closing(generate(engine, requests, config, seed=seed, watch=watch)) as responses:

@@ -52,7 +52,7 @@ from dccot.model.folder import model_checksums, resolve_model
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import Engine, EngineConfig, open_engine
 from dccot.rollout.response import Rollout
-from dccot.rollout.tags import TAG_PATTERN, THINK_OPEN, IllFormed, Parsed, flaw_of, parse
+from dccot.rollout.tags import TAG_PATTERN, TASK_PATTERN, THINK_OPEN, IllFormed, Parsed, Width, flaw_of, parse
 from dccot.rollout.thread import Thread
 
 Progress = Callable[[int, int, str], None]  # (done, total, what else to say)
@@ -191,7 +191,8 @@ class RewriteConfig:
     output: str = "runs/data/sft.jsonl"
     first: int | None = 4000  # use only the first N solutions; None: all
     attempts: Positive = 3
-    workers: int = 3
+    workers: Width = 3  # of every block; [1, 8]: as many as tasks are listed before it
+    depth: Positive = 1  # levels of workers
     concurrency: Positive = 16  # concurrent requests
     task: TaskName = "math"  # or your own: my_package.my_module:MyTask
     # endpoint: a stronger model; or your own function, my_package.my_module:my_rule; None: the task's own, or endpoint
@@ -203,8 +204,6 @@ class RewriteConfig:
 
     def check(self) -> None:
         self.rule()
-        fits = self.instruction is not None or self.workers == 3
-        require(fits, f"workers is {self.workers}, our instruction speaks of 3; set instruction=FILE")
 
     def rule(self) -> Callable[..., str] | None:
         """The function that rewrites; None: the endpoint does."""
@@ -263,9 +262,9 @@ def spent_text(spent: Mapping[str, int], dollars: float | None) -> str:
 Rewriter = Callable[[Solution, int], Awaitable[Reply]]  # (solution, attempt) → reply
 
 
-def accept(problem: Problem, text: str, judge: Judge, workers: int = 3) -> str | None:
+def accept(problem: Problem, text: str, judge: Judge, workers: Width = 3, depth: int = 1) -> str | None:
     """Why a parallel solution must not be trained on; None if it is well-formed and correct."""
-    flaw = flaw_of(text, workers)
+    flaw = flaw_of(text, workers, depth=depth)
     if flaw is not None:
         return f"ill-formed: {flaw.value}"
     verdict = judge.judge(text, problem.gold)
@@ -309,6 +308,18 @@ def prompt_text(name: str) -> str:
     return files("dccot.data").joinpath("prompts", name).read_text(encoding="utf-8")
 
 
+def instruction_for(workers: Width, depth: int) -> str:
+    """Our rewriting instruction, which speaks of three workers on one level, with what is different about others."""
+    parts = [prompt_text("rewrite.txt")]
+    if workers != 3:
+        fixed = isinstance(workers, int)
+        parts.append(prompt_text("rewrite_fixed.txt" if fixed else "rewrite_chosen.txt"))
+    parts += [prompt_text("rewrite_nested.txt")] if depth > 1 else []
+    least, most = (workers, workers) if isinstance(workers, int) else workers
+    meant = {"{{least}}": least, "{{most}}": most, "{{depth}}": depth}
+    return re.sub("|".join(map(re.escape, meant)), lambda found: str(meant[found.group()]), "\n".join(parts))
+
+
 def load_solutions(path: str | Path, first: int | None = None) -> list[Solution]:
     """Problems with their sequential solutions, in file order."""
     found: dict[str, Solution] = {}
@@ -342,7 +353,9 @@ async def rewrite(config: RewriteConfig, progress: Progress = _silent) -> Summar
             rewriter = by_rule(rule)
         else:
             own = config.instruction
-            instruction = Path(own).read_text(encoding="utf-8") if own else prompt_text("rewrite.txt")
+            instruction = (
+                Path(own).read_text(encoding="utf-8") if own else instruction_for(config.workers, config.depth)
+            )
             rewriter = by_endpoint(await stack.enter_async_context(Endpoint(config.endpoint)), instruction)
         judge = stack.enter_context(task_of(config).open_judge())
         summary = await rewrite_all(solutions, rewriter, judge, config, progress)
@@ -366,7 +379,7 @@ async def rewrite_all(
             nonlocal done
             for solution in queue:
                 for attempt in range(tried[solution.problem.id], config.attempts):
-                    row = await _rewrite_once(solution, attempt, rewriter, judge, config.workers)
+                    row = await _rewrite_once(solution, attempt, rewriter, judge, config)
                     rows.append(row)
                     log.write(row)
                     spent.update(_spent([row]))
@@ -388,14 +401,17 @@ async def rewrite_all(
     return _summary(solutions, rows, config)
 
 
-async def _rewrite_once(solution: Solution, attempt: int, rewriter: Rewriter, judge: Judge, workers: int) -> dict:
+async def _rewrite_once(
+    solution: Solution, attempt: int, rewriter: Rewriter, judge: Judge, config: RewriteConfig
+) -> dict:
     """One attempt as a row of the log."""
     row = {"id": solution.problem.id, "attempt": attempt}
     try:
         reply = await rewriter(solution, attempt)
     except Refused as error:
         return {**row, "outcome": FAILED, "reason": str(error)}
-    reason = await asyncio.to_thread(accept, solution.problem, reply.text.strip(), judge, workers)
+    limits = config.workers, config.depth
+    reason = await asyncio.to_thread(accept, solution.problem, reply.text.strip(), judge, *limits)
     if reason is not None and reply.cut:
         reason = "cut by max_tokens"
     return {**row, "outcome": reason or ACCEPTED, **asdict(reply)}
@@ -439,6 +455,8 @@ class SetReport:
     examples: int = 0
     ill_formed: Counter = field(default_factory=Counter)
     rounds: Counter = field(default_factory=Counter)
+    widths: Counter = field(default_factory=Counter)  # workers per block
+    depths: Counter = field(default_factory=Counter)  # levels of workers
     measures: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MEASURES})
     leaks: list[str] = field(default_factory=list)  # "id, round, worker: what"
 
@@ -447,7 +465,9 @@ class SetReport:
         lines = {
             "examples": f"{self.examples:,}",
             "ill-formed": f"{sum(self.ill_formed.values()):,}{flaws}",
-            "rounds": ", ".join(f"{n:,} × {number}" for number, n in sorted(self.rounds.items())) or "none",
+            "rounds": _counted(self.rounds),
+            "workers per block": _counted(self.widths),
+            "levels of workers": _counted(self.depths),
         }
         for name, shown in MEASURES.items():
             spread = "   ".join(f"{each} {value:,.4g}" for each, value in _spread(self.measures[name]).items())
@@ -457,15 +477,20 @@ class SetReport:
         return "\n".join([f"{name:<20}{value}" for name, value in lines.items()] + leaks)
 
     def to_json(self) -> dict:
-        counts = {"unit": self.unit, "examples": self.examples, "ill_formed": self.ill_formed, "rounds": self.rounds}
+        names = ("unit", "examples", "ill_formed", "rounds", "widths", "depths")
+        counts = {name: getattr(self, name) for name in names}
         return counts | {name: _spread(values) for name, values in self.measures.items()} | {"leaks": self.leaks}
+
+
+def _counted(counts: Counter) -> str:
+    return ", ".join(f"{n:,} × {number}" for number, n in sorted(counts.items())) or "none"
 
 
 def _spread(v: Sequence[float]) -> dict[str, float]:
     return {"min": min(v), "median": statistics.median(v), "mean": statistics.fmean(v), "max": max(v)} if v else {}
 
 
-def check_set(path: str | Path, *, workers: int = 3, tokenizer: Any = None) -> SetReport:
+def check_set(path: str | Path, *, workers: Width = 3, depth: int = 1, tokenizer: Any = None) -> SetReport:
     """Read an SFT set (id, question, completion, and source where known) and measure it."""
     report = SetReport("tokens" if tokenizer else "words")
 
@@ -476,7 +501,7 @@ def check_set(path: str | Path, *, workers: int = 3, tokenizer: Any = None) -> S
         _require_fields(row, ("id", "question", "completion"), f"{path}:{line}", "an SFT row")
         report.examples += 1
         try:
-            parsed = parse(row["completion"], workers)
+            parsed = parse(row["completion"], workers, depth=depth)
         except IllFormed as error:
             report.ill_formed[error.flaw.value] += 1
             continue
@@ -505,7 +530,10 @@ def _measure(report: SetReport, parsed: Parsed, row: dict, size: Callable[[str],
             known += "\n" + "\n".join(texts)
 
     report.rounds[len(parsed.forks)] += 1
-    without_tags = [[worker.map(lambda text: TAG_PATTERN.sub("", text)) for worker in fork] for fork in parsed.forks]
+    report.widths.update(len(fork) for fork in parsed.all_forks())
+    report.depths[parsed.depth] += 1
+    plain = lambda text: TASK_PATTERN.sub("", TAG_PATTERN.sub("", text))
+    without_tags = [[worker.map(plain) for worker in fork] for fork in parsed.forks]
     thread = Thread(parsed.trunk, without_tags)
     measure_forks(thread, row["question"], row["id"])
     total, path = thread.total(size), thread.path(size)

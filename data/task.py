@@ -42,6 +42,9 @@ class Task:
     instruction: str | None = None
     # (rollout, reward configuration, budget) → reward of a judged rollout; None: what `reward.kind` names
     reward: Callable[..., float] | None = None
+    # (rollout) → the reward of each of its workers, in the order of `rollout.response.threads()`, None for one that
+    # cannot be judged for itself; used with `credit: worker`. None: workers are not judged
+    worker_rewards: Callable[..., list[float | None]] | None = None
     # (problem, solution, attempt=…) → the solution in the parallel format; None: a stronger model rewrites it
     rewrite: Callable[..., str] | None = None
 
@@ -102,12 +105,15 @@ TaskName = Annotated[str, AfterValidator(_known_task)]
 
 
 def task_of(config: Any) -> Task:
-    """The task that a configuration names, with its `prompt` and its `grading` where it has them."""
-    return find_task(config.task)(getattr(config, "prompt", None), getattr(config, "grading", None))
+    """The task that a configuration names, with its `prompt`, `rollout` limits and `grading` where it has them."""
+    prompt, limits = getattr(config, "prompt", None) or PromptConfig(), getattr(config, "rollout", None)
+    prompt = prompt.allowing(limits.workers, limits.depth) if limits else prompt
+    return find_task(config.task)(prompt, getattr(config, "grading", None))
 
 
 def settings_of(model: str | Path) -> tuple[PromptConfig, RolloutConfig]:
     """How to prompt a model and sample from it: as its run did, whichever checkpoint it is; or the defaults."""
     run, _ = Run.parse(model)
     task = find_task(run.settings().get("task", "math"))(run.group(PromptConfig, "prompt"))
-    return task.prompting, run.group(RolloutConfig, "rollout")
+    rollout = run.group(RolloutConfig, "rollout")
+    return task.prompting.allowing(rollout.workers, rollout.depth), rollout

@@ -39,6 +39,7 @@ from dccot.memory import parameters, trained_parameters
 from dccot.model.config import ModelConfig
 from dccot.plan import GPUS, Gpu
 from dccot.recipe import StagePlan
+from dccot.rollout.tags import Width, most_workers
 from dccot.stages import EvalStage, load_recipe
 from dccot.train.config import RLConfig, SFTConfig
 from dccot.train.flops import block_parameters
@@ -83,8 +84,10 @@ class Response:
         return self.prompt + self.sampled + sum(sum(part[1:]) for part in self.segments)
 
 
-def draw_response(rng: np.random.Generator, a: Assumptions, scale: float, budget: int, workers: int) -> Response:
-    """`workers` 0: sequential. Cut where the longest path reaches the budget."""
+def draw_response(rng: np.random.Generator, a: Assumptions, scale: float, budget: int, workers: Width) -> Response:
+    """`workers` 0: sequential; a range: any number of it. Cut where the longest path reaches the budget. Workers of
+    workers are not modelled: they are part of their worker's length.
+    """
     prompt = max(1, int(a.prompt * rng.lognormal(-0.08, 0.4)))
     scale *= rng.lognormal(-(a.spread**2) / 2, a.spread)
     length = lambda mean: max(1, round(mean * scale * rng.lognormal(-0.045, 0.3)))
@@ -93,7 +96,8 @@ def draw_response(rng: np.random.Generator, a: Assumptions, scale: float, budget
     rounds = int(a.rounds) + int(rng.random() < a.rounds % 1)
     segments: list[list[int]] = []
     for number in range(2 * rounds + 1):
-        part = [length(a.worker) for _ in range(workers)] if number % 2 else [length(a.director)]
+        count = workers if isinstance(workers, int) else int(rng.integers(workers[0], workers[1] + 1))
+        part = [length(a.worker) for _ in range(count)] if number % 2 else [length(a.director)]
         part = [min(budget, size) for size in part]
         budget -= max(part)
         segments.append(part)
@@ -265,7 +269,8 @@ def stage_cost(plan: StagePlan, hardware: Hardware, a: Assumptions) -> Cost:
         most = config.max_problems or sum(PROBLEMS.values())
         counts = {name: min(most, PROBLEMS.get(Path(name).stem, 100)) for name in config.benchmarks}
         answers = sum(count * (config.n or _paper_n(name)) for name, count in counts.items())
-        seconds = _sampling(answers, hardware, a, 3 if config.method == "parallel" else 0, config.budget)
+        workers = config.workers if config.method == "parallel" else 0
+        seconds = _sampling(answers, hardware, a, workers, config.budget)
         return Cost(plan.name, seconds, one_run.rollout_bytes(answers, config.budget, compressed=False))
     if isinstance(config, RewriteConfig):
         count = (config.first or 4000) * 1.3  # attempts per solution
@@ -279,7 +284,7 @@ def _paper_n(name: str) -> int:
     return BENCHMARKS[name].samples if name in BENCHMARKS else 16
 
 
-def _sampling(answers: float, hardware: Hardware, a: Assumptions, workers: int, budget: int) -> float:
+def _sampling(answers: float, hardware: Hardware, a: Assumptions, workers: Width, budget: int) -> float:
     """Seconds to sample so many responses, a few engine-fulls simulated and scaled up."""
     rng, count = np.random.default_rng(0), min(int(answers), 4 * hardware.engines * hardware.slots)
     drawn = [draw_response(rng, a, rng.lognormal(-0.08, 0.4), budget, workers) for _ in range(count)]
@@ -292,7 +297,8 @@ def calibrated(run: Path, config: RLConfig, hardware: Hardware, a: Assumptions) 
     if not rows:
         raise ConfigError(f"{run}/metrics.jsonl has fewer than two steps; calibrate with a run that has more")
     mean = lambda name: float(np.mean([row.get(name, 0.0) for row in rows]))
-    rounds, worker, workers = mean("parallel/rounds"), mean("parallel/worker_length"), config.rollout.workers
+    rounds, worker = mean("parallel/rounds"), mean("parallel/worker_length")
+    workers = mean("parallel/width") if "parallel/width" in rows[0] else most_workers(config.rollout.workers)
     director = (mean("length/total_tokens") - rounds * workers * worker) / (rounds + 1)
     solved = min(0.99, max(0.01, mean("reward/correct")))
     kept = mean("data/kept") / (mean("data/rollout_batches") * config.batch.prompts_rolled_out)

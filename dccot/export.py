@@ -31,6 +31,7 @@ from dccot.eval.results import LABELS, SUMMARY, Evaluation, shown
 from dccot.model.folder import find_model, resolve_model
 from dccot.model.tokenizer import open_tokenizer
 from dccot.model.weights import require_inside
+from dccot.rollout.tags import in_words
 
 MEASURES = ("accuracy", "maj3_accuracy", "longest_path", "total_tokens", "well_formed")
 SETTINGS = {  # of a stage → its column
@@ -170,13 +171,14 @@ def limits(newest: Ancestor, evaluations: Sequence[tuple[str, Evaluation]]) -> l
     results = [result for evaluation in own for result in evaluation.results.values()]
     unjudged, titles = sum(result.unjudged for result in results), sorted({result.title for result in results})
     budget, workers = newest.setting("rollout.budget"), newest.setting("rollout.workers")
+    spawned = in_words(workers, newest.setting("rollout.depth") or 1) if budget else ""
     return [
         f"Measured on {', '.join(titles)} and on nothing else."
         if results
         else "No evaluation of these weights was found next to their run.",
         "± is the standard error over problems of one training run; another seed may differ by more.",
         f"{unjudged:,} answers could not be judged; they count as wrong." if unjudged else "",
-        f"Trained with {workers} workers and at most {budget:,} tokens on the longest path." if budget else "",
+        f"Trained with {spawned} and at most {budget:,} tokens on the longest path." if budget else "",
         "It answers questions of the kind it was trained on, in the prompt format below. It is not a general "
         "assistant, and its safety was not tested.",
     ]

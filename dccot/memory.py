@@ -6,6 +6,9 @@ tree of (2K − 1)·L:
 
     prompt S1 | W2 | W3 | W1 W2' W3' S2          longest path |S1| + |W| + |S2|, tokens |S1| + 5 |W| + |S2|
 
+With D levels of workers it holds K^D workers that spawn none, and each level reads all of them but its first again:
+K^D · L · (1 + D (K − 1) / K) tokens.
+
 Bytes are arithmetic on shapes, which `dccot rehearse` checks against the step itself. N tokens and M rows with loss in
 a micro-batch, d hidden, H and Hk heads of D; b parameters of a block, r of embedding, LM head and last norm; w bytes
 per number in compute precision, S ranks that share a copy of the model. Steady memory:
@@ -43,6 +46,7 @@ from dccot.model.config import ModelConfig
 from dccot.model.lora import LoraConfig
 from dccot.model.sharding import DTYPES, ShardingConfig
 from dccot.model.transformer import Transformer
+from dccot.rollout.tags import most_workers
 from dccot.train.config import RLConfig, SFTConfig
 
 # bytes; not measured, since no GPU was available
@@ -61,16 +65,26 @@ class LargestBatch:
     workers: int
     length: int
     final: int
+    depth: int = 1  # levels of workers; those of the last one write `length` tokens
 
     @property
     def tokens(self) -> int:
-        spawning = DIRECTOR + (2 * self.workers - 1) * self.length if self.workers else 0
+        spawning = DIRECTOR + tree_factor(self.workers, self.depth) * self.length if self.workers else 0
         return self.copies * (self.prompt + spawning + self.final)
 
     @property
     def rows(self) -> int:
         """Tokens that carry loss: every worker once."""
-        return self.copies * (DIRECTOR * bool(self.workers) + self.workers * self.length + self.final)
+        return self.copies * (DIRECTOR * bool(self.workers) + self.workers**self.depth * self.length + self.final)
+
+
+def tree_factor(workers: int, depth: int) -> int:
+    """Tokens of a tree over those of one of its last workers.
+
+    >>> tree_factor(3, 1), tree_factor(2, 2)  # W2 W3 W1 W2' W3'; [2.2 2.1 2.2'] [1.2 1.1 1.2'] 2.1' 2.2'
+    (5, 8)
+    """
+    return workers**depth + depth * (workers - 1) * workers ** (depth - 1)
 
 
 def largest_batch(config: RLConfig | SFTConfig, max_position: int) -> LargestBatch:
@@ -78,10 +92,10 @@ def largest_batch(config: RLConfig | SFTConfig, max_position: int) -> LargestBat
     if isinstance(config, SFTConfig):
         alone = LargestBatch(1, prompt, 0, 0, config.data.max_tokens - prompt)
     elif config.prompt.kind == "parallel":
-        workers = config.rollout.workers
+        workers, depth = most_workers(config.rollout.workers), config.rollout.depth
         room = min((config.engine.context or max_position) - prompt, config.rollout.total_tokens or max_position)
-        length = min(config.rollout.budget, room // workers) - 2 * DIRECTOR
-        alone = LargestBatch(1, prompt, workers, length, DIRECTOR)
+        length = max(1, min(config.rollout.budget, room // workers**depth) - 2 * DIRECTOR)
+        alone = LargestBatch(1, prompt, workers, length, DIRECTOR, depth)
     else:
         alone = LargestBatch(1, prompt, 0, 0, config.rollout.budget)
     copies = -(-budget // alone.tokens)
@@ -90,7 +104,8 @@ def largest_batch(config: RLConfig | SFTConfig, max_position: int) -> LargestBat
     size = budget // copies - prompt
     if not alone.workers:
         return LargestBatch(copies, prompt, 0, 0, size)
-    return LargestBatch(copies, prompt, alone.workers, (size - 2 * DIRECTOR) // (2 * alone.workers - 1), DIRECTOR)
+    length = (size - 2 * DIRECTOR) // tree_factor(alone.workers, alone.depth)
+    return LargestBatch(copies, prompt, alone.workers, length, DIRECTOR, alone.depth)
 
 
 Shapes = dict[str, tuple[int, ...]]

@@ -53,6 +53,7 @@ from dccot.model.weights import stored_parameters
 from dccot.recipe import Kind, Need, Recipe, StagePlan, kind
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import EngineConfig, TrainingEngine, open_training_engine
+from dccot.rollout.tags import Width
 from dccot.train import rl, sft
 from dccot.train.config import RLConfig, SFTConfig
 
@@ -207,6 +208,8 @@ class EvalStage:
     # stage, stage@step, folder or hub id
     model: Annotated[str, required("name a stage of the recipe, a folder or a hub id")] = ""
     method: Literal["parallel", "sequential"] = "parallel"
+    workers: Width = 3  # per block; [1, 8]: as many as tasks are listed before it
+    depth: Positive = 1  # levels of workers
     budget: Positive = 12_000
     top_p: Share = 0.95  # the paper's; below 1, sampling sorts the vocabulary, which takes a CPU a while
     # names of the paper's, or files; default: the recipe's
@@ -239,7 +242,7 @@ def sampling(
     config: EvalStage | LatencyStage, method: str, top_p: float = 0.95, grading: GradingConfig | None = None
 ) -> EvalConfig:
     prompt = PromptConfig(kind=method, max_prompt_tokens=config.max_prompt_tokens)
-    rollout = RolloutConfig(budget=config.budget, top_p=top_p)
+    rollout = RolloutConfig(config.workers, config.depth, config.budget, top_p=top_p)
     found = EvalConfig(config.seed, config.task, prompt, rollout, config.engine, grading or GradingConfig())
     check(found)
     return found
@@ -265,6 +268,8 @@ class LatencyStage:
     sequential: COMPARED = ""
     problems: COMPARED = ""
     task: TaskName = "math"  # or your own: my_package.my_module:MyTask
+    workers: Width = 3  # per block; [1, 8]: as many as tasks are listed before it
+    depth: Positive = 1  # levels of workers
     budget: Positive = 12_000
     concurrency: Annotated[list[Positive], NUMBERS] = field(default_factory=lambda: [1, 4, 16])
     n: Positive = 1

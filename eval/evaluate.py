@@ -160,6 +160,7 @@ def _fault_of(out: Path, settings: dict) -> str | None:
         name: settings[name] for name in ("model.sha256", "task")
     }  # in folders of versions that did not write them
     older |= {"grading.kind": "math_verify", "grading.golds": "any", "prompt.instruction": None}
+    older |= {"prompt.spawning": None, "rollout.depth": 1}
     before = older | json.loads(file.read_text()) if file.exists() else settings
     before = {RENAMED.get(name, name): value for name, value in before.items()}
     changed = [name for name in settings if before.get(name) != settings[name]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dccot.eval.timeline import Lane, Timeline
+from dccot.rollout.director import Stop
 
 DIRECTOR_COLOUR, WORKER_COLOURS = "cyan", ("green", "yellow", "magenta", "blue", "red")
 REFRESH_SECONDS = 0.1
@@ -34,13 +35,19 @@ def printable(text: str) -> str:
 
 
 def parts(timeline: Timeline) -> list[list[Lane]]:
-    """The response so far in order: a director alone, or the workers of one round."""
-    return [list(lanes) for _, lanes in groupby(timeline.lanes, key=lambda lane: (lane.call.path[0], lane.worker > 0))]
+    """The response so far in reading order: a director alone, or all that it spawned at one point."""
+    lanes = sorted(timeline.lanes, key=lambda lane: lane.call.path)
+    return [list(part) for _, part in groupby(lanes, key=lambda lane: (lane.call.path[0], lane.worker > 0))]
+
+
+def is_finished(part: list[Lane]) -> bool:
+    """Whether everything in it is written; a worker that has spawned continues after its workers."""
+    last = {lane.call.thread: lane for lane in part}.values()
+    return all(lane.completion and lane.completion.stop is not Stop.SPAWN for lane in last)
 
 
 def title(lane: Lane) -> str:
-    name = f"worker {lane.worker}" if lane.worker else "director"
-    return f"{name} · {len(lane.ids):,} token{'' if len(lane.ids) == 1 else 's'}"
+    return f"{lane.call.writer} · {len(lane.ids):,} token{'' if len(lane.ids) == 1 else 's'}"
 
 
 class View:
@@ -48,7 +55,7 @@ class View:
 
     def __init__(self, problem: str, decode: Decode, console: Console | None = None):
         self._problem, self._decode, self._console = problem, decode, console or Console(highlight=False)
-        self._done, self._drawn = 0, 0.0
+        self._parts, self._done, self._drawn = list[list[Lane]](), 0, 0.0
         self._live = Live(console=self._console, auto_refresh=False, transient=True, vertical_overflow="crop")
 
     def __enter__(self) -> View:
@@ -63,21 +70,26 @@ class View:
             self._live.stop()
 
     def show(self, timeline: Timeline) -> None:
-        found = parts(timeline)
-        finished = [part for part in found[self._done :] if all(lane.completion for lane in part)]
+        self._parts = parts(timeline)
+        finished = [part for part in self._parts[self._done :] if is_finished(part)]
         self._done += len(finished)
-        if not self._console.is_terminal:
-            for lane in chain.from_iterable(finished):
-                self._write(f"── {title(lane)} ──\n{printable(self._decode(lane.ids)).strip()}\n")
-        elif finished or time.monotonic() - self._drawn >= REFRESH_SECONDS:
-            running = found[self._done :]
+        if self._console.is_terminal and (finished or time.monotonic() - self._drawn >= REFRESH_SECONDS):
+            running = self._parts[self._done :]
             current = self._part(running[0], height=max(3, self._console.height - 4)) if running else Text()
             self._live.update(current, refresh=True)
-            for part in finished:
-                self._console.print(self._part(part, height=None))
             self._drawn = time.monotonic()
+        self._print(finished)
+
+    def _print(self, finished: list[list[Lane]]) -> None:
+        for part in finished:
+            if self._console.is_terminal:
+                self._console.print(self._part(part, height=None))
+                continue
+            for lane in part:
+                self._write(f"── {title(lane)} ──\n{printable(self._decode(lane.ids)).strip()}\n")
 
     def conclude(self, lines: Lines) -> None:
+        self._print(self._parts[self._done :])  # cut off where a worker could not spawn
         for label, text in lines:
             style = {"answer": "bold green", "": "dim"}.get(label, "")
             if self._console.is_terminal:

@@ -36,7 +36,7 @@ from dccot.rollout.director import Call, RolloutConfig
 from dccot.rollout.engine import Engine, EngineConfig, open_engine
 from dccot.rollout.generate import Request, generate
 from dccot.rollout.response import Finish, Response
-from dccot.rollout.tags import ANSWER_CLOSE, ANSWER_OPEN, flaw_of, sequential_flaw_of
+from dccot.rollout.tags import ANSWER_CLOSE, ANSWER_OPEN, flaw_of, most_workers, sequential_flaw_of
 
 NO_LIMIT = sys.maxsize  # the model's context is the limit here, not a setting
 CUT_OFF = {Finish.BUDGET: "the budget is used up; raise --budget", Finish.CONTEXT: "the model's context is full"}
@@ -114,6 +114,11 @@ class _Prepared:
     context: int
     tokenizer: Any
 
+    @property
+    def widest(self) -> int:
+        """Threads that write at the same time, at most."""
+        return most_workers(self.rollout.workers) ** self.rollout.depth if self.prompt.parallel else 1
+
     def decode(self, ids: list[int]) -> str:
         eos = self.tokenizer.eos_token_id
         return self.tokenizer.decode([token for token in ids if token != eos], skip_special_tokens=False)
@@ -141,25 +146,27 @@ def _prepare(
         raise ConfigError(f"{folder} holds no weights (*.safetensors); fetch or save the whole model")
     if len(ids) >= limit:
         raise ConfigError(f"the problem makes a prompt of {len(ids):,} tokens; {folder} takes {limit:,}: shorten it")
-    workers = rollout.workers if prompt.parallel else 1  # a director reads at most this many times its longest path
-    return _Prepared(problem, folder, ids, prompt, rollout, min(limit, len(ids) + workers * rollout.budget), tokenizer)
+    asked = _Prepared(problem, folder, ids, prompt, rollout, limit, tokenizer)
+    # a director reads at most this many times its longest path
+    return replace(asked, context=min(limit, len(ids) + asked.widest * rollout.budget))
 
 
 def _answer(asked: _Prepared, seed: int, engine: Engine | None, timeline: Timeline) -> Solution:
-    config = EngineConfig(context=asked.context, max_sequences=max(8, asked.rollout.workers))
+    config = EngineConfig(context=asked.context, max_sequences=max(8, asked.widest))
     with open_engine(asked.model, config, engine) as engine:
         _warm_up(engine, asked)
         request = Request("problem", 0, asked.ids, asked.prompt.parallel)
         [(_, response)] = generate(engine, [request], asked.rollout, seed=(seed,), watch=timeline)
     text = asked.prompt.whole_text(response.text(asked.tokenizer))
-    flaw = flaw_of(text, asked.rollout.workers) if asked.prompt.parallel else sequential_flaw_of(text)
+    limits = asked.rollout
+    flaw = flaw_of(text, limits.workers, depth=limits.depth) if asked.prompt.parallel else sequential_flaw_of(text)
     return Solution(asked.problem, answer_in(text), text, flaw, response, timeline)
 
 
 def _warm_up(engine: Engine, asked: _Prepared) -> None:
     """Keep the first steps of an engine, which take seconds, out of the timing. The prompt is computed again after."""
     temperature, top_p = asked.rollout.temperature, asked.rollout.top_p
-    for batch in (1, asked.rollout.workers):
+    for batch in (1, asked.widest):
         for number in range(batch):
             call = Call((0, number), asked.ids, [], None, 3, Finish.BUDGET)
             engine.add(f"warm-up {number}", call, seed=number, temperature=temperature, top_p=top_p)

@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dccot.rollout.director import Call, Completion
+from dccot.rollout.director import Call, Completion, segment_path
 from dccot.rollout.engine import Engine
 from dccot.rollout.generate import Request, Watch
 
 RESPONSE, ENGINE = 1, 2  # the trace's "processes"
-DIRECTOR, STEPS = 10, 1000  # thread ids; worker i is DIRECTOR + i. Unique over both: Perfetto knows threads by id only
+DIRECTOR, STEPS = 10, 1000  # thread ids; workers follow. Unique over both: Perfetto knows threads by id only
 
 
 @dataclass
@@ -40,8 +40,8 @@ class Lane:
 
     @property
     def worker(self) -> int:
-        """0 is the director."""
-        return self.call.path[1]
+        """Its number among the workers of its fork; 0 is the director."""
+        return self.call.thread[-1] if self.call.thread else 0
 
 
 @dataclass
@@ -135,8 +135,9 @@ class Timeline(Watch):
         def batch(seconds: float, calls: int) -> dict:
             return {"ph": "C", "name": "batch", "pid": ENGINE, "ts": at(seconds), "args": {"calls": calls}}
 
-        workers = max((lane.worker for lane in self.lanes), default=0)
-        names = {DIRECTOR: "director"} | {DIRECTOR + i: f"worker {i}" for i in range(1, workers + 1)} | {STEPS: "steps"}
+        writers = dict(sorted((lane.call.thread[1::2], lane.call.writer) for lane in self.lanes))
+        tids = {name: DIRECTOR + number for number, name in enumerate(writers.values())} | {"steps": STEPS}
+        names = {thread: name for name, thread in tids.items()}
         for process, name in ((RESPONSE, "response"), (ENGINE, "engine")):
             yield from named("process", name, process, pid=process)
         for thread, name in names.items():
@@ -144,15 +145,16 @@ class Timeline(Watch):
         for lane in self.lanes:
             if not (completion := lane.completion):
                 continue
-            name = f"{names[DIRECTOR + lane.worker]}, {'round' if lane.worker else 'part'} {lane.call.path[0] + 1}"
+            fork, first = lane.call.path[-2:]
+            name = f"{lane.call.writer}, {'round' if first else 'part'} {fork + 1}"
             counts = {"sampled": len(lane.ids), "inserted": len(lane.call.inserted), "prompt": len(lane.call.prompt)}
             facts = counts | {"cached": completion.cached, "stop": completion.stop.value}
-            yield piece(name, RESPONSE, DIRECTOR + lane.worker, lane.start, lane.end, facts)
+            yield piece(name, RESPONSE, tids[lane.call.writer], lane.start, lane.end, facts)
         for number, (source, target) in enumerate(_arrows([lane for lane in self.lanes if lane.completion])):
-            arrow = {"name": "spawn" if target.worker else "read", "cat": "tree", "id": number, "pid": RESPONSE}
+            arrow = {"name": "spawn" if target.call.path[-1] else "read", "cat": "tree", "id": number, "pid": RESPONSE}
             last_moment = at(source.end) - 0.001  # an arrow leaves from inside its slice
-            yield {"ph": "s", "tid": DIRECTOR + source.worker, "ts": last_moment, **arrow}
-            yield {"ph": "f", "bp": "e", "tid": DIRECTOR + target.worker, "ts": at(target.start), **arrow}
+            yield {"ph": "s", "tid": tids[source.call.writer], "ts": last_moment, **arrow}
+            yield {"ph": "f", "bp": "e", "tid": tids[target.call.writer], "ts": at(target.start), **arrow}
         for step in self.steps:
             counts = {"batch": step.batch, "prefills": step.prefills, "tokens": step.tokens}
             yield piece(f"batch {step.batch}", ENGINE, STEPS, step.start, step.end, counts)
@@ -162,10 +164,12 @@ class Timeline(Watch):
 
 
 def _arrows(lanes: list[Lane]) -> Iterator[tuple[Lane, Lane]]:
-    """(from, to): the director to each worker it spawned, each worker to the director that read it."""
+    """(from, to): a thread to each worker it spawned, the end of each worker to the thread that read it."""
     by_path = {lane.call.path: lane for lane in lanes}
-    for (number, worker), lane in by_path.items():
-        if worker:
-            yield by_path[number, 0], lane
-            if (number + 1, 0) in by_path:
-                yield lane, by_path[number + 1, 0]
+    last = {lane.call.thread: lane for lane in sorted(lanes, key=lambda lane: lane.call.path)}
+    for thread, lane in last.items():
+        if thread:
+            *above, number, _ = thread
+            yield by_path[segment_path(tuple(above), number)], by_path[thread]
+            if reader := by_path.get(segment_path(tuple(above), number + 1)):
+                yield lane, reader

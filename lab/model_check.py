@@ -23,7 +23,7 @@ from dccot.model.folder import resolve_model
 from dccot.model.tokenizer import open_tokenizer
 from dccot.model.transformer import Transformer
 from dccot.model.weights import load_weights, open_tensors
-from dccot.rollout.tags import PROBE, TagIds, all_tags
+from dccot.rollout.tags import PROBE, TagIds, Width, all_tags, width
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUESTION = "Which is larger, 17 or 41?"
@@ -50,7 +50,7 @@ def count_parameters(config: ModelConfig) -> int:
         return sum(parameter.numel() for parameter in Transformer(config).parameters())
 
 
-def text_rows(config: ModelConfig, folder: Path, workers: int) -> Iterator[Row]:
+def text_rows(config: ModelConfig, folder: Path, workers: Width) -> Iterator[Row]:
     """The tokenizer, the prompt it produces and how it tokenizes the tags."""
     tokenizer = open_tokenizer(folder)
 
@@ -127,7 +127,7 @@ def verdict(gap: float, judge: str, what: str) -> str:
     return f"{what} in float32 differ by at most {gap:.1e}"
 
 
-def check(model: str, workers: int, engine: bool, weights: bool) -> None:
+def check(model: str, workers: Width, engine: bool, weights: bool) -> None:
     """Print the findings; the first unusable part is an error, after everything usable was printed."""
     folder = resolve_model(model)
     rows: list[Row] = []
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     what, example = "describe a model folder; compare with transformers and vLLM", "example: dccot model check MODEL"
     one = commands.add_parser("check", help=what, epilog=example)
     one.add_argument("model", help="a hub id, a Hugging Face folder, or a run (its newest checkpoint)")
-    one.add_argument("--workers", type=int, default=3, help="workers whose tags are shown (default: %(default)s)")
+    one.add_argument("--workers", type=width, default=3, help="workers whose tags are shown (default: %(default)s)")
     one.add_argument("--no-engine", action="store_true", help="do not compare with vLLM, which takes a while to start")
     one.add_argument("--no-weights", action="store_true", help="compute nothing: configuration and tokenizer only")
     one.set_defaults(run=lambda a: check(a.model, a.workers, not a.no_engine, not a.no_weights))

@@ -3,23 +3,29 @@
     director ─<spawn_workers>─► workers 1..K side by side ─all done─► director, having read the workers ─► … EOS
 
 `start()` gives the first call; pass every finished call to `finished()` and run the calls it returns, until `done`.
+Every thread is the same machine: a worker may spawn workers of its own down to `depth`, and continues when it has read
+them.
 
-The budget L_max bounds the longest path, and inserted tags are charged to it:
+The budget L_max bounds the longest path, and inserted tags are charged to it. A thread has `left` tokens for itself and
+what it spawns, the director L_max:
 
-    director may sample   left − |</spawn_workers>|                (nothing is inserted before its first segment)
-    worker i may sample   left − |<worker_i>| − reserve            reserve = |</spawn_workers>| + 1
+    a thread may sample    left − |</spawn_workers>|         (nothing is inserted before the director's first text)
+    its worker i has       left − |</spawn_workers>| − r     of which |<worker_i>| are inserted
 
-The reserve lets the director continue with a single token. So a worker that closes its tag in time is always read,
-and the longest path never exceeds L_max: nothing is ever cut off afterwards. With `total_tokens`, the workers
-of a round share what is left of it equally, so that limit holds in the same way. How a response ends:
+r is the least that the thread must be able to write after reading its workers: one token of the director, `</worker_i>`
+of a worker. So a worker that closes its tag in time is always read, by every level above it, and the longest path never
+exceeds L_max: nothing is ever cut off afterwards. With `total_tokens`, the workers of a fork share what their thread
+has left of it equally, so that limit holds in the same way. How a response ends:
 
     the director writes EOS                                    answered
-    a director or a worker runs out of budget or of context    budget, context  (the round's other workers finish)
-    the director spawns with too little left for any worker    budget, context  (its text is the final segment)
+    a thread runs out of budget or of context                  budget, context  (the other workers of its fork finish)
+    a thread spawns with too little left for any worker        budget, context  (its text is its last segment)
     the workers' texts together fill the model's context       context
-    the director spawns more often than allowed                max_rounds       (its text is the final segment)
+    a thread spawns more often than allowed                    max_rounds       (its text is its last segment)
+    a thread spawns without as many tasks as allowed           width            (its text is its last segment)
 
-A worker that writes EOS is finished like any other: the EOS stays in its tokens and no closing tag is forced.
+What ends a worker early ends the response, once the other workers of its fork have finished. A worker that writes EOS
+is finished like any other: the EOS stays in its tokens and no closing tag is forced.
 """
 
 from __future__ import annotations
@@ -30,16 +36,17 @@ from enum import StrEnum
 
 from dccot.core.config import NonNegative, NonNegativeFloat, Positive, Share
 from dccot.rollout.response import Finish, Response, Segment
-from dccot.rollout.tags import SPAWN_OPEN, TagIds, worker_close
+from dccot.rollout.tags import SPAWN_OPEN, TagIds, Width, worker_close
 from dccot.rollout.thread import Thread
 
 
 @dataclass
 class RolloutConfig:
-    workers: Positive = 3  # K
+    workers: Width = 3  # per block; [1, 8]: as many as tasks are listed before it
+    depth: Positive = 1  # levels of workers: above 1, workers may spawn workers
     budget: Positive = 7500  # L_max, tokens on the longest path
     total_tokens: Positive | None = None  # of director and workers with inserted tags; None: as the budget allows
-    max_rounds: NonNegative | None = None  # how often the director may spawn; None: as often as the budget allows
+    max_rounds: NonNegative | None = None  # how often a thread may spawn; None: as often as the budget allows
     temperature: NonNegativeFloat = 0.6
     top_p: Share = 1.0
 
@@ -49,20 +56,31 @@ class Stop(StrEnum):
 
     EOS = "eos"
     TAG = "tag"  # the stop string was written
+    SPAWN = "spawn"  # a worker wrote <spawn_workers>
     LENGTH = "length"  # max_tokens were sampled
+
+
+def segment_path(thread: tuple[int, ...], number: int) -> tuple[int, ...]:
+    """Of a thread's segment: (fork, worker) from the director downwards. After a fork, and for the director from the
+    start, it ends with the number of forks before it and 0.
+
+    >>> [segment_path((), 0), segment_path((), 1), segment_path((1, 2), 0), segment_path((1, 2), 1)]
+    [(0, 0), (1, 0), (1, 2), (1, 2, 1, 0)]
+    """
+    return thread if thread and not number else (*thread, number, 0)
 
 
 @dataclass(frozen=True)
 class Call:
     """One request to the engine."""
 
-    # (fork, worker) from the director downwards; a last worker of 0 is the text of a thread after so many forks
-    path: tuple[int, ...]
+    path: tuple[int, ...]  # a `segment_path`
     prompt: list[int]  # everything the writer has read, ending with `inserted`
     inserted: list[int]
     stop: str | None
     max_tokens: int
     limit: Finish  # what the response ends with if max_tokens are used up
+    spawns: bool = False  # a worker that <spawn_workers> ends as well
 
     @property
     def thread(self) -> tuple[int, ...]:
@@ -72,6 +90,11 @@ class Call:
         [(), (1, 2), (1, 2), (1, 2, 0, 4)]
         """
         return self.path if self.path[-1] else self.path[:-2]
+
+    @property
+    def writer(self) -> str:
+        """For people: director, worker 2, worker 2.1, which is the first worker of worker 2."""
+        return f"worker {'.'.join(map(str, self.thread[1::2]))}" if self.thread else "director"
 
 
 @dataclass(frozen=True)
@@ -126,7 +149,7 @@ class Director:
         writer.thread.trunk.append(segment)
         writer.left -= len(segment)
         writer.total -= len(segment)
-        if completion.stop is Stop.TAG and call.stop == SPAWN_OPEN:
+        if completion.stop is Stop.SPAWN or (completion.stop is Stop.TAG and call.stop == SPAWN_OPEN):
             return self._fork(writer, call.prompt + completion.ids)
         return self._end(writer, call.limit if completion.stop is Stop.LENGTH else None)
 
@@ -134,7 +157,10 @@ class Director:
         number = len(writer.thread.forks)
         if number == self.config.max_rounds:
             return self._end(writer, Finish.MAX_ROUNDS)
-        opening, reserve = self.tags.worker_open, len(self.tags.spawn_close) + 1
+        opening = self.tags.opening(writer.thread.trunk[-1].sampled)
+        if opening is None:
+            return self._end(writer, Finish.WIDTH)
+        reserve = len(self.tags.spawn_close) + (self.tags.closing if writer.path else 1)
         share = (writer.total - sum(map(len, opening)) - reserve) // len(opening)
         workers, calls = [], []
         for i, tag in enumerate(opening, start=1):
@@ -170,10 +196,10 @@ class Director:
 
     def _call(self, writer: _Writer, read: list[int], inserted: list[int]) -> Call:
         """The next segment of a thread."""
-        number = len(writer.thread.trunk)
-        path = writer.path if writer.path and not number else (*writer.path, number, 0)
+        path = segment_path(writer.path, len(writer.thread.trunk))
         stop = worker_close(writer.path[-1]) if writer.path else SPAWN_OPEN if self.parallel else None
         budget = min(writer.left, writer.total) - len(inserted)
         context = self.context - len(read) - len(inserted)
         limit = Finish.BUDGET if budget <= context else Finish.CONTEXT
-        return Call(path, read + inserted, inserted, stop, min(budget, context), limit)
+        spawns = 0 < len(writer.path) < 2 * self.config.depth
+        return Call(path, read + inserted, inserted, stop, min(budget, context), limit, spawns)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from dccot.core.config import Address, ConfigError, Positive, Share
 from dccot.core.files import cache_folder, write_atomic
 from dccot.rollout.director import Call, Completion, Stop
+from dccot.rollout.tags import SPAWN_OPEN
 
 if TYPE_CHECKING:
     import torch
@@ -157,14 +158,15 @@ class Sampling:
 
     def parameters(self, call: Call, *, seed: int, temperature: float, top_p: float) -> dict[str, Any]:
         """By the names that vLLM's SamplingParams and /v1/completions share."""
-        token = self._single_token(call.stop)
+        tags = [tag for tag in (call.stop, SPAWN_OPEN if call.spawns else None) if tag]
+        tokens = [token for tag in tags if (token := self._single_token(tag)) is not None]
         return {
             "temperature": temperature,
             "top_p": top_p,
             "seed": seed,
             "max_tokens": call.max_tokens,
-            "stop": [call.stop] if call.stop and token is None else None,
-            "stop_token_ids": [token] if token is not None else None,
+            "stop": [tag for tag in tags if self._single_token(tag) is None] or None,
+            "stop_token_ids": tokens or None,
             "include_stop_str_in_output": True,
             "skip_special_tokens": False,  # pieces of the tags may be special tokens
         }
@@ -175,8 +177,10 @@ class Sampling:
         if finish_reason == "length":
             return Stop.LENGTH
         # None: the tokenizer's EOS; the model's folder may name other tokens that end its text
-        tagged = stop_reason is not None and stop_reason in (call.stop, self._single_token(call.stop))
-        return Stop.TAG if tagged else Stop.EOS
+        if stop_reason is not None and stop_reason in (call.stop, self._single_token(call.stop)):
+            return Stop.TAG
+        spawned = call.spawns and stop_reason in (SPAWN_OPEN, self._single_token(SPAWN_OPEN))
+        return Stop.SPAWN if spawned and stop_reason is not None else Stop.EOS
 
     def _single_token(self, tag: str | None) -> int | None:
         """The token that is this tag; None if the tokenizer spells it with several."""

@@ -15,7 +15,7 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import Any, Self
 
-from dccot.rollout.tags import TAG_PATTERN
+from dccot.rollout.tags import TAG_PATTERN, TASK_PATTERN
 from dccot.rollout.thread import Thread
 
 
@@ -23,7 +23,10 @@ from dccot.rollout.thread import Thread
 def end_tokens(tokenizer) -> frozenset[int]:
     """EOS and the other special tokens, except tags: any may end a text, as generation_config.json can name several."""
     special = {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    return frozenset({tokenizer.eos_token_id} | {t for t, text in special.items() if not TAG_PATTERN.fullmatch(text)})
+    return frozenset(
+        {tokenizer.eos_token_id}
+        | {t for t, text in special.items() if not (TAG_PATTERN.fullmatch(text) or TASK_PATTERN.fullmatch(text))}
+    )
 
 
 class Finish(StrEnum):
@@ -32,7 +35,8 @@ class Finish(StrEnum):
     ANSWERED = "answered"  # the director wrote EOS
     BUDGET = "budget"  # the longest path reached L_max, or all segments together rollout.total_tokens
     CONTEXT = "context"  # the model's context is full
-    MAX_ROUNDS = "max_rounds"  # the director spawned more often than allowed
+    MAX_ROUNDS = "max_rounds"  # a thread spawned more often than allowed
+    WIDTH = "width"  # a thread spawned without listing as many tasks as allowed
 
 
 @dataclass
@@ -87,6 +91,17 @@ class Response(Thread[Segment]):
     def worker_lengths(self) -> list[list[int]]:
         """Of each fork at any depth, the longest path of each of its workers."""
         return [[worker.path() for worker in fork] for fork in self.all_forks()]
+
+    def savings(self) -> list[int]:
+        """Tokens that each fork took off the longest path: its workers' texts one after another, less the longest
+        worker and the tags that only parallel writing needs. Below 0, the fork did not pay off.
+        """
+        found = []
+        for thread in (self, *self.threads()):
+            for fork, after in zip(thread.forks, [*thread.trunk[1:], Segment()]):
+                one_by_one = sum(worker.path() - len(worker.trunk[0].inserted) for worker in fork)
+                found.append(one_by_one - max(worker.path() for worker in fork) - len(after.inserted))
+        return found
 
     @property
     def as_read(self) -> list[int]:

@@ -6,18 +6,28 @@
 A response is well-formed when `<think>…</think><answer>…</answer>` is the whole text except for white space, at least
 one `<spawn_workers>` block is inside think, every block holds exactly workers 1..K in order with only white space
 between them, non-empty director text comes before every block, and there is no other tag. `flaw_of` says which rule is
-broken. The reward may go by another rule (`format.rule`, RULES); a text is split into segments by this one only.
+broken. The reward may go by another rule (`format.rule`, RULES); a text is split into segments by this one only. Two
+limits widen it:
+
+    workers: [1, 8]   whoever spawns chooses K: the text before a block, and no other, lists the tasks
+                      <task_1> … </task_1> … <task_K> … </task_K>, and K is from 1 to 8
+    depth: 2          workers write blocks of their own, by the same rules, so many levels deep
 """
 
 from __future__ import annotations
 
+import json
 import re
+from argparse import ArgumentTypeError
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
+
+from pydantic import PlainValidator
 
 from dccot.core.config import known
 from dccot.core.files import BadData
@@ -31,6 +41,55 @@ OVERSHOOTS = ("newline", "space", "tag", "text")
 _ENDING, _INSERTED = r"<spawn_workers>|</worker_\d+>", r"<worker_\d+>|</spawn_workers>"
 _OVERSHOT = re.compile(rf"(?:{_ENDING})((?:(?!{_ENDING}|{_INSERTED}).){{1,40}})(?={_INSERTED})", re.S)
 TAG_PATTERN = re.compile(r"</?(?:think|answer|spawn_workers|worker_\d+)>")
+TASK_PATTERN = re.compile(r"</?task_\d+>")
+
+
+def check_width(value: Any) -> int | list[int]:
+    ends = [value] if isinstance(value, int) else list(value) if isinstance(value, list | tuple) else []
+    whole = all(isinstance(end, int) and not isinstance(end, bool) and end >= 1 for end in ends)
+    if not ends or not whole or (not isinstance(value, int) and (len(ends) != 2 or ends[0] > ends[1])):
+        raise ValueError(f"is {value!r}; it must be at least 1, or a range such as [1, 8]")
+    return value if isinstance(value, int) else ends
+
+
+def width(text: str) -> int | list[int]:
+    """A width on the command line: 3, or [1,8]."""
+    try:
+        return check_width(json.loads(text))
+    except ValueError:
+        raise ArgumentTypeError(f"is {text!r}; write 3, or [1,8] for a range") from None
+
+
+# Workers of a block: exactly so many, or [from, to], as many as tasks are listed before it
+Width = Annotated[int | list[int], PlainValidator(check_width)]
+
+
+def most_workers(workers: Width) -> int:
+    return workers if isinstance(workers, int) else workers[1]
+
+
+def in_words(workers: Width, depth: int = 1) -> str:
+    """3 workers; 1 to 8 workers, 2 levels deep."""
+    count = str(workers) if isinstance(workers, int) else f"{workers[0]} to {workers[1]}"
+    return f"{count} workers" + (f", {depth} levels deep" if depth > 1 else "")
+
+
+def width_of(text: str, workers: Width) -> int | None:
+    """How many workers a text that ends by spawning starts; None if it lists no tasks, too many, or out of order.
+
+    >>> listed = "<task_1>count</task_1> and <task_2>check</task_2><spawn_workers>"
+    >>> width_of(listed, [1, 8]), width_of(listed, [3, 8]), width_of(listed[8:], [1, 8]), width_of(listed, 3)
+    (2, None, None, 3)
+    """
+    if isinstance(workers, int):
+        return workers
+    found = TASK_PATTERN.findall(text)
+    count = len(found) // 2
+    return count if found == task_tags(count) and workers[0] <= count <= workers[1] else None
+
+
+def task_tags(count: int) -> list[str]:
+    return [f"<{slash}task_{i}>" for i in range(1, count + 1) for slash in ("", "/")]
 
 
 def worker_open(index: int) -> str:
@@ -42,9 +101,11 @@ def worker_close(index: int) -> str:
     return f"</worker_{index}>"
 
 
-def all_tags(workers: int) -> list[str]:
+def all_tags(workers: Width) -> list[str]:
     """Every tag of the protocol with `workers` workers."""
-    numbered = [tag(i) for i in range(1, workers + 1) for tag in (worker_open, worker_close)]
+    most = most_workers(workers)
+    numbered = [tag(i) for i in range(1, most + 1) for tag in (worker_open, worker_close)]
+    numbered += [] if isinstance(workers, int) else task_tags(most)
     return [THINK_OPEN, THINK_CLOSE, ANSWER_OPEN, ANSWER_CLOSE, SPAWN_OPEN, SPAWN_CLOSE, *numbered]
 
 
@@ -54,6 +115,7 @@ class Flaw(StrEnum):
     NO_THINK = "no_think"  # does not begin with <think>
     NO_SPAWN = "no_spawn"  # thinks without a single block of workers
     EMPTY_DIRECTOR = "empty_director"  # nothing written before a block
+    TASKS = "tasks"  # a block without tasks 1..K before it, K outside rollout.workers, or tasks without a block
     WORKER_ORDER = "worker_order"  # a block without exactly workers 1..K in order
     TEXT_BETWEEN_WORKERS = "text_between_workers"
     TAG_IN_WORKER = "tag_in_worker"
@@ -84,13 +146,13 @@ class Parsed(Thread[str]):
     answer: str = field(default="", kw_only=True)  # inside <answer>, stripped
 
 
-def parse(text: str, workers: int = 3) -> Parsed:
+def parse(text: str, workers: Width = 3, *, depth: int = 1) -> Parsed:
     """Split a well-formed text into the threads that wrote it; raise `IllFormed` with the broken rule otherwise."""
     cursor = _Cursor(text)
     before, tag = cursor.take()
     if before.strip() or tag != THINK_OPEN:
         raise cursor.error(Flaw.NO_THINK)
-    thread = _parse_thread(cursor, 0, workers, 1, THINK_CLOSE, (Flaw.OPEN_THINK, Flaw.STRAY_TAG))
+    thread = _parse_thread(cursor, 0, workers, depth, THINK_CLOSE, (Flaw.OPEN_THINK, Flaw.STRAY_TAG))
     if not thread.forks:
         raise cursor.error(Flaw.NO_SPAWN)
     thought = cursor.at
@@ -100,6 +162,8 @@ def parse(text: str, workers: int = 3) -> Parsed:
     answer, tag = cursor.take()
     if tag != ANSWER_CLOSE:
         raise cursor.error(Flaw.OPEN_ANSWER if tag is None else Flaw.TAG_IN_ANSWER)
+    if lists_tasks(answer, workers):
+        raise cursor.error(Flaw.TAG_IN_ANSWER)
     after, tag = cursor.take()
     if after.strip() or tag is not None:
         raise cursor.error(Flaw.TEXT_AFTER_ANSWER)
@@ -107,10 +171,14 @@ def parse(text: str, workers: int = 3) -> Parsed:
     return Parsed(thread.trunk, thread.forks, answer=answer.strip())
 
 
-def flaw_of(text: str, workers: int = 3) -> Flaw | None:
+def lists_tasks(text: str, workers: Width) -> bool:
+    return not isinstance(workers, int) and TASK_PATTERN.search(text) is not None
+
+
+def flaw_of(text: str, workers: Width = 3, *, depth: int = 1) -> Flaw | None:
     """The first rule that `text` breaks, or None if it is well-formed."""
     try:
-        parse(text, workers)
+        parse(text, workers, depth=depth)
     except IllFormed as ill:
         return ill.flaw
     return None
@@ -149,7 +217,7 @@ def release_flaw_of(text: str, workers: int = 3) -> Flaw | None:
     return None
 
 
-RULES: dict[str, Callable[[str, int], Flaw | None]] = {"strict": flaw_of, "release": release_flaw_of}
+RULES: dict[str, Callable[[str, Any], Flaw | None]] = {"strict": flaw_of, "release": release_flaw_of}
 
 
 @dataclass
@@ -194,7 +262,7 @@ def answer_block(text: str) -> str | None:
 
 
 def _parse_thread(
-    cursor: _Cursor, start: int, workers: int, depth: int, close: str, flaws: tuple[Flaw, Flaw]
+    cursor: _Cursor, start: int, workers: Width, depth: int, close: str, flaws: tuple[Flaw, Flaw]
 ) -> Thread[str]:
     """A thread from `start` to its closing tag. `flaws`: the text ends before it; a tag means nothing there."""
     thread: Thread[str] = Thread()
@@ -204,17 +272,22 @@ def _parse_thread(
             raise cursor.error(flaws[tag is not None])
         thread.trunk.append(cursor.text[start : cursor.at])
         if tag == close:
+            if lists_tasks(thought, workers):
+                raise cursor.error(Flaw.TASKS)
             return thread
         if not thought.strip():
             raise cursor.error(Flaw.EMPTY_DIRECTOR)
-        thread.forks.append(_parse_workers(cursor, workers, depth - 1))
+        count = width_of(thought, workers)
+        if count is None:
+            raise cursor.error(Flaw.TASKS)
+        thread.forks.append(_parse_block(cursor, count, workers, depth - 1))
         start = cursor.at
 
 
-def _parse_workers(cursor: _Cursor, workers: int, depth: int) -> list[Thread[str]]:
-    """The threads of one block; the cursor is after <spawn_workers> and is left after </spawn_workers>."""
+def _parse_block(cursor: _Cursor, count: int, workers: Width, depth: int) -> list[Thread[str]]:
+    """`count` workers; the cursor is after <spawn_workers> and is left after </spawn_workers>."""
     fork: list[Thread[str]] = []
-    for index, expected in enumerate([*map(worker_open, range(1, workers + 1)), SPAWN_CLOSE], start=1):
+    for index, expected in enumerate([*map(worker_open, range(1, count + 1)), SPAWN_CLOSE], start=1):
         between, tag = cursor.take()
         if between.strip():
             raise cursor.error(Flaw.TEXT_BETWEEN_WORKERS)
@@ -259,13 +332,15 @@ def check_same_ids(tokenizer, other, folder: str | Path) -> None:
 class TagIds:
     """Token ids of the tags that the director loop inserts. A tag is encoded on its own, with nothing around it."""
 
-    workers: int
+    workers: Width
     spawn_close: tuple[int, ...]
     worker_open: tuple[tuple[int, ...], ...]  # worker i at index i - 1
     eos: int
+    closing: int = 1  # tokens of the longest </worker_i>
+    decode: Callable[[list[int]], str] | None = None  # counts the tasks if `workers` is a range
 
     @classmethod
-    def of(cls, tokenizer, workers: int = 3) -> TagIds:
+    def of(cls, tokenizer, workers: Width = 3) -> TagIds:
         name = f"tokenizer {tokenizer.name_or_path!r}"
         if tokenizer.eos_token_id is None:
             raise ValueError(f"{name} has no eos token; set eos_token in its tokenizer_config.json")
@@ -278,5 +353,13 @@ class TagIds:
             return ids
 
         ids = {tag: encode(tag) for tag in all_tags(workers)}
-        opening = tuple(ids[worker_open(i)] for i in range(1, workers + 1))
-        return cls(workers, ids[SPAWN_CLOSE], opening, tokenizer.eos_token_id)
+        numbers = range(1, most_workers(workers) + 1)
+        opening = tuple(ids[worker_open(i)] for i in numbers)
+        closing = max(len(ids[worker_close(i)]) for i in numbers)
+        decode = None if isinstance(workers, int) else partial(tokenizer.decode, skip_special_tokens=False)
+        return cls(workers, ids[SPAWN_CLOSE], opening, tokenizer.eos_token_id, closing, decode)
+
+    def opening(self, spawning: list[int]) -> tuple[tuple[int, ...], ...] | None:
+        """Of the workers that start after these ids, which end by spawning; None if their tasks are ill-formed."""
+        count = width_of(self.decode(spawning) if self.decode else "", self.workers)
+        return None if count is None else self.worker_open[:count]

@@ -5,7 +5,8 @@
     job.chunks()                   chat.completion.chunk objects, as they arrive; a list of those that arrived together
 
 In a stream, a new delta carries its lane in addition to the standard fields: `round` (from 1), `worker` (0: the
-director), `text`, `tokens`. `reasoning` and `content` are in reading order: worker 2's text follows once worker 1 has
+director), `text`, `tokens`; and `of`, the path of the worker that it belongs to, where workers spawn workers.
+`reasoning` and `content` are in reading order: worker 2's text follows once worker 1 has
 finished. Prometheus metrics are added to vLLM's at /metrics.
 """
 
@@ -58,9 +59,10 @@ ANSWER = _histogram("time_to_answer_seconds", "from the request to the end of it
 class Chat:
     def __init__(self, engine: EngineClient, config: ServeConfig, models: list[str]):
         self.engine, self.config, self.models = engine, config, models
+        self.prompt = config.prompt.allowing(config.rollout.workers, config.rollout.depth)
         self.context: int = engine.model_config.max_model_len
         self.vocabulary = Vocabulary(engine.renderer.get_tokenizer(), config.rollout.workers)
-        config.prompt.chat_format_for(self.vocabulary.tokenizer)  # raises if the model cannot be asked so
+        self.prompt.chat_format_for(self.vocabulary.tokenizer)  # raises if the model cannot be asked so
         tags = all_tags(config.rollout.workers)
         self._reserved = [token for token in special_tokens(self.vocabulary.tokenizer) if token not in tags]
         self._by_priority = engine.vllm_config.scheduler_config.policy == "priority"
@@ -75,7 +77,7 @@ class Chat:
         return {
             "method": "divide-and-conquer chain of thought: a director that spawns workers and joins them",
             "prompt": self.config.prompt.kind,
-            **{name: getattr(rollout, name) for name in ("workers", "budget", "temperature", "top_p")},
+            **{name: getattr(rollout, name) for name in ("workers", "depth", "budget", "temperature", "top_p")},
             "max_n": self.config.max_n,
         }
 
@@ -113,7 +115,7 @@ class Chat:
     def _settings(self, request: ChatRequest) -> tuple[RolloutConfig, PromptConfig]:
         if request.n > self.config.max_n:
             raise Refused(f"n is {request.n}; this server answers at most {self.config.max_n} at once", "n")
-        rollout, prompt = replace(self.config.rollout), self.config.prompt
+        rollout, prompt = replace(self.config.rollout), self.prompt
         budget = request.budget or rollout.budget
         if budget > rollout.budget:
             limit = f"the longest path of this server's responses has at most {rollout.budget:,} tokens"
@@ -171,7 +173,9 @@ class Choice:
 
     def hear(self, piece: Piece) -> Iterator[tuple[dict, list[int]]]:
         """(delta, token ids) for each piece to send now; the delta of newly written text names its lane."""
-        lane = {"round": piece.path[0] + 1, "worker": piece.path[1], "text": piece.text, "tokens": len(piece.ids)}
+        *above, round_, worker = piece.path
+        lane = {"round": round_ + 1, "worker": worker, "text": piece.text, "tokens": len(piece.ids)}
+        lane |= {"of": above} if above else {}
         ready = self.order.take(piece)
         reasoning, content = self.channels.take(piece) if ready else ("", "")
         yield _delta(reasoning, content) | lane, piece.ids

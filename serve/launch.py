@@ -31,9 +31,13 @@ from dccot.model.folder import resolve_model
 from dccot.model.tokenizer import open_tokenizer, tokenizer_folder
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import ONE_PROCESS, as_flags, vllm_options
+from dccot.rollout.tags import width
 
 VARIABLE = "DCCOT_SERVE"
-OWN = {"workers": "rollout.workers", "budget": "rollout.budget", "max_n": "max_n", "max_requests": "max_requests"}
+OWN = {name: f"rollout.{name}" for name in ("workers", "depth", "budget")} | {
+    "max_n": "max_n",
+    "max_requests": "max_requests",
+}
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": "ignore"}
 QUIET |= dict.fromkeys(("VLLM_LOGGING_LEVEL", "TORCH_CPP_LOG_LEVEL"), "ERROR")
 
@@ -66,7 +70,8 @@ def parser() -> argparse.ArgumentParser:
     add("model", help="a hub id, a Hugging Face folder, or a run (its newest checkpoint, prompted as it was trained)")
     add("--port", default="8000", help="default 8000")
     add("--host", default="127.0.0.1", help="default 127.0.0.1; 0.0.0.0 listens on every network")
-    add("--workers", type=positive, metavar="K", help="default: the run's own, or 3")
+    add("--workers", type=width, metavar="K", help="3, or [1,8]; default: the run's own, or 3")
+    add("--depth", type=positive, metavar="D", help="levels of workers; default: the run's own, or 1")
     add("--budget", type=positive, metavar="N", help="most tokens on the longest path; default: the run's, or 12000")
     add("--max-n", type=positive, metavar="N", help="choices per request, at most; default 16")
     add("--max-requests", type=positive, metavar="N", help="choices at once; more are answered 503; default 256")

@@ -28,7 +28,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.serve.utils.api_utils import listen_for_disconnect
 
 from dccot.model.tokenizer import open_tokenizer
-from dccot.rollout.tags import check_same_ids
+from dccot.rollout.tags import check_same_ids, in_words
 from dccot.serve.chat import REFUSED, Chat, Job
 from dccot.serve.launch import from_environment
 from dccot.serve.request import MAX_BODY, Refused, parse_request
@@ -52,8 +52,9 @@ class Plugin:
         state.dccot = Chat(engine_client, from_environment(), list(names))
         if getattr(args, "api_process_rank", 0) in (0, None):
             config, scheme = state.dccot.config, "https" if args.ssl_certfile else "http"
-            does = f"{config.rollout.workers} workers" if config.prompt.parallel else "no workers"
-            does += f", budget {config.rollout.budget:,}"
+            rollout = config.rollout
+            does = in_words(rollout.workers, rollout.depth) if config.prompt.parallel else "no workers"
+            does += f", budget {rollout.budget:,}"
             where = f"{scheme}://{args.host or '0.0.0.0'}:{args.port}"
             print(f"dccot serves {names[0]} at {where}/v1, page at {where}/ ({does})", file=sys.stderr, flush=True)
 

@@ -23,7 +23,7 @@ from vllm.sampling_params import RequestOutputKind
 from dccot.rollout.director import Call, Completion, Director, RolloutConfig, Stop
 from dccot.rollout.engine import Sampling
 from dccot.rollout.generate import seed_of
-from dccot.rollout.tags import SPAWN_CLOSE, TagIds, worker_open
+from dccot.rollout.tags import SPAWN_CLOSE, TagIds, Width, worker_open
 from dccot.serve.stream import Piece
 
 Hear = Callable[[Piece], bool]
@@ -32,7 +32,7 @@ Hear = Callable[[Piece], bool]
 class Vocabulary:
     """The tokenizer, its ids for the tags, and the rule for sampling with them."""
 
-    def __init__(self, tokenizer: Any, workers: int):
+    def __init__(self, tokenizer: Any, workers: Width):
         self.tokenizer, self.sampling = tokenizer, Sampling(tokenizer)
         self.tags = TagIds.of(tokenizer, workers)
         self.eos = self.decode([self.tags.eos])
@@ -62,11 +62,11 @@ class Session:
     async def _call(self, call: Call, hear: Hear, calls: asyncio.TaskGroup) -> None:
         if call.inserted:
             hear(Piece(call.path, worker_open(call.path[-1]) if call.path[-1] else SPAWN_CLOSE, call.inserted))
-        completion = await self._complete(call, hear)
-        for following in self.director.finished(call, completion):
+        for following in await self._complete(call, hear):
             calls.create_task(self._call(following, hear, calls))
 
-    async def _complete(self, call: Call, hear: Hear) -> Completion:
+    async def _complete(self, call: Call, hear: Hear) -> list[Call]:
+        """Run a call to its end; returns the calls that may run after it."""
         ids: list[int] = []
         name = f"{self.name}-{self.sample}-{'.'.join(map(str, call.path))}"
         seed = seed_of(self.seed, "problem", self.sample, *call.path)  # as in `dccot solve`
@@ -85,8 +85,11 @@ class Session:
                     self.first_token = output.metrics.first_token_latency
                 stop = sampling.stop_of(call, result.finish_reason, result.stop_reason) if output.finished else None
                 text = result.text.removesuffix(self.vocabulary.decode(ids[-1:])) if stop is Stop.EOS else result.text
-                if hear(Piece(call.path, text, list(result.token_ids), ended=stop is not None)):
-                    return Completion(ids, [], Stop.EOS)
-                if stop is not None:
-                    return Completion(ids, [], stop)
+                if stop is None:
+                    if hear(Piece(call.path, text, list(result.token_ids))):
+                        return self.director.finished(call, Completion(ids, [], Stop.EOS))
+                    continue
+                following = self.director.finished(call, Completion(ids, [], stop))
+                paths = tuple(each.path for each in following)
+                return [] if hear(Piece(call.path, text, list(result.token_ids), paths)) else following
         raise RuntimeError(f"call {name} ended without a result")

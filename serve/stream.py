@@ -2,9 +2,9 @@
 
     pieces as they arrive ─ReadingOrder─► in the order in which the director reads them ─Channels─► reasoning, content
 
-A worker's pieces wait until the workers before it have finished, so that a plain client's text is complete and in
-order. The answer is what the director writes after its first `</think>`, without the `<answer>` tags; a `</think>` in a
-worker's text means nothing.
+A worker's pieces wait until the workers before it have finished, with all that those spawned, so that a plain client's
+text is complete and in order. The answer is what the director writes after its first `</think>`, without the `<answer>`
+tags; a `</think>` in a worker's text means nothing.
 """
 
 from __future__ import annotations
@@ -22,34 +22,36 @@ from dccot.rollout.tags import ANSWER_CLOSE, ANSWER_OPEN, THINK_CLOSE, THINK_OPE
 class Piece:
     """What a call has written since its last piece; the first one is the tag that was inserted for it, if any."""
 
-    path: tuple[int, int]  # (round, worker), as in Call
+    path: tuple[int, ...]  # as in Call
     text: str
     ids: list[int]
-    ended: bool = False  # the call's last piece
+    following: tuple[tuple[int, ...], ...] | None = None  # its call has ended, and these start now; None: it goes on
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is its call's last piece."""
+        return self.following is not None
+
+    @property
+    def by_director(self) -> bool:
+        return len(self.path) == 2 and self.path[1] == 0
 
 
 class ReadingOrder:
+    """Calls are read in the order of their paths: a piece waits while a call that comes before it is open."""
+
     def __init__(self) -> None:
-        self._turn = 0
-        self._waiting: dict[int, list[Piece]] = {}
+        self._open: set[tuple[int, ...]] = {(0, 0)}
+        self._waiting: dict[tuple[int, ...], list[Piece]] = {}
 
     def take(self, piece: Piece) -> list[Piece]:
-        """The pieces that may be read now."""
-        worker = piece.path[1]
-        if worker == 0:
-            self._turn = int(piece.ended)
-            return [piece]
-        if worker != self._turn:
-            self._waiting.setdefault(worker, []).append(piece)
-            return []
-        ready = [piece]
-        while ready[-1].ended:
-            self._turn += 1
-            waiting = self._waiting.pop(self._turn, [])
-            if not waiting:
-                break
-            ready += waiting
-        return ready
+        """The pieces that may be read now; this one is the first of them."""
+        self._waiting.setdefault(piece.path, []).append(piece)
+        if piece.following is not None:
+            self._open = self._open - {piece.path} | set(piece.following)
+        first = min(self._open, default=None)
+        ready = sorted(path for path in self._waiting if first is None or path <= first)
+        return [waiting for path in ready for waiting in self._waiting.pop(path)]
 
 
 class Channels:
@@ -67,7 +69,7 @@ class Channels:
         """(reasoning, content) that this piece adds."""
         if self.stopped is not None:
             return "", ""
-        if piece.path[1]:
+        if not piece.by_director:
             return piece.text, ""
         text, self._held = self._held + piece.text, ""
         if self._answering:

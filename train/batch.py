@@ -51,7 +51,7 @@ class Batch:
         if graded.rank != rank:
             return None
         found = self.own[graded.place]
-        found.advantage = graded.advantage
+        found.advantage, found.worker_advantages = graded.advantage, graded.worker_advantages
         return found
 
     def trained_here(self, rank: int) -> list[Graded]:
@@ -85,9 +85,10 @@ class Batch:
 
 @dataclass
 class MiniBatch:
-    """What one update trains on: this rank's forests, and log-probs [M] of each forest's sampled tokens."""
+    """What one update trains on: this rank's forests, and [M] numbers of each forest's sampled tokens."""
 
     forests: list[Forest]
     advantages: Tensor  # of each response
+    credit: list[Tensor] | None = None  # advantages of the forests' tokens, where workers have their own
     proximal: list[Tensor] | None = None  # of the step's first weights; None: those are updated, or nobody needs them
     reference: list[Tensor] | None = None  # None: no KL

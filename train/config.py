@@ -24,11 +24,11 @@ from dccot.model.sharding import ShardingConfig
 from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import EngineConfig
-from dccot.rollout.tags import FormatConfig, TagIds
+from dccot.rollout.tags import FormatConfig, TagIds, Width
 from dccot.train.checkpoint import CheckpointConfig
 from dccot.train.objectives import ObjectiveConfig
 from dccot.train.phases import ProfileConfig
-from dccot.train.rewards import ADVANTAGES, FILTERS, RewardConfig
+from dccot.train.rewards import ADVANTAGES, CREDITS, FILTERS, RewardConfig
 from dccot.train.update import OptimizerConfig
 
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
@@ -86,7 +86,8 @@ class SFTBatch:
 
 @dataclass
 class SFTRollout:
-    workers: Positive = 3  # K of the demonstrations
+    workers: Width = 3  # of every block of the demonstrations; [1, 8]: as many as tasks are listed before it
+    depth: Positive = 1  # levels of workers
 
 
 @dataclass
@@ -155,6 +156,8 @@ class RLConfig(TrainingConfig):
     filter: Annotated[str, known(FILTERS)] = "include_easy"  # remove_easy, none, or your own module:function
     # (R − mean) / std; mean: R − mean; or your own module:function
     advantage: Annotated[str, known(ADVANTAGES)] = "std"
+    # whose advantage a worker's tokens have: the response's; worker: its own where the task judges it; or your own
+    credit: Annotated[str, known(CREDITS)] = "response"
     keep_rollouts: Positive = 100  # newest steps whose rollouts are kept on disk
     data: RLData = field(default_factory=RLData)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -178,6 +181,9 @@ class RLConfig(TrainingConfig):
         cutoff, budget = self.reward.cutoff, self.rollout.budget
         below = f"which is not below rollout.budget {budget}; lower the cutoff"
         require(cutoff < budget, f"reward.cutoff is {cutoff}, {below}")
+        plain = isinstance(self.rollout.workers, int) and self.rollout.depth == 1
+        fixed = "knows a fixed number of workers on one level only: use format.rule=strict"
+        require(plain or self.format.rule != "release", f"format.rule is release, which {fixed}")
 
 
 def open_model(config: RLConfig | SFTConfig) -> tuple[Path, ModelConfig, PreTrainedTokenizerBase]:
@@ -214,7 +220,7 @@ def check_kv_cache(engine: EngineConfig, checksums: Callable[[], dict[str, str]]
     require(gap <= MAX_KV_CACHE_GAP, f"{said} says mean |Δ log p| {gap:.4f}; {most}")
 
 
-def open_folder(folder: Path, prompt: PromptConfig, workers: int) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
+def open_folder(folder: Path, prompt: PromptConfig, workers: Width) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
     try:
         model, tokenizer = read_config(folder), open_tokenizer(folder)
         prompt.chat_format_for(tokenizer)

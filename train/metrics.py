@@ -55,7 +55,8 @@ def rollout_metrics(rollouts: Sequence[Graded]) -> dict[str, float]:
     """Reward, format, length and parallelism over all responses of a step."""
     responses = [r.response for r in rollouts]
     spawning = [r for r in responses if r.forks]
-    workers = [length for r in spawning for lengths in r.worker_lengths for length in lengths]
+    forks = [lengths for r in spawning for lengths in r.worker_lengths]
+    workers, savings = [length for fork in forks for length in fork], [each for r in spawning for each in r.savings()]
     flaws = {f"format/{flaw.value}": mean([r.flaw == flaw for r in rollouts]) for flaw in Flaw}
     overshot = sum((r.overshot if isinstance(r, Outline) else overshoots(r.text) for r in rollouts), Counter())
     return {
@@ -74,6 +75,11 @@ def rollout_metrics(rollouts: Sequence[Graded]) -> dict[str, float]:
         "parallel/degree": mean([r.parallelism for r in responses]),
         "parallel/rounds": mean([len(r.forks) for r in responses]),
         "parallel/spawn_rate": len(spawning) / max(1, len(responses)),
+        "parallel/width": mean([len(fork) for fork in forks]),
+        "parallel/width_max": float(max(map(len, forks), default=0)),
+        "parallel/depth": mean([r.depth for r in responses]),
+        "parallel/paid_off": mean([saved > 0 for saved in savings]),
+        "parallel/saved": mean(savings),
         "parallel/worker_length": mean(workers),
         "parallel/worker_length_max": float(max(workers, default=0)),
     }

@@ -1,6 +1,7 @@
 """What a response is worth, which prompts are trained on, and each response's advantage within its group.
 
     penalty  ℓ = C_L · (LPL − L_cutoff) / (L_max − L_cutoff)   above the cutoff, else 0
+             and `worker_cost` for every worker that was spawned, at any depth (0: the paper's)
 
     reward.kind   correctness_format    max(0, f − ℓ);  f = 1, `correct_only` (0.5) if ill-formed, 0 if wrong
                   high_length_penalty   1 − ℓ, `correct_only` (0.01) if ill-formed, 0 if wrong
@@ -9,6 +10,9 @@
                   none                  every prompt
     advantage     std                   (R − mean) / (std + 1e-6), unbiased std: the paper's
                   mean                  R − mean: a group's weight grows with the spread of its rewards
+    credit        response              all tokens of a response have its advantage: the paper's
+                  worker                a worker that the task can judge (`Task.worker_rewards`) has its own, among all
+                                        judged workers of the group; the director and the other workers the response's
 
 DeepScaleR's rule for the sequential baselines is `high_length_penalty` with `correct_only` = 0, where well-formed means
 `<think>…</think>` with an answer after it. There, a response has two verdicts (data/rollouts.py): the reward goes by
@@ -16,11 +20,12 @@ what follows `</think>`, filters and metrics by the final answer wherever it is,
 judge could not judge (timed out, crashed) has no reward, moves no other response's advantage, and has advantage 0. A
 group with equal rewards carries no signal: zeros.
 
-Each of the three is chosen from its registry, or is your own function, my_package.my_module:my_function:
+Each of the four is chosen from its registry, or is your own function, my_package.my_module:my_function:
 
     reward.kind   (rollout, config, budget) → float            for a rollout that was judged
     filter        (group: Sequence[Graded]) → bool             all responses to one prompt
     advantage     (rewards: Sequence[float]) → list[float]     of a group's judged responses; not all are equal
+    credit        (group: Sequence[Graded], advantage: str)    sets `advantage` and perhaps `worker_advantages`
 """
 
 from __future__ import annotations
@@ -29,10 +34,11 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Annotated
 
 from dccot.core.config import NonNegative, Probability, known, lookup
-from dccot.rollout.response import Rollout
+from dccot.rollout.response import Response, Rollout
 from dccot.rollout.tags import overshoots
 
 EPSILON = 1e-6
@@ -44,6 +50,21 @@ class Graded(Rollout):
 
     reward: float | None = None
     advantage: float | None = None
+    # of its workers, in the order of `response.threads()`; None: not judged each for itself
+    worker_rewards: list[float | None] | None = None
+    worker_advantages: list[float] | None = None
+
+    def to_json(self) -> dict:
+        unset = [name for name in ("worker_rewards", "worker_advantages") if getattr(self, name) is None]
+        return {name: value for name, value in super().to_json().items() if name not in unset}
+
+    def segment_advantages(self) -> dict[int, float]:
+        """By the id() of each of its segments."""
+        assert self.advantage is not None
+        found = dict.fromkeys(map(id, self.response.segments()), self.advantage)
+        for worker, advantage in zip(self.response.threads(), self.worker_advantages or ()):
+            found |= dict.fromkeys(map(id, worker.trunk), advantage)
+        return found
 
 
 @dataclass
@@ -69,6 +90,7 @@ class RewardConfig:
     correct_only: Probability = 0.5  # correct but ill-formed
     length_penalty: Probability = 0.1  # C_L
     cutoff: NonNegative = 2000  # L_cutoff
+    worker_cost: Probability = 0.0  # taken off for every worker spawned: a price on needless width
 
 
 def length_penalty(longest_path: int, config: RewardConfig, budget: int) -> float:
@@ -76,16 +98,22 @@ def length_penalty(longest_path: int, config: RewardConfig, budget: int) -> floa
     return config.length_penalty * max(0, longest_path - config.cutoff) / (budget - config.cutoff)
 
 
+def penalty(response: Response, config: RewardConfig, budget: int) -> float:
+    """What a response's length and its workers cost."""
+    workers = sum(1 for _ in response.threads()) if config.worker_cost else 0
+    return length_penalty(response.longest_path, config, budget) + config.worker_cost * workers
+
+
 def correctness_format(rollout: Rollout, config: RewardConfig, budget: int) -> float:
     if not rollout.correct:
         return 0.0
     full = 1.0 if rollout.well_formed else config.correct_only
-    return max(0.0, full - length_penalty(rollout.response.longest_path, config, budget))
+    return max(0.0, full - penalty(rollout.response, config, budget))
 
 
 def high_length_penalty(rollout: Rollout, config: RewardConfig, budget: int) -> float:
     if rollout.correct and rollout.well_formed:
-        return 1.0 - length_penalty(rollout.response.longest_path, config, budget)
+        return 1.0 - penalty(rollout.response, config, budget)
     return config.correct_only if rollout.correct else 0.0
 
 
@@ -144,3 +172,20 @@ def advantages_of(rewards: Sequence[float | None], kind: str = "std") -> list[fl
         return [0.0] * len(rewards)
     found = iter(lookup(ADVANTAGES, kind, "advantage")(known))
     return [0.0 if reward is None else next(found) for reward in rewards]
+
+
+def response_credit(group: Group, advantage: str = "std") -> None:
+    for graded, value in zip(group, advantages_of([graded.reward for graded in group], advantage)):
+        graded.advantage = value
+
+
+def worker_credit(group: Group, advantage: str = "std") -> None:
+    response_credit(group, advantage)
+    rewards = [reward for graded in group for reward in graded.worker_rewards or ()]
+    found = iter(zip(rewards, advantages_of(rewards, advantage)))
+    for graded in (graded for graded in group if graded.worker_rewards):
+        own = islice(found, len(graded.worker_rewards or ()))
+        graded.worker_advantages = [graded.advantage or 0.0 if reward is None else value for reward, value in own]
+
+
+CREDITS: dict[str, Callable[[Group, str], None]] = {"response": response_credit, "worker": worker_credit}

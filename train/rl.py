@@ -43,12 +43,12 @@ from dccot.rollout.response import Response, Rollout
 from dccot.train.batch import Batch, MiniBatch
 from dccot.train.config import RLConfig, check_kv_cache, open_model
 from dccot.train.flops import pair_cost
-from dccot.train.forest import Forest, pack
+from dccot.train.forest import Forest, Packing, layout, pack
 from dccot.train.metrics import TokenMetrics, rollout_metrics, validation_metrics
 from dccot.train.objectives import ObjectiveConfig, in_mode, objective_loss, trained_on
 from dccot.train.phases import Phases
 from dccot.train.recorder import sample_text
-from dccot.train.rewards import FILTERS, Graded, Group, Outline, advantages_of, reward_of
+from dccot.train.rewards import CREDITS, FILTERS, Graded, Group, Outline, reward_of
 from dccot.train.saver import RolloutSaver
 from dccot.train.trainer import Trainer
 from dccot.train.update import StepReport, compute_logprobs
@@ -189,7 +189,8 @@ class RL(Trainer[RLConfig]):
         for rollout in rollouts:
             rollout.step = self.phases.step
             reward = reward_of(rollout, self.config.reward, self.config.rollout.budget, self.task.reward)
-            batch.own.append(Graded(**vars(rollout), reward=reward))
+            workers = self.task.worker_rewards(rollout) if self.task.worker_rewards and rollout.response.forks else None
+            batch.own.append(Graded(**vars(rollout), reward=reward, worker_rewards=workers))
         groups: dict[str, list[Graded]] = {problem.id: [] for problem, _ in problems}
         with self.phases("grade"):
             for outline in self._outlines(batch.own[first:], first):
@@ -216,9 +217,7 @@ class RL(Trainer[RLConfig]):
 
     def advantage(self, groups: Sequence[Group]) -> None:
         for group in groups:
-            advantages = advantages_of([graded.reward for graded in group], self.config.advantage)
-            for graded, advantage in zip(group, advantages):
-                graded.advantage = advantage
+            lookup(CREDITS, self.config.credit, "credit")(group, self.config.advantage)
 
     def release_engine(self) -> None:
         """Give the engine's memory to training, until the next sync."""
@@ -249,11 +248,29 @@ class RL(Trainer[RLConfig]):
                 for (number, index), response in parcel.items():
                     responses[number][index] = response  # where its packing looks
         tensor = lambda graded: torch.tensor([each.advantage for each in graded], device=self.runtime.device)
-        return [MiniBatch(self.forests_of(packing), tensor(graded)) for graded, packing in zip(updates, packings)]
+        made = []
+        for graded, packing in zip(updates, packings):
+            forests = self.forests_of(packing)
+            made.append(MiniBatch(forests, tensor(graded), self._credit(packing, forests, graded)))
+        return made
 
     @property
     def objective(self) -> ObjectiveConfig:
         return in_mode(self.config.objective, "synchronous")
+
+    def _credit(self, packing: Packing, forests: Sequence[Forest], graded: Sequence[Graded]) -> list[Tensor] | None:
+        """The advantages of each forest's tokens, 0 where none was sampled; None: all have their response's."""
+        if not any(each.worker_advantages for each in graded):
+            return None
+        found = []
+        for forest, micro_batch in zip(forests, packing.ranks[self.group.data]):
+            values: list[float] = []
+            for each in (graded[index] for group in micro_batch for index in group):
+                advantages = each.segment_advantages()
+                for segment, as_written, _, _ in layout(each.response):
+                    values += [advantages[id(segment)]] * len(segment.sampled) if as_written else []
+            found.append(torch.zeros(len(forest)).masked_scatter(forest.sampled, torch.tensor(values)))
+        return [advantages.to(self.runtime.device) for advantages in found]
 
     def old_logprobs(self, mini_batches: Sequence[MiniBatch]) -> None:
         with self.phases("old_logprob"):
@@ -276,7 +293,10 @@ class RL(Trainer[RLConfig]):
 
         def loss(number: int, forest: Forest, logprob: Tensor, entropy: Tensor) -> Tensor:
             response = forest.response[forest.targets].long()
-            advantage, sampled = mini_batch.advantages[response], forest.logprob[forest.targets]
+            advantage = mini_batch.advantages[response]
+            if mini_batch.credit is not None:
+                advantage = mini_batch.credit[number][forest.targets]
+            sampled = forest.logprob[forest.targets]
             proximal = mini_batch.proximal[number] if mini_batch.proximal is not None else logprob.detach()
             reference = mini_batch.reference[number] if mini_batch.reference is not None else None
             correction, responses = config.rollout_correction, len(mini_batch.advantages)

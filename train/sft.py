@@ -48,7 +48,7 @@ class Example:
 
 
 def demonstration(
-    completion: str, prompt: list[int], tokenizer, tags: TagIds, *, parallel: bool, open_think: bool
+    completion: str, prompt: list[int], tokenizer, tags: TagIds, *, parallel: bool, open_think: bool, depth: int = 1
 ) -> Response:
     """A completion as the response that inference would have produced; IllFormed if a parallel one is not."""
 
@@ -67,7 +67,7 @@ def demonstration(
         return Thread(trunk, [list(map(spoken, fork, tags.worker_open)) for fork in thread.forks])
 
     text = completion.strip()
-    parsed: Thread[str] = parse(text, tags.workers) if parallel else Thread([text])
+    parsed: Thread[str] = parse(text, tags.workers, depth=depth) if parallel else Thread([text])
     parsed.trunk[0] = own(parsed.trunk[0])
     thread = spoken(parsed, [], [tags.eos])
     return Response(thread.trunk, thread.forks, prompt=prompt)
@@ -89,7 +89,8 @@ def load_examples(
         try:
             asked = prompt.ids(tokenizer, row["question"])
             form = {"parallel": prompt.parallel, "open_think": prompt.open_think}
-            response = demonstration(row["completion"], asked, tokenizer, tags, **form)
+            depth = config.rollout.depth
+            response = demonstration(row["completion"], asked, tokenizer, tags, **form, depth=depth)
         except (IllFormed, UnusablePrompt) as error:
             left_out[type(error)] += 1
             report("%s:%d left out: %s", path, line, error)

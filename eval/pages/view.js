@@ -1,19 +1,20 @@
 "use strict";
 /* The page behind `dccot view`. What list, filters and sorting need is unpacked at once; texts and log-probs block by block, when looked at.
 
-   shape of a response   [12, [30, 41, 28], 9]      director wrote 12 tokens, three workers 30, 41 and 28, the director 9 more
+   shape of a response   [12, [30, 41, 28], 9]      director wrote 12 tokens, three workers 30, 41 and 28, the director 9 more;
+                         a worker that spawned is such a list itself
    details               one {text, inserted, lengths?, logprobs, entropies?} per segment, in reading order; log-probs in hundredths of a nat */
 
 const $ = id => document.getElementById(id);
 const ROW_HEIGHT = 58, KEPT_BLOCKS = 24, FLAWS = {
-  no_think: "does not begin with <think>", no_spawn: "thinks without a single block of workers", empty_director: "nothing written before a block",
+  no_think: "does not begin with <think>", no_spawn: "thinks without a single block of workers", empty_director: "nothing written before a block", tasks: "a block without as many tasks before it as allowed, or tasks without a block",
   worker_order: "a block without exactly workers 1..K in order", text_between_workers: "text between two workers", tag_in_worker: "a tag inside a worker",
   open_worker: "ends inside a worker", open_spawn: "ends inside a block", stray_tag: "a tag in the director's text that means nothing there",
   open_think: "ends before </think>", no_answer: "</think> is not followed by <answer>", tag_in_answer: "a tag inside the answer",
   open_answer: "ends inside the answer", text_after_answer: "text after the answer",
 };
-const FINISHES = { answered: "ended by itself", budget: "cut off: the budget is used up", context: "cut off: the model's context is full", max_rounds: "stopped: spawned too often" };
-const TAG = /<\/?(?:think|answer|spawn_workers|worker_\d+)>|<[｜|][^<>]{1,40}[｜|]>/g;  // those of the protocol, and special tokens
+const FINISHES = { answered: "ended by itself", budget: "cut off: the budget is used up", context: "cut off: the model's context is full", max_rounds: "stopped: spawned too often", width: "stopped: spawned without as many tasks as allowed" };
+const TAG = /<\/?(?:think|answer|spawn_workers|worker_\d+|task_\d+)>|<[｜|][^<>]{1,40}[｜|]>/g;  // those of the protocol, and special tokens
 
 /** An element with properties, attributes (where there is a dash or no such property) and children. */
 function el(name, properties = {}, ...children) {
@@ -37,7 +38,7 @@ async function unpack(id) {
   return JSON.parse(await new Response(stream).text());
 }
 
-let index, columns, problems, rows, longestOfAll, mostWorkers;
+let index, columns, problems, rows, longestOfAll, mostLanes;
 const blocks = new Map();                                   // number → promise; the most recently used last
 
 function details(row) {
@@ -220,7 +221,7 @@ async function start() {
   ({ columns, problems } = index);
   rows = columns.problem.map((_, row) => row);
   longestOfAll = Math.max(1, columns.longest.reduce((a, b) => Math.max(a, b), 0));
-  mostWorkers = columns.shape.reduce((most, shape) => Math.max(most, ...shape.map(part => part.length ?? 0)), 0);
+  mostLanes = columns.shape.reduce((most, shape) => Math.max(most, ...boxes(shape).map(box => box.lane + 1)), 1);
   document.head.append(el("style", {}, highlightRules()));
   const option = (value, label = value) => el("option", { value }, label);
   const counted = (column, name = value => value) => {

@@ -7,29 +7,47 @@ function hue(worker) {
   return worker ? `light-dark(hsl(${degrees} 72% 36%), hsl(${degrees} 58% 62%))` : "var(--director)";
 }
 
-/** Boxes of a response in tokens along the longest path: {segment, worker, round, x, length, end, onPath}; end is where its round ends. */
+const path = thread => typeof thread === "number" ? thread : thread.reduce((sum, part) => sum + (typeof part === "number" ? part : Math.max(...part.map(path))), 0);
+
+/** Boxes of a response in tokens along the longest path: {segment, who, name, worker, lane, round, x, length, onPath}. `who` are the numbers of its
+    worker and of those above it, a lane each. The first box of a worker has `spawned`, the lane of its spawner; the last `end`, where its fork
+    ends, and `read`, the lane that continues there. */
 function boxes(shape) {
   const found = [];
-  let x = 0, round = 0;
-  for (const part of shape) {
-    if (typeof part === "number") {
-      found.push({ segment: found.length, worker: 0, round, x, length: part, end: x + part, onPath: true });
-      x += part;
-    } else {
-      const longest = Math.max(...part);
-      part.forEach((length, i) => found.push({ segment: found.length, worker: i + 1, round, x, length, end: x + longest, onPath: length === longest }));
+  const walk = (parts, who, x, onPath) => {
+    let round = 0;
+    parts.forEach((part, at) => {
+      if (typeof part === "number") {
+        const name = who.length ? `worker ${who.join(".")}` : "director";
+        found.push({ segment: found.length, who, name, worker: who.at(-1) ?? 0, round, x, length: part, onPath });
+        x += part;
+        return;
+      }
+      const lengths = part.map(path), longest = Math.max(...lengths), spawner = found.length - 1;
+      part.forEach((worker, i) => {
+        const first = found.length, mine = [...who, i + 1];
+        walk(typeof worker === "number" ? [worker] : worker, mine, x, onPath && lengths[i] === longest);
+        found[first].spawned = spawner;
+        found[first].round = round;
+        const last = found.findLast(box => box.who.length === mine.length);
+        Object.assign(last, { end: x + longest, read: at + 1 < parts.length ? spawner : null });
+      });
       x += longest;
       round++;
-    }
-  }
+    });
+  };
+  walk(shape, [], 0, true);
+  const order = [...new Map(found.map(box => [box.who.join("."), box.who])).values()].sort((a, b) => { for (let i = 0; ; i++) if (a[i] !== b[i]) return (a[i] ?? 0) - (b[i] ?? 0); else if (a[i] === undefined) return 0; });
+  const lanes = new Map(order.map((who, lane) => [who.join("."), lane]));
+  for (const box of found) box.lane = lanes.get(box.who.join("."));
   return found;
 }
 
 function thumbnail(row) {
-  const width = 190, height = 15, scale = width / longestOfAll, lane = height / (mostWorkers + 1);
+  const width = 190, height = 15, scale = width / longestOfAll, lane = height / mostLanes;
   const svg = el("svg", { width, height });
   for (const box of boxes(columns.shape[row]))
-    svg.append(el("rect", { x: box.x * scale, y: box.worker * lane, width: Math.max(.8, box.length * scale), height: lane - .6, style: `fill:${hue(box.worker)}` }));
+    svg.append(el("rect", { x: box.x * scale, y: box.lane * lane, width: Math.max(.8, box.length * scale), height: lane - .6, style: `fill:${hue(box.worker)}` }));
   return svg;
 }
 
@@ -81,34 +99,35 @@ function heading(row) {
 }
 
 function tree(row, segments) {
-  const total = Math.max(1, columns.longest[row]), all = boxes(columns.shape[row]), workers = Math.max(0, ...all.map(box => box.worker));
+  const total = Math.max(1, columns.longest[row]), all = boxes(columns.shape[row]), lanes = Math.max(0, ...all.map(box => box.lane));
   const left = 62, lane = 22, gap = 9, width = Math.max(300, $("detail").clientWidth - 70 - left), scale = width / total;
-  const y = worker => worker * (lane + gap), height = y(workers) + lane + 26;
+  const y = at => at * (lane + gap), height = y(lanes) + lane + 26;
   const svg = el("svg", { viewBox: `0 0 ${left + width} ${height}`, height, role: "img", "aria-label": "director and workers over tokens of the longest path" });
-  for (let worker = 0; worker <= workers; worker++) svg.append(el("text", { x: 0, y: y(worker) + 15 }, worker ? `worker ${worker}` : "director"));
+  for (const [at, name] of new Map(all.map(box => [box.lane, box.name]))) svg.append(el("text", { x: 0, y: y(at) + 15 }, name));
   let unit = 10 ** Math.floor(Math.log10(total / 4 || 1));
   unit = Math.max(1, [1, 2, 5, 10].map(times => times * unit).find(tick => total / tick <= 9) ?? unit);
   for (let tick = 0; tick <= total; tick += unit) {
     svg.append(el("line", { x1: left + tick * scale, x2: left + tick * scale, y1: 0, y2: height - 18, style: "stroke:var(--line)" }),
       el("text", { x: left + tick * scale, y: height - 5, "text-anchor": "middle" }, number(tick)));
   }
-  for (const box of all.filter(box => box.worker)) {        // down where it is spawned, along while it waits, up where it is read
-    const x = left + box.x * scale, end = left + box.end * scale, middle = y(box.worker) + lane / 2;
-    const read = all.some(other => !other.worker && other.x === box.end && other.round === box.round + 1);
-    svg.append(el("path", { d: `M${x} ${lane}V${middle}`, class: "link" }));
-    if (!box.onPath) svg.append(el("path", { d: `M${x + box.length * scale} ${middle}H${end}`, class: "link waiting" }));
-    if (read) svg.append(el("path", { d: `M${end} ${middle}V${lane}`, class: "link" }));
+  for (const box of all) {                                  // down where it is spawned, along while it waits, up where it is read
+    const x = left + box.x * scale, middle = y(box.lane) + lane / 2, from = at => y(all[at].lane) + lane;
+    if (box.spawned !== undefined) svg.append(el("path", { d: `M${x} ${from(box.spawned)}V${middle}`, class: "link" }));
+    if (box.end === undefined) continue;
+    const end = left + box.end * scale;
+    if (box.x + box.length < box.end) svg.append(el("path", { d: `M${x + box.length * scale} ${middle}H${end}`, class: "link waiting" }));
+    if (box.read !== null) svg.append(el("path", { d: `M${end} ${middle}V${from(box.read)}`, class: "link" }));
   }
   for (const box of all) {
     const x = left + box.x * scale, wide = Math.max(1.5, box.length * scale), values = measured(segments[box.segment]);
-    const place = { x, y: y(box.worker), width: wide, height: lane, rx: Math.min(4, wide / 2) };
+    const place = { x, y: y(box.lane), width: wide, height: lane, rx: Math.min(4, wide / 2) };
     const group = el("g", { class: "segment", "data-segment": box.segment },
       el("rect", { ...place, style: `fill:${values ? "var(--paper)" : hue(box.worker)};opacity:${values || box.onPath ? 1 : .55}` }));
     if (values) heat(group, place, segments[box.segment].inserted, box.length, values);
     group.append(el("rect", { ...place, class: "outline", style: `fill:none;stroke:${values ? hue(box.worker) : "none"}` }));
-    if (wide > 34) group.append(el("text", { x: x + wide / 2, y: y(box.worker) + 15, "text-anchor": "middle", style: `fill:${values ? "var(--ink)" : "var(--card)"};font-weight:600` }, number(box.length)));
+    if (wide > 34) group.append(el("text", { x: x + wide / 2, y: y(box.lane) + 15, "text-anchor": "middle", style: `fill:${values ? "var(--ink)" : "var(--card)"};font-weight:600` }, number(box.length)));
     group.addEventListener("click", () => { const card = $(`segment-${box.segment}`); card.scrollIntoView({ block: "center" }); card.classList.remove("flash"); void card.offsetWidth; card.classList.add("flash"); });
-    group.addEventListener("mousemove", event => tip(event, `${box.worker ? `worker ${box.worker}, round ${box.round + 1}` : "director"}\n${number(box.length)} tokens${meanOf(segments[box.segment].logprobs)}`));
+    group.addEventListener("mousemove", event => tip(event, `${box.name}${box.worker ? `, round ${box.round + 1}` : ""}\n${number(box.length)} tokens${meanOf(segments[box.segment].logprobs)}`));
     group.addEventListener("mouseleave", () => tip());
     svg.append(group);
   }
@@ -151,9 +170,9 @@ function texts(row, segments) {
   let workers = null;
   for (const box of boxes(columns.shape[row])) {
     const segment = segments[box.segment], card = el("div", { className: "card", id: `segment-${box.segment}`, style: `--hue:${hue(box.worker)}` },
-      el("h3", {}, box.worker ? `worker ${box.worker}` : "director", el("span", {}, `${number(box.length)} tokens${meanOf(segment.logprobs)}`)), body(segment));
+      el("h3", {}, box.name, el("span", {}, `${number(box.length)} tokens${meanOf(segment.logprobs)}`)), body(segment));
     if (!box.worker) { found.push(card); workers = null; continue; }
-    if (box.worker === 1 || !workers) { workers = el("div", { className: "workers" }); found.push(workers); }
+    if (!workers) { workers = el("div", { className: "workers" }); found.push(workers); }
     workers.append(card);
     workers.style.setProperty("--across", Math.min(workers.children.length, Math.max(1, Math.floor($("detail").clientWidth / 230))));
   }

@@ -24,7 +24,13 @@ def load_training(path: str | Path, overrides: Sequence[str]) -> RLConfig | SFTC
 
 def response_of(largest: LargestBatch, number: int) -> Response:
     """One response of the largest micro-batch; prompts differ by number, so that nothing is shared."""
-    workers = [Thread([_segment(largest.length)]) for _ in range(largest.workers)]
+
+    def worker(levels: int) -> Thread[Segment]:
+        if not levels:
+            return Thread([_segment(largest.length)])
+        return Thread([_segment(0), _segment(0)], [[worker(levels - 1) for _ in range(largest.workers)]])
+
+    workers = [worker(largest.depth - 1) for _ in range(largest.workers)]
     trunk, forks = ([_segment(DIRECTOR)], [workers]) if workers else ([], [])
     return Response([*trunk, _segment(largest.final)], forks, prompt=[number, *[1] * (largest.prompt - 1)])
 

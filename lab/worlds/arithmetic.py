@@ -360,7 +360,13 @@ PHRASES = (*OPENINGS, TO, RULE, *MANNERS, f", {SO}", YES, END, ", ", ".\n", "\\b
 TAG_PIECES = ("</", ">\n", "think", "answer", "spawn_workers", "worker_")
 
 
-def make_tokenizer(single_token_tags: bool = True) -> Qwen2Tokenizer:
+def make_tokenizer(
+    single_token_tags: bool = True,
+    *,
+    workers: tags.Width = WORKERS,
+    phrases: Sequence[str] = PHRASES,
+    sentences: Sequence[str] = SENTENCES,
+) -> Qwen2Tokenizer:
     """Bytes, with one token for each label, phrase and prompt sentence; decode(encode(text)) is the text (in NFC).
 
     With `single_token_tags` off a tag is a few ordinary tokens, and its `>` may be merged with a newline, as in the
@@ -376,6 +382,6 @@ def make_tokenizer(single_token_tags: bool = True) -> Qwen2Tokenizer:
     tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in CHAT_TOKENS])
     numbers = range(1, WORKERS + 1)
     labels = [f"{label}: " for label in (*LABELS, *numbers)] + [f"{number}) " for number in numbers]
-    spelled = tags.all_tags(WORKERS) if single_token_tags else TAG_PIECES
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*spelled, *labels, *PHRASES, *SENTENCES)])
+    spelled = tags.all_tags(workers) if single_token_tags else TAG_PIECES
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*spelled, *labels, *phrases, *sentences)])
     return tokenizer

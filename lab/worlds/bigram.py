@@ -27,7 +27,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from dccot.rollout.tags import ANSWER_OPEN, SPAWN_OPEN, THINK_CLOSE, all_tags, worker_close
+from dccot.rollout.tags import (
+    ANSWER_OPEN,
+    SPAWN_OPEN,
+    THINK_CLOSE,
+    Width,
+    all_tags,
+    most_workers,
+    task_tags,
+    worker_close,
+)
 
 BOS, EOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
 SPACE, NEWLINE = "Ġ", "Ċ"  # as byte-level tokenizers spell them
@@ -46,9 +55,10 @@ class Chances:
     close: float = 1 / 16  # for each worker's closing tag; the other workers' tags are noise in a worker's text
     eos: float = 1 / 64
     answer: float = 0.0  # of </think>, which <answer> follows; not with spelled tags
+    more: float = 0.7  # of another task after a task, where the number of workers is chosen
 
 
-def tokenizer(tags: str, workers: int = 3) -> PreTrainedTokenizerFast:
+def tokenizer(tags: str, workers: Width = 3) -> PreTrainedTokenizerFast:
     """Characters, and the tags as single special tokens or spelled with several; mixed: only the workers' spelled."""
     backend = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(CHARACTERS)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -64,16 +74,22 @@ def tokenizer(tags: str, workers: int = 3) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **names)
 
 
-def bigrams(tokens: dict[str, int], tags: str, chances: Chances, workers: int) -> Tensor:
+def bigrams(tokens: dict[str, int], tags: str, chances: Chances, workers: Width) -> Tensor:
     """P(next | last) as a [V, V] table: plain text that may end after any token, and how the tags are tokenized."""
     ends = {"<" if tags == "spelled" else SPAWN_OPEN: chances.spawn, EOS: chances.eos}
-    closing, spelling = {">": 0.7, ">\n": 0.3}, {}
+    closing, spelling, most = {">": 0.7, ">\n": 0.3}, {}, most_workers(workers)
     if tags == "single":
-        ends |= {worker_close(i): chances.close for i in range(1, workers + 1)}
+        ends |= {worker_close(i): chances.close for i in range(1, most + 1)}
     else:
-        digits = [str(i) for i in range(1, workers + 1)]
-        ends["</worker_"] = chances.close * workers
-        spelling = {"</worker_": dict.fromkeys(digits, 1 / workers)} | dict.fromkeys(digits, closing)
+        digits = [str(i) for i in range(1, most + 1)]
+        ends["</worker_"] = chances.close * most
+        spelling = {"</worker_": dict.fromkeys(digits, 1 / most)} | dict.fromkeys(digits, closing)
+    if not isinstance(workers, int):  # tasks first, at least one and then more by chance
+        ends[task_tags(1)[0]] = ends.pop(SPAWN_OPEN)
+        listed = task_tags(most)
+        for opened, closed, after in zip(listed[::2], listed[1::2], [*listed[2::2], SPAWN_OPEN]):
+            spelling |= {opened: {closed: 1.0}, closed: {SPAWN_OPEN: 1 - chances.more, after: chances.more}}
+        spelling[listed[-1]] = {SPAWN_OPEN: 1.0}
     if tags == "spelled":
         spelling |= {"<": {"spawn_workers": 1.0}, "spawn_workers": closing}
     else:
@@ -92,16 +108,18 @@ def bigrams(tokens: dict[str, int], tags: str, chances: Chances, workers: int) -
     return table
 
 
-def hold_bigrams(weights: Mapping[str, Tensor], logits: Tensor, common: Tensor | None = None) -> None:
+def hold_bigrams(
+    weights: Mapping[str, Tensor], logits: Tensor, common: Tensor | None = None, loudness: float = LOUDNESS
+) -> None:
     """Write logits(next | last), [V, V], into a model's weights: embeddings become one-hot, the LM head gets the table
     added. A row that most tokens have in `common` is carried by a dimension that is always on: the rest is sparse.
     """
     embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
     vocab, width = embedding.shape
     scale = (width / (1 if common is None else 2)) ** 0.5  # value of each active dimension after the last norm
-    embedding.zero_().fill_diagonal_(LOUDNESS)
+    embedding.zero_().fill_diagonal_(loudness)
     if common is not None:
-        embedding[:, -1] = LOUDNESS
+        embedding[:, -1] = loudness
         head[:, -1] += common / scale
         logits = logits - common
     head[:, :vocab] += logits.T / scale
@@ -112,7 +130,7 @@ def save(
     tags: str = "single",
     chances: Chances | None = None,
     *,
-    workers: int = 3,
+    workers: Width = 3,
     temperature: float = 0.6,
     context: int = 4096,
     layers: int = 2,
@@ -121,6 +139,8 @@ def save(
     """Write the checkpoint: config, weights, tokenizer. At `temperature` it samples with exactly these chances."""
     if tags not in ("single", "spelled", "mixed"):
         raise ValueError(f"tags is {tags!r}; use 'single', 'spelled' or 'mixed'")
+    if tags != "single" and not isinstance(workers, int):
+        raise ValueError(f"workers is {workers}; a chosen number needs tags='single'")
     torch_state = torch.get_rng_state()
     torch.manual_seed(seed)
     spelling = tokenizer(tags, workers)
@@ -140,7 +160,8 @@ def save(
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
         model.lm_head.weight.mul_(0.3)
     # after EOS, and most other tokens, plain text follows
-    hold_bigrams(model.state_dict(), logits, common=logits[vocab[EOS]])
+    loudness = LOUDNESS if isinstance(workers, int) else 4 * LOUDNESS  # lists of tasks are easily spoilt
+    hold_bigrams(model.state_dict(), logits, common=logits[vocab[EOS]], loudness=loudness)
     folder = Path(folder)
     config.architectures = ["Qwen2ForCausalLM"]
     config.save_pretrained(folder)

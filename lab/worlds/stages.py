@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dccot.lab.worlds.lists import ListsConfig, make_lists
+from dccot.lab.worlds.parts import PartsConfig, make_parts
 from dccot.lab.worlds.world import WorldConfig, make_world
 from dccot.recipe import kind
 from dccot.stages import Context
@@ -18,3 +19,9 @@ def arithmetic(context: Context, config: WorldConfig) -> None:
 def lists(context: Context, config: ListsConfig) -> None:
     """Problems in plain English for a pretrained model, and sequential solutions."""
     make_lists(config, context.folder)
+
+
+@kind(PartsConfig, alone=True)
+def parts(context: Context, config: PartsConfig) -> None:
+    """Problems of 2 to 12 parts, or of sums of sums, base demonstrations and an untrained model."""
+    make_parts(config, context.folder)

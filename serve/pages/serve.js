@@ -31,37 +31,43 @@ async function about() {
   $("budget").max = settings.budget;
   $("budget").placeholder = settings.budget;
   $("temperature").placeholder = settings.temperature;
-  pairs($("totals"), [["workers", settings.workers], ["longest path, at most", number(settings.budget)], ["context", number(card.max_model_len)]]);
+  pairs($("totals"), [["workers", `${[settings.workers].flat().join(" to ")}${settings.depth > 1 ? `, ${settings.depth} levels` : ""}`], ["longest path, at most", number(settings.budget)], ["context", number(card.max_model_len)]]);
 }
 
 /* ---- one response in the making ---- */
 let lanes, seconds, began, running = null, dirty = false;
 
 function start() {
-  lanes = new Map();                                        // "round.worker" → {round, worker, text, tokens, card, body, count}
+  lanes = new Map();                                        // path of a call → {who, worker, text, tokens, card, body, count}
   began = performance.now();
   $("answer").textContent = "";
   $("texts").replaceChildren();
   $("result").hidden = false;
 }
 
-function lane(round, worker) {
-  const key = `${round}.${worker}`;
+const segmentPath = (thread, number) => (thread.length && !number ? thread : [...thread, number, 0]).join(".");
+
+/** What a call writes. Its path: (fork, worker) from the director downwards; after a fork, a thread continues as worker 0. */
+function lane(path) {
+  const key = path.join(".");
   if (!lanes.has(key)) {
-    const count = el("span", {}), body = el("pre", { tabindex: "0" });
-    const name = worker ? `worker ${worker}` : round === 1 ? "director" : "director, having read the workers";
+    const thread = path.at(-1) ? path : path.slice(0, -2), who = thread.filter((_, at) => at % 2), above = thread.slice(0, -2);
+    const count = el("span", {}), body = el("pre", { tabindex: "0" }), worker = who.at(-1) ?? 0;
+    const read = path.at(-1) || path.at(-2) === 0 ? "" : ", having read the workers";
+    const name = (worker ? `worker ${who.join(".")}` : "director") + read;
     const card = el("article", { className: "card writing", style: `--hue:${hue(worker)}`, "aria-label": name }, el("h3", {}, name, count), body);
-    lanes.set(key, { round, worker, text: "", tokens: 0, card, body, count });
-    place(card, round, worker);
-    if (worker === 1) say(`Round ${round}: workers are writing side by side.`);
-    if (worker === 0) for (const other of lanes.values()) if (other.card !== card) other.card.classList.remove("writing");
-    if (worker) lanes.get(`${round}.0`).card.classList.remove("writing");
+    lanes.set(key, { who, worker, text: "", tokens: 0, card, body, count });
+    place(card, path, worker);
+    if (path.length === 2 && worker === 1) say(`Round ${path[0] + 1}: workers are writing side by side.`);
+    if (!worker) for (const other of lanes.values()) if (other.card !== card) other.card.classList.remove("writing");
+    if (worker && path.at(-1)) lanes.get(segmentPath(above, thread.at(-2)))?.card.classList.remove("writing");
   }
   return lanes.get(key);
 }
 
-function place(card, round, worker) {
+function place(card, path, worker) {
   if (!worker) { $("texts").append(card); return; }
+  const round = path[0] + 1;
   let grid = $(`round-${round}`);
   if (!grid) {
     grid = el("div", { className: "workers", id: `round-${round}`, role: "group", "aria-label": `workers of round ${round}` });
@@ -74,25 +80,28 @@ function place(card, round, worker) {
 function hear(delta) {
   if (delta.content) $("answer").textContent += delta.content;
   if (delta.worker === undefined) return;                   // in reading order, for clients without lanes
-  const mine = lane(delta.round, delta.worker);
+  const mine = lane([...(delta.of ?? []), delta.round - 1, delta.worker]);
   mine.text += delta.text;
   mine.tokens += delta.tokens;
-  if (delta.worker && delta.text.includes(`</worker_${delta.worker}>`)) mine.card.classList.remove("writing");
+  if (mine.worker && delta.text.includes(`</worker_${mine.worker}>`)) mine.card.classList.remove("writing");
   if (!dirty) { dirty = true; requestAnimationFrame(draw); }
 }
 
-/** Boxes in tokens along the longest path; workers of a round start together. */
+/** Boxes in tokens along the longest path; the workers of a fork start together. */
 function boxes() {
-  const found = [];
-  let x = 0;
-  for (let round = 1; lanes.has(`${round}.0`); round++) {
-    const director = lanes.get(`${round}.0`), workers = [...lanes.values()].filter(other => other.round === round && other.worker);
-    found.push({ ...director, x });
-    x += director.tokens;
-    for (const worker of workers) found.push({ ...worker, x });
-    x += Math.max(0, ...workers.map(worker => worker.tokens));
-  }
-  return { found, longest: x, total: found.reduce((sum, box) => sum + box.tokens, 0) };
+  const found = [], most = Math.max(0, ...[...lanes.values()].flatMap(one => one.who));
+  const walk = (thread, x) => {
+    for (let number = 0; lanes.has(segmentPath(thread, number)); number++) {
+      const own = lanes.get(segmentPath(thread, number));
+      let longest = 0;
+      found.push({ ...own, x });
+      x += own.tokens;
+      for (let i = 1; i <= most; i++) longest = Math.max(longest, walk([...thread, number, i], x) - x);
+      x += longest;
+    }
+    return x;
+  };
+  return { longest: walk([], 0), found, total: found.reduce((sum, box) => sum + box.tokens, 0) };
 }
 
 function draw() {
@@ -111,15 +120,16 @@ function draw() {
 }
 
 function tree(found, longest) {
-  const workers = Math.max(0, ...found.map(box => box.worker)), left = 68, row = 22, gap = 8;
-  const width = Math.max(300, $("tree").clientWidth - 24 - left), scale = width / Math.max(1, longest), y = worker => worker * (row + gap);
-  const height = y(workers) + row + 20;
-  const label = `director and ${workers} workers to scale: longest path ${longest} tokens`;
+  const names = [...new Set(found.map(box => box.who.join(".")))].sort((a, b) => a.localeCompare(b, "en", { numeric: true })), left = 68, row = 22, gap = 8;
+  const width = Math.max(300, $("tree").clientWidth - 24 - left), scale = width / Math.max(1, longest), y = at => at * (row + gap);
+  const height = y(names.length - 1) + row + 20, named = who => who ? `worker ${who}` : "director";
+  const label = `director and ${names.length - 1} workers to scale: longest path ${longest} tokens`;
   const svg = el("svg", { viewBox: `0 0 ${left + width} ${height}`, height, role: "img", "aria-label": label });
-  for (let worker = 0; worker <= workers; worker++) svg.append(el("text", { x: 0, y: y(worker) + 15 }, worker ? `worker ${worker}` : "director"));
+  names.forEach((who, at) => svg.append(el("text", { x: 0, y: y(at) + 15 }, named(who))));
   for (const box of found) {
-    const rect = el("rect", { x: left + box.x * scale, y: y(box.worker), width: Math.max(1, box.tokens * scale), height: row, rx: 3, style: `fill:${hue(box.worker)}` });
-    rect.append(el("title", {}, `${box.worker ? `worker ${box.worker}` : "director"}: ${box.tokens} tokens`));
+    const who = box.who.join("."), wide = Math.max(1, box.tokens * scale);
+    const rect = el("rect", { x: left + box.x * scale, y: y(names.indexOf(who)), width: wide, height: row, rx: 3, style: `fill:${hue(box.worker)}` });
+    rect.append(el("title", {}, `${named(who)}: ${box.tokens} tokens`));
     svg.append(rect);
   }
   svg.append(el("text", { x: left, y: height - 3 }, "0"), el("text", { x: left + width, y: height - 3, "text-anchor": "end" }, `${number(longest)} tokens on the longest path`));

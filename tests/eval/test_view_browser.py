@@ -187,6 +187,37 @@ def test_the_tree_is_drawn_to_scale(browser, rollouts):
     assert last[0] + last[2] - first[0] == pytest.approx(unit * response.longest_path, abs=0.1)
 
 
+def test_workers_of_workers_have_lanes_of_their_own(browser):
+    """By hand: director 2; workers of 3, of 1 with two of its own (4 and 5) and 2 more, and of 1; director 3."""
+    shape = [2, [3, [1, [4, 5], 2], 1], 3]
+    found = browser.js(
+        "return boxes(arguments[0]).map(box => [box.name, box.lane, box.x, box.length, box.onPath])", shape
+    )
+    assert found == [
+        ["director", 0, 0, 2, True],
+        ["worker 1", 1, 2, 3, False],
+        ["worker 2", 2, 2, 1, True],
+        ["worker 2.1", 3, 3, 4, False],
+        ["worker 2.2", 4, 3, 5, True],
+        ["worker 2", 2, 8, 2, True],
+        ["worker 3", 5, 2, 1, False],
+        ["director", 0, 10, 3, True],
+    ]
+    links = browser.js(
+        "return boxes(arguments[0]).map(box => [box.spawned ?? null, box.end ?? null, box.read ?? null])", shape
+    )
+    assert links == [
+        [None, None, None],
+        [0, 10, 0],
+        [0, None, None],
+        [2, 8, 2],
+        [2, 8, 2],
+        [None, 10, 0],
+        [0, 10, 0],
+        [None, None, None],
+    ]
+
+
 def test_texts_verdict_and_form_are_shown(browser, rollouts):
     wanted = [r.flaw == "stray_tag" and r.verdict == "wrong" and bool(r.response.forks) for r in rollouts]
     row = wanted.index(True)

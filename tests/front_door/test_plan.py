@@ -8,7 +8,7 @@ import pytest
 
 from dccot.core.config import load_config
 from dccot.lab.rehearsal.inputs import response_of
-from dccot.memory import TrainingMemory, largest_batch, parameters
+from dccot.memory import LargestBatch, TrainingMemory, largest_batch, parameters
 from dccot.model.config import parse_config
 from dccot.model.sharding import ShardingConfig
 from dccot.plan import GPUS, SHAPES, checkpoint_bytes, main, make_plan, read_shape, run_bytes
@@ -193,3 +193,10 @@ def test_a_layout_that_does_not_divide_the_gpus_is_refused(capsys):
     assert "sharding.context_parallel is 3; it must divide the 8 ranks" in capsys.readouterr().err
     assert main(["1.5B", "--gpus", "8", "--tensor-parallel", "3"]) == 2
     assert "engine.tensor_parallel is 3; it must divide the 8 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("workers", "depth"), [(3, 1), (8, 1), (2, 2), (3, 2), (2, 3)])
+def test_the_largest_tree_by_width_and_depth_is_that_of_its_forest(workers, depth):
+    largest = LargestBatch(1, 5, workers, 4, 2, depth)
+    forest = build_forest([[(0, response_of(largest, 7))]])
+    assert (len(forest), len(forest.targets)) == (largest.tokens, largest.rows)

@@ -5,6 +5,7 @@ again from what the sampler was asked and what it wrote, not from the response's
 """
 
 import random
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +14,7 @@ from dccot.core.config import ConfigError, check
 from dccot.rollout.director import Call, Completion, Director, RolloutConfig, Stop
 from dccot.rollout.response import Finish, Segment
 from dccot.rollout.tags import TagIds
+from dccot.rollout.thread import Thread
 from tests.support.rounds import Round, final_of, flat, rounds_of
 
 EOS = 0
@@ -20,20 +22,31 @@ CLOSE = (901, 902)
 NO_LIMIT = 10**9
 
 
-def tags(workers: int, length: int = 3) -> TagIds:
-    opening = [tuple(1000 + 10 * i + j for j in range(length)) for i in range(1, workers + 1)]
-    return TagIds(workers, CLOSE, tuple(opening), EOS)
+TASKS = 200  # TASKS + m: a list of m tasks
 
 
-def director(prompt=(7, 8, 9), context=NO_LIMIT, workers=3, tag_length=3, parallel=True, **settings) -> Director:
+def spelled(ids: list[int]) -> str:
+    listed = [range(1, token - TASKS + 1) for token in ids if token >= TASKS]
+    return "".join(f"<task_{i}>x</task_{i}>" for numbers in listed for i in numbers)
+
+
+def tags(workers: int | list[int], length: int = 3, closing: int = 1) -> TagIds:
+    most = workers if isinstance(workers, int) else workers[1]
+    opening = [tuple(1000 + 10 * i + j for j in range(length)) for i in range(1, most + 1)]
+    return TagIds(workers, CLOSE, tuple(opening), EOS, closing, None if isinstance(workers, int) else spelled)
+
+
+def director(
+    prompt=(7, 8, 9), context=NO_LIMIT, workers=3, tag_length=3, closing=1, parallel=True, **settings
+) -> Director:
     config = RolloutConfig(workers=workers, **settings)
-    return Director(list(prompt), config, tags(workers, tag_length), context, parallel)
+    return Director(list(prompt), config, tags(workers, tag_length, closing), context, parallel)
 
 
-def written(count: int, stop: Stop) -> Completion:
+def written(count: int, stop: Stop, last: int | None = None) -> Completion:
     ids = [random.randrange(1, 100) for _ in range(count)]
-    if stop is Stop.EOS:
-        ids[-1] = EOS
+    if stop is Stop.EOS or last is not None:
+        ids[-1] = EOS if last is None else last
     return Completion(ids, [-0.1] * count, stop)
 
 
@@ -211,6 +224,89 @@ def test_a_prompt_that_fills_the_context_is_refused():
         director(prompt=[1] * 1200, context=1200)
 
 
+# ---- other limits: how many workers, how deep ----
+
+
+@pytest.mark.parametrize(("listed", "started"), [(1, 0), (2, 2), (4, 4), (5, 0), (0, 0)])
+def test_as_many_workers_start_as_tasks_were_listed_and_none_outside_the_range(listed, started):
+    machine = director(budget=100, workers=[2, 4])
+    calls = machine.finished(only(machine.start()), written(6, Stop.TAG, TASKS + listed))
+    assert [call.path for call in calls] == [(0, i) for i in range(1, started + 1)]
+    if not started:
+        assert end(machine) == (Finish.WIDTH, 0, True)
+
+
+def test_only_the_tasks_of_the_last_segment_count():
+    machine = director(budget=200, workers=[1, 4])
+    for call in machine.finished(only(machine.start()), written(6, Stop.TAG, TASKS + 4)):
+        following = machine.finished(call, written(3, Stop.TAG))
+    assert len(machine.finished(only(following), written(6, Stop.TAG, TASKS + 2))) == 2
+
+
+def test_a_worker_that_spawns_reads_its_workers_before_the_director_reads_it():
+    machine = director(prompt=[1, 2], budget=200, workers=2, depth=2, closing=4)
+    one, two = tags(2).worker_open
+    first = only(machine.start())
+    assert (first.stop, first.spawns) == ("<spawn_workers>", False)
+    calls = machine.finished(first, Completion([11], [0.0], Stop.TAG))
+    assert [(call.stop, call.spawns) for call in calls] == [("</worker_1>", True), ("</worker_2>", True)]
+    inner = machine.finished(calls[0], Completion([12], [0.0], Stop.SPAWN))
+    assert [call.path for call in inner] == [(0, 1, 0, 1), (0, 1, 0, 2)]
+    assert [call.thread for call in inner] == [(0, 1, 0, 1), (0, 1, 0, 2)]
+    assert [call.prompt for call in inner] == [[1, 2, 11, *one, 12, *tag] for tag in (one, two)]
+    assert [(call.stop, call.spawns) for call in inner] == [("</worker_1>", False), ("</worker_2>", False)]
+    # 200 − 1 − (2 + 1) of the director, − 3 − 1 − (2 + 4) of the worker, − 3 of the tag
+    assert [call.max_tokens for call in inner] == [200 - 1 - 3 - 4 - 6 - 3] * 2
+    assert machine.finished(inner[1], Completion([22], [0.0], Stop.TAG)) == []
+    assert machine.finished(calls[1], Completion([14], [0.0], Stop.TAG)) == []
+    after = only(machine.finished(inner[0], Completion([21, 21], [0.0] * 2, Stop.TAG)))
+    nested = [*one, 12, *one, 21, 21, *two, 22, *CLOSE]
+    assert (after.path, after.thread, after.prompt) == ((0, 1, 1, 0), (0, 1), [1, 2, 11, *nested])
+    assert after.max_tokens == 200 - 1 - 3 - (3 + 1) - (3 + 2) - 2
+    last = only(machine.finished(after, Completion([13], [0.0], Stop.TAG)))
+    assert (last.path, last.prompt) == ((1, 0), [1, 2, 11, *nested, 13, *two, 14, *CLOSE])
+    machine.finished(last, Completion([15, EOS], [0.0] * 2, Stop.EOS))
+    # director 1, worker 1: 3 + 1, its longer worker 3 + 2, then 2 + 1, director 2 + 2
+    assert (machine.response.longest_path, machine.response.finish) == (1 + 4 + 5 + 3 + 4, Finish.ANSWERED)
+    assert machine.response.as_read == [11, *nested, 13, *two, 14, *CLOSE, 15, EOS]
+
+
+def test_a_worker_of_a_worker_that_closes_with_its_last_token_is_read_by_every_level():
+    machine = director(budget=40, workers=1, depth=2, tag_length=1, closing=3)
+    [worker] = machine.finished(only(machine.start()), written(5, Stop.TAG))
+    [inner] = machine.finished(worker, written(6, Stop.SPAWN))
+    after = only(machine.finished(inner, written(inner.max_tokens, Stop.TAG)))
+    assert after.max_tokens == 3  # </worker_1>
+    last = only(machine.finished(after, written(3, Stop.TAG)))
+    assert last.max_tokens == 1
+    machine.finished(last, written(1, Stop.LENGTH))
+    assert machine.response.longest_path == 40
+
+
+def test_what_cuts_a_worker_of_a_worker_ends_the_response_once_all_others_have_finished():
+    machine = director(budget=60, workers=2, depth=2)
+    one, two = machine.finished(only(machine.start()), written(5, Stop.TAG))
+    inner = machine.finished(one, written(4, Stop.SPAWN))
+    machine.finished(inner[0], written(inner[0].max_tokens, Stop.LENGTH))
+    assert machine.finished(inner[1], written(2, Stop.TAG)) == [] and not machine.done
+    assert machine.finished(two, written(2, Stop.TAG)) == []
+    assert end(machine) == (Finish.BUDGET, 1, False)
+    [[cut, whole]] = machine.response.forks
+    assert (len(cut.trunk), len(cut.forks), len(whole.trunk), whole.forks) == (1, 1, 1, [])
+
+
+def test_workers_of_a_worker_share_what_it_has_left_of_all_tokens():
+    """48 for three as below, 16 + 3 each; of those 3 + 4 written, 9 for tags, 3 to close: 0 for three."""
+    machine = director(budget=90, total_tokens=100, depth=2)
+    workers = machine.finished(only(machine.start()), written(40, Stop.TAG))
+    assert machine.finished(workers[0], written(4, Stop.SPAWN)) == []
+    machine = director(budget=190, total_tokens=200, depth=2)
+    workers = machine.finished(only(machine.start()), written(40, Stop.TAG))
+    assert {call.max_tokens for call in workers} == {(200 - 40 - 9 - 3) // 3}
+    inner = machine.finished(workers[0], written(4, Stop.SPAWN))
+    assert {call.max_tokens for call in inner} == {(49 - 4 - 9 - 3) // 3}
+
+
 # ---- properties over random responses ----
 
 
@@ -220,6 +316,7 @@ class Asked:
 
     call: Call
     ids: list[int]
+    stop: Stop
 
 
 def adversarial(rng: random.Random, call: Call) -> Completion:
@@ -228,16 +325,20 @@ def adversarial(rng: random.Random, call: Call) -> Completion:
     assert most >= 1
     count = min(rng.choice([1, 2, rng.randint(1, most), most - 1, most]) or 1, most)
     stops = [Stop.EOS] + [Stop.TAG] * (4 if call.stop else 0) + [Stop.LENGTH] * (count == most)
-    stop = rng.choice(stops)
+    stop = rng.choice(stops + [Stop.SPAWN] * (4 if call.spawns else 0))
     ids = [rng.randrange(1, 100) for _ in range(count)]
-    ids[-1] = EOS if stop is Stop.EOS else ids[-1]
+    ids[-1] = EOS if stop is Stop.EOS else TASKS + rng.choice([0, 1, 2, 3, 8, 9, *range(1, 9)])
     return Completion(ids, [-rng.random() for _ in ids], stop)
 
 
-def drawn(rng: random.Random) -> tuple[Director, list[Asked]]:
+def drawn(rng: random.Random, depth: int = 1) -> tuple[Director, list[Asked]]:
     machine = director(
         prompt=[5] * rng.randint(1, 9),
-        workers=rng.randint(1, 5),
+        workers=rng.choice([rng.randint(1, 5), [rng.randint(1, 3), rng.randint(3, 8)]])
+        if depth > 1
+        else rng.randint(1, 5),
+        depth=depth,
+        closing=rng.randint(1, 5),
         tag_length=rng.randint(1, 7),
         budget=rng.choice([rng.randint(1, 12), rng.randint(1, 60), rng.randint(1, 400)]),
         context=rng.choice([NO_LIMIT, rng.randint(10, 300)]),
@@ -249,19 +350,24 @@ def drawn(rng: random.Random) -> tuple[Director, list[Asked]]:
     while running:
         call = running.pop(rng.randrange(len(running)))  # calls finish in any order
         completion = adversarial(rng, call)
-        asked.append(Asked(call, completion.ids))
+        asked.append(Asked(call, completion.ids, completion.stop))
         running += machine.finished(call, completion)
     return machine, asked
 
 
 def longest_path_of(asked: list[Asked]) -> int:
-    """Director calls one after another, of each round's workers the longest."""
-    lengths: dict[tuple[int, bool], int] = {}
+    """A thread's calls one after another, of each fork's threads the longest; from the paths of the calls alone."""
+    paths: dict[tuple[int, ...], int] = {}  # of every thread, with all that it spawned
     for one in asked:
-        round_, worker = one.call.path
-        key = (round_, worker > 0)
-        lengths[key] = max(lengths.get(key, 0), len(one.call.inserted) + len(one.ids))
-    return sum(lengths.values())
+        thread = one.call.path[:-2] if one.call.path[-1] == 0 else one.call.path
+        paths[thread] = paths.get(thread, 0) + len(one.call.inserted) + len(one.ids)
+    for depth in sorted({len(thread) for thread in paths if thread}, reverse=True):
+        forks: dict[tuple[int, ...], int] = {}
+        for thread in [thread for thread in paths if len(thread) == depth]:
+            forks[thread[:-1]] = max(forks.get(thread[:-1], 0), paths.pop(thread))
+        for fork, longest in forks.items():
+            paths[fork[:-1]] += longest
+    return paths[()]
 
 
 def test_longest_path_and_total_tokens_never_exceed_their_limits_in_ten_thousand_random_responses():
@@ -279,7 +385,7 @@ def test_longest_path_and_total_tokens_never_exceed_their_limits_in_ten_thousand
             assert total <= config.total_tokens, number
             reached += total == config.total_tokens
             rounds.add(min(len(response.forks), 2))
-    assert {finish for finish, _, _ in met} == set(Finish)
+    assert {finish for finish, _, _ in met} == set(Finish) - {Finish.WIDTH}  # one level, a fixed number
     assert len(met) >= 10  # the draw reaches every end, with and without a final part, after none, one and more rounds
     assert reached > 100 and rounds == {0, 1, 2}
 
@@ -292,6 +398,44 @@ def test_workers_share_what_is_left_of_all_tokens():
     for call in workers:
         following = machine.finished(call, written(16, Stop.TAG))
     assert only(following).max_tokens == 100 - 40 - 3 * (3 + 16) - 2
+
+
+def closed_or_accounted_for(machine: Director, asked: list[Asked], stops: dict[tuple[int, ...], Stop]) -> None:
+    """What was sampled is in the tree, at its place; an answered response has read every thread, and any other one was
+    cut where a thread ran out, or spawned where it must not.
+    """
+    kept: dict[tuple[int, ...], list[int]] = {}
+
+    def walk(thread: Thread[Segment], path: tuple[int, ...]) -> bool:
+        """Whether it, and all that it spawned, came to its end by itself."""
+        assert len(thread.trunk) - len(thread.forks) in (0, 1) and thread.trunk
+        for number, segment in enumerate(thread.trunk):
+            kept[path if path and not number else (*path, number, 0)] = segment.sampled
+        inner = [walk(t, (*path, n, i)) for n, fork in enumerate(thread.forks) for i, t in enumerate(fork, start=1)]
+        last = path if path and len(thread.trunk) == 1 else (*path, len(thread.trunk) - 1, 0)
+        ends = (Stop.EOS, Stop.TAG) if path else (Stop.EOS,)
+        return all(inner) and len(thread.trunk) > len(thread.forks) and stops[last] in ends
+
+    whole = walk(machine.response, ())
+    assert kept == {one.call.path: one.ids for one in asked}
+    assert whole == (machine.response.finish is Finish.ANSWERED)
+
+
+def test_the_budget_holds_and_every_thread_is_accounted_for_in_twenty_thousand_runs_three_levels_deep():
+    depths, widths, finishes = set(), set(), set()
+    for number in range(20_000):
+        machine, asked = drawn(random.Random(f"deep {number}"), depth=3)
+        stops = {one.call.path: one.stop for one in asked}
+        response, config = machine.response, machine.config
+        assert machine.done, number
+        assert longest_path_of(asked) == response.longest_path <= config.budget, number
+        assert all(len(one.call.prompt) + len(one.ids) <= machine.context for one in asked), number
+        assert response.total_tokens <= (config.total_tokens or NO_LIMIT), number
+        closed_or_accounted_for(machine, asked, stops)
+        depths.add(response.depth)
+        widths |= {len(fork) for fork in response.all_forks()}
+        finishes.add(response.finish)
+    assert (depths, widths, finishes) == ({0, 1, 2, 3}, set(range(1, 9)), set(Finish))
 
 
 def test_every_call_reads_what_algorithm_1_says_and_every_sampled_id_is_kept():
@@ -321,9 +465,9 @@ def test_every_call_reads_what_algorithm_1_says_and_every_sampled_id_is_kept():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [*dict.fromkeys(("workers", "budget", "total_tokens", "top_p"), 0).items(), ("max_rounds", -1)]
-    + [("temperature", -0.1), ("top_p", 1.5)],
+    [*dict.fromkeys(("workers", "depth", "budget", "total_tokens", "top_p"), 0).items(), ("max_rounds", -1)]
+    + [("temperature", -0.1), ("top_p", 1.5), ("workers", [0, 3]), ("workers", [3, 2]), ("workers", True)],
 )
 def test_impossible_settings_are_refused_by_name(name, value):
-    with pytest.raises(ConfigError, match=f"rollout.{name} is {value}"):
+    with pytest.raises(ConfigError, match=re.escape(f"rollout.{name} is {value}")):
         check(RolloutConfig(**{name: value}), "rollout")

@@ -120,3 +120,12 @@ def test_versions_are_written_only_where_they_are_known_and_older_files_are_read
     older = {"inserted": [1], "sampled": [2, 3], "logprobs": [-0.5, -1.0]}
     assert Segment(**older).to_json() == older
     assert Segment(**older, versions=[4, 5]).to_json() == older | {"versions": [4, 5]}
+
+
+def test_what_forks_saved_worked_out_by_hand():
+    """Two workers of 2 + 5 and 2 + 9, the second with workers of 2 + 3 and 2 + 3, after 3 for each closing tag."""
+    inner = Thread([segment(2, 4), segment(3, 5)], [[Thread([segment(2, 3)]), Thread([segment(2, 3)])]])
+    response = Response([segment(0, 10), segment(3, 7)], [[Thread([segment(2, 5)]), inner]])
+    assert inner.path() == 6 + 5 + 8
+    assert response.savings() == [5 + 17 - 19 - 3, 3 + 3 - 5 - 3]  # the inner fork cost more than it saved
+    assert (response.depth, response.worker_lengths) == (2, [[7, 19], [5, 5]])

@@ -74,8 +74,8 @@ def test_a_killed_run_leaves_whole_lines_and_resume_finishes_the_rest(command, u
     assert main([*arguments, "--resume"]) == 0
     after = rows_of(out)
     assert before.items() <= after.items()
-    finals = [{key: row["response"]["final"] for key, row in rows.items()} for rows in (after, uninterrupted)]
-    assert finals[0] == finals[1]
+    written = [{key: row["response"]["trunk"] for key, row in rows.items()} for rows in (after, uninterrupted)]
+    assert written[0] == written[1]
 
 
 def test_a_finished_file_is_neither_overwritten_nor_added_to(command, uninterrupted, tmp_path, capsys):

@@ -1,11 +1,20 @@
 """The parser against a second opinion, on random tag soups; a larger share is in `make torture`."""
 
+import random
 import re
 
 import pytest
 
 from dccot.rollout import tags
-from tests.support.tag_soup import answer_oracle, disagreements, oracle, sequential_oracle
+from tests.support.tag_soup import (
+    LimitedOracle,
+    answer_oracle,
+    disagreements,
+    limited_disagreements,
+    oracle,
+    sequential_oracle,
+    soup,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -16,6 +25,21 @@ def test_parser_and_oracle_agree_on_every_soup():
     found, well_formed = disagreements(COUNT, seed=1)
     assert found == []
     assert 0.2 < well_formed / COUNT < 0.6, "soups of both kinds, or the agreement says little"
+
+
+def test_parser_and_oracle_agree_on_chosen_widths_and_workers_of_workers():
+    found, well_formed = limited_disagreements(COUNT // 4, seed=1)
+    assert found == []
+    assert len(well_formed) == 6 and all(0.15 < share < 0.7 for share in well_formed.values()), well_formed
+
+
+def test_both_oracles_agree_on_the_papers_limits():
+    rng = random.Random(5)
+    for _ in range(2_000):
+        text = soup(rng, 3)
+        regular, limited = oracle(text, 3), LimitedOracle(text, 3, 1).read()
+        texts = limited and [[worker[0][0] for worker in fork] for fork in limited[0][1]]
+        assert texts == (regular and [workers for _, workers in regular[0]]), text
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ FLAWS = {  # texts, and changes to the good one
 
 @pytest.mark.parametrize(("flaw", "text"), [(flaw, text) for flaw, texts in FLAWS.items() for text in texts])
 def test_each_broken_rule_is_named(flaw, text):
-    assert set(FLAWS) == set(Flaw)
+    assert set(FLAWS) == set(Flaw) - {Flaw.TASKS}  # which only a chosen number of workers can break
     assert flaw_of(text if isinstance(text, str) else GOOD.replace(*text), workers=2) == flaw
 
 
@@ -175,3 +175,49 @@ def test_a_tokenizer_that_cannot_spell_a_tag_or_has_no_end_is_refused():
 )
 def test_what_a_token_wrote_after_a_tag_is_counted_by_kind(text, expected):
     assert overshoots(text) == expected
+
+
+# ---- chosen widths, workers of workers ----
+
+LISTED = "<task_1>x</task_1><task_2>y</task_2>"
+INNER = f"<worker_1>a{BLOCK}b</worker_1>"
+NESTED = f"<think>plan<spawn_workers>{INNER}<worker_2>c</worker_2></spawn_workers>so</think><answer>4</answer>"
+CHOSEN = GOOD.replace("plan", f"plan {LISTED}\n")
+
+
+def test_a_worker_with_workers_falls_into_its_parts():
+    parsed = parse(NESTED, 2, depth=2)
+    assert parsed.trunk == ["<think>plan<spawn_workers>", "so</think><answer>4</answer>"]
+    [[one, two]] = parsed.forks
+    assert (one.trunk, two.trunk) == (["a<spawn_workers>", "b</worker_1>"], ["c</worker_2>"])
+    assert [[worker.trunk for worker in fork] for fork in one.forks] == [[["a</worker_1>"], ["b</worker_2>"]]]
+
+
+@pytest.mark.parametrize(
+    ("text", "workers", "depth", "flaw"),
+    [
+        (NESTED, 2, 2, None),
+        (NESTED, 2, 1, Flaw.TAG_IN_WORKER),
+        (GOOD, 2, 3, None),
+        (NESTED.replace(">a<spawn", "> <spawn"), 2, 2, Flaw.EMPTY_DIRECTOR),
+        (NESTED.replace("b</worker_1>", ""), 2, 2, Flaw.TAG_IN_WORKER),
+        (NESTED.split("b</worker_2>")[0], 2, 2, Flaw.OPEN_WORKER),
+        (CHOSEN, [1, 3], 1, None),
+        (CHOSEN, [2, 2], 1, None),
+        (CHOSEN, 2, 1, None),  # ordinary text where the number is fixed
+        (CHOSEN, [3, 8], 1, Flaw.TASKS),
+        (CHOSEN, [1, 1], 1, Flaw.TASKS),
+        (GOOD, [1, 3], 1, Flaw.TASKS),  # nothing listed
+        (CHOSEN.replace("</task_1>", ""), [1, 3], 1, Flaw.TASKS),
+        (CHOSEN.replace("task_2", "task_3"), [1, 3], 1, Flaw.TASKS),
+        (CHOSEN.replace(LISTED, LISTED + "<task_3></task_3>"), [1, 3], 1, Flaw.WORKER_ORDER),
+        (CHOSEN.replace("so", f"so{LISTED}"), [1, 3], 1, Flaw.TASKS),  # listed, and nobody spawned
+        (CHOSEN.replace("4", "<task_1>"), [1, 3], 1, Flaw.TAG_IN_ANSWER),
+        (CHOSEN.replace("a</worker_1>", "<task_1>a</worker_1>"), [1, 3], 1, Flaw.TASKS),
+        (CHOSEN.split("<spawn")[0], [1, 3], 1, Flaw.OPEN_THINK),
+        (NESTED.replace("plan", LISTED), [1, 3], 2, Flaw.TASKS),  # the worker listed none
+        (NESTED.replace("plan", LISTED).replace(">a<spawn", f">{LISTED}<spawn"), [1, 3], 2, None),
+    ],
+)
+def test_the_first_broken_rule_with_other_limits(text, workers, depth, flaw):
+    assert flaw_of(text, workers, depth=depth) is flaw

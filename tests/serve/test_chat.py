@@ -97,7 +97,10 @@ def test_a_worker_that_waited_with_nothing_to_read_does_not_end_the_stream():
     from dccot.serve.chat import Choice
 
     choice = Choice(0, ())
-    pieces = [Piece((0, worker), text, [1], ended=True) for worker, text in ((0, "a"), (2, ""), (1, "b"))]
+    pieces = [
+        Piece((0, worker), text, [1], ((0, 1), (0, 2)) if not worker else ())
+        for worker, text in ((0, "a"), (2, ""), (1, "b"))
+    ]
     told = [delta for piece in pieces for delta, _ in choice.hear(piece)]
     assert [delta["text"] for delta in told] == ["a", "", "b"]  # an empty delta would be taken for the end
 

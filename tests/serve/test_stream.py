@@ -44,7 +44,7 @@ def pieces(text: str, cuts: random.Random) -> list[Piece]:
         size = cuts.randint(1, 5)
         parts.append(text[at : at + size])
         at += size
-    return [Piece((0, 0), part, [0]) for part in parts] + [Piece((0, 0), "", [0], ended=True)]
+    return [Piece((0, 0), part, [0]) for part in parts] + [Piece((0, 0), "", [0], ())]
 
 
 @settings(max_examples=300)
@@ -67,30 +67,47 @@ def test_the_channels_do_not_depend_on_where_the_text_is_cut(text, cuts, stop):
 def test_reasoning_and_answer_worked_out_by_hand(text, expected):
     stop = ("\n\n",) if expected[2] else ()
     channels = Channels(stop)
-    told = channels.take(Piece((0, 0), text, [1], ended=True))
+    told = channels.take(Piece((0, 0), text, [1], ()))
     assert (*told, channels.stopped) == expected
 
 
 def test_a_worker_that_closes_think_does_not_begin_the_answer():
     channels = Channels()
-    assert channels.take(Piece((0, 1), "x</think>y", [1], ended=True)) == ("x</think>y", "")
-    assert channels.take(Piece((1, 0), "z", [1], ended=True)) == ("z", "")
+    assert channels.take(Piece((0, 1), "x</think>y", [1], ())) == ("x</think>y", "")
+    assert channels.take(Piece((1, 0), "z", [1], ())) == ("z", "")
 
 
 @given(st.permutations([worker for worker in (1, 2, 3) for _ in range(4)]), st.integers(0, 3))
 def test_however_workers_take_turns_they_are_read_one_after_another(turns, rounds):
     order, read, expected = ReadingOrder(), [], []
     for round_ in range(rounds + 1):
-        director = Piece((round_, 0), f"d{round_}", [0], ended=True)
+        director = Piece((round_, 0), f"d{round_}", [0], tuple((round_, worker) for worker in (1, 2, 3)))
         read += order.take(director)
         counts = dict.fromkeys((1, 2, 3), 0)
         for worker in turns:
             counts[worker] += 1
-            read += order.take(
-                Piece((round_, worker), f"{round_}.{worker}.{counts[worker]}", [0], ended=counts[worker] == 4)
-            )
+            joined = ((round_ + 1, 0),) if sum(counts.values()) == 12 else ()
+            following = joined if counts[worker] == 4 else None
+            read += order.take(Piece((round_, worker), f"{round_}.{worker}.{counts[worker]}", [0], following))
         expected += [f"d{round_}"] + [f"{round_}.{worker}.{part}" for worker in (1, 2, 3) for part in range(1, 5)]
     assert [piece.text for piece in read] == expected
+
+
+def test_a_worker_is_read_with_all_its_workers_before_the_next_one():
+    """The second worker finishes first; the first one spawns two, of which the second finishes first."""
+    order, read = ReadingOrder(), []
+    for path, text, following in [
+        ((0, 0), "a", ((0, 1), (0, 2))),
+        ((0, 2), "g", ()),
+        ((0, 1), "b", ((0, 1, 0, 1), (0, 1, 0, 2))),
+        ((0, 1, 0, 2), "e", ()),
+        ((0, 1, 0, 1), "c", None),
+        ((0, 1, 0, 1), "d", ((0, 1, 1, 0),)),
+        ((0, 1, 1, 0), "f", ((1, 0),)),
+        ((1, 0), "h", ()),
+    ]:
+        read.append("".join(piece.text for piece in order.take(Piece(path, text, [0], following))))
+    assert read == ["a", "", "b", "", "c", "de", "fg", "h"]
 
 
 def test_answer_tokens_are_those_after_the_token_that_completes_think():

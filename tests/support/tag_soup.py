@@ -5,6 +5,10 @@
 The expression is the definition read off the paper's rules: `<think>…</think><answer>…</answer>` once, white space
 around; inside think blocks of exactly workers 1..K, white space between them, director text that is not blank before
 each; no tag anywhere else.
+
+With other limits (workers from … to, by the tasks listed before a block; workers of workers) the language is no longer
+regular. There the second opinion reads character by character and works from the inside out: it replaces blocks that
+hold no other block until none is left, where tags.py descends from the director.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import re
 from functools import lru_cache
 
 from dccot.rollout.tags import IllFormed, answer_block, parse, sequential_flaw_of
+from dccot.rollout.thread import Thread
 from tests.support.rounds import final_of, rounds_of
 
 TAG = r"</?(?:think|answer|spawn_workers|worker_\d+)>"
@@ -60,6 +65,169 @@ def parsed(text: str, workers: int) -> Cut | None:
     except IllFormed:
         return None
     return [(one.director, one.workers) for one in rounds_of(cut)], final_of(cut), cut.answer
+
+
+Node = tuple[str, str, int, int]  # kind (text, tag, task, block), text, from, to
+Tree = tuple[list[str], list[list]]  # texts of a thread, and after each but the last the threads of a block
+Limits = tuple[int | list[int], int]  # workers, depth
+
+
+def nodes_of(text: str, tasks: bool) -> list[Node]:
+    """Texts and tags, found by looking at every `<`; tasks are tags only where they mean something."""
+
+    def kind(name: str) -> str | None:
+        word, _, number = name.removeprefix("/").partition("_")
+        if name.removeprefix("/") in ("think", "answer", "spawn_workers"):
+            return "tag"
+        return {"worker": "tag", "task": "task" if tasks else None}.get(word) if number.isdecimal() else None
+
+    found: list[Node] = []
+    begun = at = 0
+    while at <= len(text):
+        end = text.find(">", at) + 1 if text[at : at + 1] == "<" else 0
+        what = kind(text[at + 1 : end - 1]) if end else None
+        if (what or at == len(text)) and begun < at:
+            found.append(("text", text[begun:at], begun, at))
+        if what:
+            found.append((what, text[at:end], at, end))
+            begun = end
+        at = end if what else at + 1
+    return found
+
+
+class LimitedOracle:
+    """`read()`: the threads of a well-formed text, and its answer; None of any other text."""
+
+    def __init__(self, text: str, workers: int | list[int], depth: int):
+        self.text, self.depth, self.chosen = text, depth, not isinstance(workers, int)
+        self.least, self.most = workers if isinstance(workers, list) else (workers, workers)
+        self.nodes = nodes_of(text, self.chosen)
+        self.blocks: dict[int, tuple[list[Tree], int, int]] = {}  # where it begins → threads, levels, end of its tag
+
+    def read(self) -> tuple[Tree, str] | None:
+        while close := self.find("</spawn_workers>"):
+            opened = next((i for i in range(close, -1, -1) if self.nodes[i][1] == "<spawn_workers>"), None)
+            found = None if opened is None else self.block(self.nodes[opened + 1 : close])
+            if found is None:
+                return None
+            _, _, start, inside = self.nodes[opened]
+            self.blocks[start] = (*found, inside)
+            self.nodes[opened : close + 1] = [("block", "", start, self.nodes[close][3])]
+        opened, closed = self.find("<think>"), self.find("</think>")
+        if opened is None or closed is None or self.spoken(self.nodes[:opened]):
+            return None
+        found = self.thread(self.nodes[opened + 1 : closed], 0, len(self.text.rstrip()))
+        after = self.spoken(self.nodes[closed + 1 :])
+        tags, said = [node[1] for node in (*after[:1], *after[-1:])], after[1:-1]
+        form = tags == ["<answer>", "</answer>"] and all(node[0] == "text" for node in said) and len(said) < 2
+        if not form or found is None or not 1 <= found[1] <= self.depth:
+            return None
+        return found[0], "".join(node[1] for node in said).strip()
+
+    def find(self, tag: str) -> int | None:
+        return next((i for i, node in enumerate(self.nodes) if node[1] == tag and node[0] == "tag"), None)
+
+    @staticmethod
+    def spoken(nodes: list[Node]) -> list[Node]:
+        """All but white space."""
+        return [node for node in nodes if node[0] != "text" or node[1].strip()]
+
+    def thread(self, body: list[Node], start: int, end: int) -> tuple[Tree, int] | None:
+        """Texts, blocks and levels of what lies between two tags, if it is a thread's."""
+        texts, forks, levels, said, listed = [], [], 0, "", []
+        for kind, inside, opened, closed in body:
+            if kind == "tag":
+                return None
+            if kind != "block":
+                said += inside
+                listed += [inside] if kind == "task" else []
+                continue
+            fork, below, spawned = self.blocks[opened]
+            wanted = [f"<{slash}task_{i}>" for i in range(1, len(fork) + 1) for slash in ("", "/")]
+            if not said.strip() or (self.chosen and listed != wanted) or not self.least <= len(fork) <= self.most:
+                return None
+            texts.append(self.text[start:spawned])
+            forks.append(fork)
+            levels, start, said, listed = max(levels, below + 1), closed, "", []
+        return None if listed else (([*texts, self.text[start:end]], forks), levels)
+
+    def block(self, inside: list[Node]) -> tuple[list[Tree], int] | None:
+        threads, levels, rest = [], 0, self.spoken(inside)
+        while rest:
+            tags = [f"<{slash}worker_{len(threads) + 1}>" for slash in ("", "/")]
+            close = next((i for i, node in enumerate(rest) if node[1] == tags[1]), None)
+            if rest[0][1] != tags[0] or close is None:
+                return None
+            bounds = rest[0][3], rest[close][2]
+            body = [node for node in inside if bounds[0] <= node[2] and node[3] <= bounds[1]]
+            found = self.thread(body, bounds[0], rest[close][3])
+            if found is None:
+                return None
+            threads.append(found[0])
+            levels, rest = max(levels, found[1]), rest[close + 1 :]
+        return (threads, levels) if threads else None
+
+
+def limited_parse(text: str, workers: int | list[int], depth: int) -> tuple[Tree, str] | None:
+    """What tags.py makes of it, in the oracle's terms."""
+
+    def tree(thread: Thread[str]) -> Tree:
+        return thread.trunk, [[tree(worker) for worker in fork] for fork in thread.forks]
+
+    try:
+        cut = parse(text, workers, depth=depth)
+    except IllFormed:
+        return None
+    return tree(cut), cut.answer
+
+
+def limited_soup(rng: random.Random, workers: int | list[int], depth: int) -> str:
+    """As `soup`, with blocks inside workers and lists of tasks, most often as the limits allow."""
+    text = lambda: rng.choice(rng.choice((WORDS, BLANKS, NEARLY)))
+    least, most = workers if isinstance(workers, list) else (workers, workers)
+
+    def body(levels: int, blocks: int) -> list[str]:
+        found: list[str] = []
+        for _ in range(blocks):
+            count = rng.randint(least, most) if rng.random() < 0.97 else rng.randint(1, most + 1)
+            listed = count if rng.random() < 0.98 else rng.randint(0, most)
+            found += [rng.choice(WORDS), text()]
+            for i in range(1, listed + 1) if isinstance(workers, list) or rng.random() < 0.03 else ():
+                found += [f"<task_{i}>", text(), f"</task_{i}>", text()]
+            found.append("<spawn_workers>")
+            for i in range(1, count + 1):
+                inner = rng.choice((0, 0, 1, 2)) if levels > 1 or rng.random() < 0.01 else 0
+                found += [rng.choice(BLANKS), f"<worker_{i}>", *body(levels - 1, inner), f"</worker_{i}>"]
+            found += [rng.choice(BLANKS), "</spawn_workers>"]
+        return [*found, text()]
+
+    pieces = [rng.choice(BLANKS), "<think>", *body(depth, rng.choice((0, 1, 1, 1, 2))), "</think>", rng.choice(BLANKS)]
+    pieces += ["<answer>", text(), "</answer>", rng.choice(BLANKS)]
+    odd = ["<task_1>", "</task_2>", "<worker_1>", "</worker_1>", "<spawn_workers>", "</spawn_workers>", "</think>", " "]
+    for _ in range(rng.choice((0, 0, 0, 1, 2))):
+        at, other = rng.randrange(len(pieces)), rng.randrange(len(pieces))
+        change = rng.randrange(4)
+        if change == 0:
+            pieces[at] = ""
+        elif change == 1:
+            pieces.insert(other, pieces[at])
+        elif change == 2:
+            pieces[at], pieces[other] = pieces[other], pieces[at]
+        else:
+            pieces.insert(at, rng.choice(odd))
+    return "".join(pieces)
+
+
+def limited_disagreements(count: int, seed: int = 0) -> tuple[list[tuple], dict[tuple[bool, int], float]]:
+    """Soups that tags.py and the oracle cut differently; and the share of well-formed ones, by the kind of limits."""
+    rng, found, well_formed = random.Random(seed), [], {}
+    for _ in range(count):
+        limits: Limits = rng.choice((2, 3, [1, 3], [2, 5])), rng.choice((1, 2, 3))
+        text = limited_soup(rng, *limits)
+        expected, got = LimitedOracle(text, *limits).read(), limited_parse(text, *limits)
+        well_formed.setdefault((isinstance(limits[0], int), limits[1]), []).append(expected is not None)
+        found += [(text, limits, expected, got)] if expected != got else []
+    return found, {kind: sum(judged) / len(judged) for kind, judged in well_formed.items()}
 
 
 def sequential_oracle(text: str) -> bool:

@@ -6,6 +6,7 @@ positions, nor the calls that the response was cut into.
 """
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,14 +27,28 @@ from tests.support.rounds import final_of, rounds_of
 pytestmark = pytest.mark.slow
 
 CONFIG = RolloutConfig(budget=200)
+DEEP = RolloutConfig(workers=[1, 8], depth=3, budget=200)
+KINDS = {"single": CONFIG, "spelled": CONFIG, "deep": DEEP, "spelled deep": replace(CONFIG, depth=2)}
 
 
-@pytest.fixture(scope="module", params=["single", "spelled"])
-def pair(request, tmp_path_factory):
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def config(kind) -> RolloutConfig:
+    return KINDS[kind]
+
+
+@pytest.fixture(scope="module")
+def pair(kind, config, tmp_path_factory):
     """An engine, and our model in fp32, from one checkpoint; then both with weights that have moved, synced through
     `load`.
     """
-    folder = tiny.save(tmp_path_factory.mktemp("tiny") / request.param, request.param, context=2048)
+    tags = "spelled" if "spelled" in kind else "single"
+    often = tiny.Chances(spawn=1 / 14, close=1 / 24, more=0.85) if config.depth > 1 else None
+    folder = tiny.save(tmp_path_factory.mktemp("tiny") / tags, tags, often, workers=config.workers, context=2048)
     engine = VllmEngine(folder, EngineConfig(dtype="float32", kv_cache_gb=0.125))
     model = Transformer(read_config(folder))
     load_weights(model, folder, torch.float32)
@@ -46,14 +61,14 @@ def pair(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def responses(pair) -> list[Response]:
+def responses(pair, config) -> list[Response]:
     engine, _ = pair
     prompts = [
         engine.tokenizer.encode(f"{tiny.BOS}{tiny.USER}{text}{tiny.ASSISTANT}<think>\n")
         for text in ("what", "why not " * 9)
     ]
     requests = [Request(f"p{i}", sample, prompt) for i, prompt in enumerate(prompts) for sample in range(16)]
-    done = {(r.problem, r.sample): response for r, response in generate(engine, requests, CONFIG, seed=(1,))}
+    done = {(r.problem, r.sample): response for r, response in generate(engine, requests, config, seed=(1,))}
     return [done[r.problem, r.sample] for r in requests]
 
 
@@ -71,8 +86,16 @@ def gap(model, forest: Forest) -> torch.Tensor:
     return (logprob - forest.logprob[forest.targets]).abs()
 
 
-def test_the_responses_have_all_the_shapes_that_can_go_wrong(responses):
+def test_the_responses_have_all_the_shapes_that_can_go_wrong(responses, config):
     """Without these the tests below would prove little."""
+    assert all(response.longest_path <= config.budget for response in responses)
+    if config.depth > 1:
+        assert {response.depth for response in responses} >= {0, config.depth}
+        widths = {len(fork) for response in responses for fork in response.all_forks()}
+        assert widths >= ({3} if isinstance(config.workers, int) else {1, 2, 3, 8})
+        inner = [worker for response in responses for worker in response.threads() if worker.forks]
+        assert {len(worker.trunk) > len(worker.forks) for worker in inner} == {True, False}  # read, and cut
+        return
     assert {0, 1, 2} <= {len(response.forks) for response in responses}
     assert {Finish.ANSWERED, Finish.BUDGET} <= {response.finish for response in responses}
     assert any(final_of(response) is None for response in responses)
@@ -80,7 +103,7 @@ def test_the_responses_have_all_the_shapes_that_can_go_wrong(responses):
     for response in responses:
         for round_ in rounds_of(response):
             sampled.update({i: len(worker.sampled) for i, worker in enumerate(round_.workers)})
-    assert min(sampled[i] for i in range(CONFIG.workers)) > 100
+    assert min(sampled[i] for i in range(3)) > 100
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])

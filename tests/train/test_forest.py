@@ -2,6 +2,8 @@
 made.
 """
 
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -14,9 +16,10 @@ from dccot.kernels.norm_rotate import rotate
 from dccot.kernels.tree_attention import TreeMask
 from dccot.model.rope import cos_sin
 from dccot.rollout.response import Response, Segment
+from dccot.rollout.thread import Thread
 from dccot.train.forest import _size, build_forest, pack
 from dccot.train.update import compute_logprobs
-from tests.support.rounds import Round, final_of, flat, rounds_of
+from tests.support.rounds import Round, flat, rounds_of
 
 TEMPERATURE = 0.6
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -41,15 +44,36 @@ def responses(draw, prompt: list[int]) -> Response:
     return flat(prompt, rounds, final)
 
 
+def deep_response(rng: random.Random, prompt: list[int]) -> Response:
+    """Forks of one to eight workers, up to three levels deep; a thread may end while its workers write."""
+
+    def segment(inserted: int) -> Segment:
+        ids = [rng.randrange(2, 40) for _ in range(inserted + rng.randint(0, 3))]
+        return Segment(ids[:inserted], ids[inserted:])
+
+    def thread(inserted: int, levels: int) -> Thread[Segment]:
+        forks = [
+            [thread(2, levels - 1) for _ in range(rng.randint(1, 8 if levels == 3 else 3))]
+            for _ in range(rng.choice((0, 1, 1, 2)) if levels == 3 else rng.choice((0, 0, 0, 1)) if levels else 0)
+        ]
+        after = [segment(1) for _ in forks]
+        return Thread([segment(inserted), *after[: -1 if forks and rng.random() < 0.15 else None]], forks)
+
+    whole = thread(0, 3)
+    return Response(whole.trunk, whole.forks, prompt=prompt)
+
+
 @st.composite
 def groups(draw) -> list[list[Response]]:
     """One to three prompts, one to three responses each; sampled tokens are numbered in reading order where log-probs
-    are.
+    are. Half of the time trees without limits.
     """
     made = []
+    deep = draw(st.none() | st.randoms(use_true_random=False))
     for _ in range(draw(st.integers(1, 3))):
         prompt = draw(st.lists(tokens, min_size=1, max_size=4))
-        made.append([draw(responses(list(prompt))) for _ in range(draw(st.integers(1, 3)))])
+        one = lambda prompt=prompt: deep_response(deep, list(prompt)) if deep else draw(responses(list(prompt)))
+        made.append([one() for _ in range(draw(st.integers(1, 3)))])
     number = 0
     for group in made:
         for response in group:
@@ -107,15 +131,15 @@ def paper_layout(response: Response) -> list[Laid]:
     def as_written(segment: Segment, context: list[int], position: int) -> list[int]:
         return write(segment.tokens, [None] * len(segment.inserted) + segment.logprobs, context, position)
 
-    trunk = write(response.prompt, [None] * len(response.prompt), [], 0)
-    for round_ in rounds_of(response):
-        trunk = as_written(round_.director, trunk, len(trunk))
-        for worker in round_.workers:
-            as_written(worker, trunk, len(trunk))
-        for worker in round_.workers:
-            trunk = write(worker.tokens, [None] * len(worker), trunk, len(trunk))
-    if final_of(response) is not None:
-        as_written(final_of(response), trunk, len(trunk))
+    def walk(thread: Thread[Segment], trunk: list[int]) -> None:
+        for segment, fork in thread.parts():
+            trunk = as_written(segment, trunk, len(trunk))
+            for worker in fork:
+                walk(worker, trunk)
+            for read in (read for worker in fork for read in worker.segments()):
+                trunk = write(read.tokens, [None] * len(read), trunk, len(trunk))
+
+    walk(response, write(response.prompt, [None] * len(response.prompt), [], 0))
     return laid
 
 
@@ -160,15 +184,16 @@ def of_paper_layout(model, made: list[list[Response]]) -> Tensor:
 
 def inference_calls(response: Response) -> list[tuple[list[int], Segment]]:
     """(everything the writer had read, what it wrote), as in Algorithm 1."""
-    read, calls = list(response.prompt), []
-    for round_ in rounds_of(response):
-        calls.append((list(read), round_.director))
-        read += round_.director.tokens
-        calls += [(list(read), worker) for worker in round_.workers]
-        read += [token for worker in round_.workers for token in worker.tokens]
-    if final_of(response) is not None:
-        calls.append((list(read), final_of(response)))
-    return calls
+
+    def walk(thread: Thread[Segment], read: list[int]) -> Iterator[tuple[list[int], Segment]]:
+        for segment, fork in thread.parts():
+            yield read, segment
+            read = read + segment.tokens
+            for worker in fork:
+                yield from walk(worker, read)
+            read = read + [token for worker in fork for each in worker.segments() for token in each.tokens]
+
+    return list(walk(response, response.prompt))
 
 
 def of_separate_calls(model, made: list[list[Response]]) -> Tensor:
@@ -358,3 +383,21 @@ def test_the_sizes_by_which_responses_are_balanced_are_those_of_their_forests(ra
         seen = (index <= index[:, None]) & (index[:, None] < forest.visible_until)
         after = seen[prompt:].sum()
         assert _size(response) == (len(forest) - prompt, after, int(forest.mask.position.max()) + 1)
+
+
+def test_layout_of_a_worker_that_spawns_by_hand():
+    """Prompt 10; 20; worker 1 <30> 31, whose workers are <40> 41 and <42> 43, then 51; worker 2 <32> 33; last 37."""
+    inner = [Thread([Segment([40], [41])]), Thread([Segment([42], [43])])]
+    workers = [Thread([Segment([30], [31]), Segment([50], [51])], [inner]), Thread([Segment([32], [33])])]
+    response = Response([Segment([], [20]), Segment([36], [37])], [workers], prompt=[10])
+    forest = build_forest([[(0, response)]])
+    #                                  p   S1  W2      W1      W1.2    W1.1    W1.2'   W1      W2'     S2
+    assert forest.tokens.tolist() == [10, 20, 32, 33, 30, 31, 42, 43, 40, 41, 42, 43, 50, 51, 32, 33, 36, 37]
+    assert forest.visible_until.tolist() == [18, 18, 4, 4, 18, 18, 8, 8, *[18] * 10]
+    assert forest.tokens[forest.targets].tolist() == [20, 33, 31, 43, 41, 51, 37]
+    assert forest.mask.position.tolist() == [0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]
+    workers[0], workers[1] = workers[1], workers[0]  # the one that spawns is now a branch, and read again in the end
+    forest = build_forest([[(0, response)]])
+    branch, read = [30, 31, 42, 43, 40, 41, 42, 43, 50, 51], [30, 31, 40, 41, 42, 43, 50, 51]
+    assert forest.tokens.tolist() == [10, 20, *branch, 32, 33, *read, 36, 37]
+    assert forest.visible_until.tolist() == [24, 24, 12, 12, 6, 6, *[12] * 6, *[24] * 12]

@@ -64,6 +64,11 @@ def test_rollout_metrics_by_hand():
         "parallel/degree": (20 / 15 + 3) / 4,
         "parallel/rounds": 1 / 4,
         "parallel/spawn_rate": 1 / 4,
+        "parallel/width": 3.0,
+        "parallel/width_max": 3.0,
+        "parallel/depth": 1 / 4,
+        "parallel/paid_off": 1.0,
+        "parallel/saved": 3 + 5 + 2 - 5,
         "parallel/worker_length": 10 / 3,
         "parallel/worker_length_max": 5.0,
     }

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,12 +13,22 @@ from dccot.core.config import ConfigError, load_config, lookup
 from dccot.core.runtime import Runtime
 from dccot.data.judge import Grader, GradingConfig
 from dccot.data.rollouts import grade
-from dccot.rollout.response import Rollout, Segment
+from dccot.rollout.response import Response, Rollout, Segment
 from dccot.rollout.tags import sequential_flaw_of
+from dccot.rollout.thread import Thread
 from dccot.train.batch import Batch
 from dccot.train.config import RLConfig
 from dccot.train.phases import Phases
-from dccot.train.rewards import FILTERS, Graded, Group, RewardConfig, advantages_of, reward_of
+from dccot.train.rewards import (
+    FILTERS,
+    Graded,
+    Group,
+    RewardConfig,
+    advantages_of,
+    response_credit,
+    reward_of,
+    worker_credit,
+)
 from dccot.train.rl import RL
 from dccot.train.saver import RolloutSaver, write_step
 from tests.support.rounds import flat
@@ -228,3 +239,39 @@ def test_a_batch_keeps_as_many_groups_as_it_wants_over_all_its_rollouts():
         batch.add(groups, groups)
     assert batch.full and batch.groups == [["a"], ["b"], ["c"]]
     assert (batch.rolled_out, batch.kept, batch.rollout_batches) == (["a", "b", "c", "d"], 4, 2)
+
+
+def spawning(number: int, reward: float, worker_rewards: list[float | None]) -> Graded:
+    """A director of 2 + 1 tokens and two workers of 3 and 4, of which the second spawned one of 5."""
+    tokens = lambda count: Segment([], list(range(count)))
+    inner = Thread([tokens(4), tokens(1)], [[Thread([tokens(5)])]])
+    response = Response([tokens(2), tokens(1)], [[Thread([tokens(3)]), inner]], prompt=[1])
+    return Graded("1", number, "?", "2", "…", response, None, "correct", reward=reward, worker_rewards=worker_rewards)
+
+
+def test_a_worker_that_the_task_judges_has_its_own_advantage_and_others_the_responses():
+    """R − mean. Responses: 1 and 0. Judged workers: 1, 0, 1 of the first, 0 of the second, mean 1/2."""
+    first, second = spawning(0, 1.0, [1.0, 0.0, 1.0]), spawning(1, 0.0, [None, 0.0, None])
+    worker_credit([first, second], "mean")
+    assert (first.advantage, second.advantage) == (0.5, -0.5)
+    assert (first.worker_advantages, second.worker_advantages) == ([0.5, -0.5, 0.5], [-0.5, -0.5, -0.5])
+    second.worker_rewards = [1.0, 1.0, None]  # now 4 of 5 are right
+    worker_credit([first, second], "mean")
+    assert first.worker_advantages == pytest.approx([0.2, -0.8, 0.2])
+    assert second.worker_advantages == pytest.approx([0.2, 0.2, -0.5])
+    by_segment = second.segment_advantages()
+    written = [(len(segment), by_segment[id(segment)]) for segment in second.response.segments()]
+    own = pytest.approx(0.2)
+    assert written == [(2, -0.5), (3, own), (4, own), (5, -0.5), (1, own), (1, -0.5)]
+    assert Graded.from_json(second.to_json()) == second
+    response_credit([first, second], "mean")
+    assert "worker_advantages" not in replace(first, worker_advantages=None).to_json()
+
+
+def test_every_worker_costs_its_price():
+    graded = spawning(0, 0.0, [])
+    for kind, expected in (("correctness_format", 1 - 3 * 0.05), ("high_length_penalty", 1 - 3 * 0.05)):
+        config = RewardConfig(kind, cutoff=2000, worker_cost=0.05)
+        assert reward_of(graded, config, 7500) == pytest.approx(expected)
+    assert reward_of(graded, RewardConfig(cutoff=2000, worker_cost=0.5), 7500) == 0.0  # never below 0
+    assert reward_of(graded, RewardConfig(cutoff=2000), 7500) == 1.0
