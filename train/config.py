@@ -26,7 +26,7 @@ from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import EngineConfig
 from dccot.rollout.tags import FormatConfig, TagIds, Width
 from dccot.train.checkpoint import CheckpointConfig
-from dccot.train.objectives import ObjectiveConfig
+from dccot.train.objectives import ObjectiveConfig, RolloutCorrection
 from dccot.train.phases import ProfileConfig
 from dccot.train.rewards import ADVANTAGES, CREDITS, FILTERS, RewardConfig
 from dccot.train.update import OptimizerConfig
@@ -181,6 +181,11 @@ class RLConfig(TrainingConfig):
         cutoff, budget = self.reward.cutoff, self.rollout.budget
         below = f"which is not below rollout.budget {budget}; lower the cutoff"
         require(cutoff < budget, f"reward.cutoff is {cutoff}, {below}")
+        masked, shared = self.objective.rollout_correction != RolloutCorrection(), self.sharding.context_parallel > 1
+        apart = (
+            "does not go with sharding.context_parallel: no rank has all tokens of a response; use rollout_ratio_cap"
+        )
+        require(not (masked and shared), f"objective.rollout_correction {apart}")
         plain = isinstance(self.rollout.workers, int) and self.rollout.depth == 1
         fixed = "knows a fixed number of workers on one level only: use format.rule=strict"
         require(plain or self.format.rule != "release", f"format.rule is release, which {fixed}")

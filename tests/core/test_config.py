@@ -201,6 +201,11 @@ def test_a_value_out_of_range_is_refused_by_its_key(kind, override):
     assert refused([*RUNNABLE, override], kind=kind).startswith(f"{key} is {value.removeprefix('.')}; it must be ")
 
 
+def test_responses_are_not_masked_where_no_rank_has_all_of_their_tokens():
+    both = ["objective.rollout_correction.max_ratio=2", "sharding.context_parallel=2"]
+    assert refused([*RUNNABLE, *both]).startswith("objective.rollout_correction does not go with")
+
+
 RL_RULES = {
     "reward.cutoff=7500": "reward.cutoff is 7500, which is not below rollout.budget 7500",
     "batch.optimizer_steps=5": "batch.prompts is 96, which batch.optimizer_steps 5 does not divide",
