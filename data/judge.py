@@ -32,6 +32,7 @@ import psutil
 from pydantic import Field
 
 from dccot.core.config import Positive, check, known, lookup
+from dccot.core.plugins import Plugin, frozen
 from dccot.rollout.response import UNJUDGED, Verdict
 from dccot.rollout.tags import answer_block
 
@@ -197,7 +198,38 @@ JUDGES: dict[str, Callable[[GradingConfig], Judge]] = {"math_verify": Grader}
 
 
 def open_judge(config: GradingConfig) -> Judge:
-    return lookup(JUDGES, config.kind, "grading.kind")(config)
+    return Plugin("judge", lookup(JUDGES, config.kind, "grading.kind"))(config, on="grading")
+
+
+def verdicts_of(judge: Judge, pairs: Sequence[tuple[str, Gold]], ids: Sequence[str]) -> list[Verdict]:
+    """The judge's verdicts, one per pair; `ids` say whose answers they are, for errors."""
+    plugin = Plugin("judge", judge.grade)
+    on = f"{len(pairs)} answers ({ids[0]} to {ids[-1]})" if len(ids) > 1 else "".join(ids) or "no answers"
+    found = plugin([(text, frozen(gold)) for text, gold in pairs], on=on)
+    if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != len(pairs):
+        raise plugin.refused(found, f"a list of {len(pairs)} verdicts", on)
+    return [_verdict(plugin, verdict, id) for verdict, id in zip(found, ids)]
+
+
+def verdict_of(judge: Judge, text: str, gold: Gold, problem: str) -> Verdict:
+    """The judge's verdict on a single answer."""
+    plugin, on = Plugin("judge", judge.judge), f"an answer to problem {problem!r}"
+    return _verdict(plugin, plugin(text, frozen(gold), on=on), on)
+
+
+def _verdict(plugin: Plugin, found: Any, on: str) -> Verdict:
+    if not isinstance(found, Verdict):
+        raise plugin.refused(found, f"a Verdict ({', '.join(each.name for each in Verdict)})", on)
+    return found
+
+
+def classes_of(judge: Judge, texts: Sequence[str], problem: str) -> list[int]:
+    """The judge's equivalence classes of the answers to one problem."""
+    plugin, on = Plugin("judge", judge.equivalence_classes), f"the answers to problem {problem!r}"
+    found = plugin(texts, on=on)
+    if not isinstance(found, Sequence) or len(found) != len(texts) or not all(isinstance(each, int) for each in found):
+        raise plugin.refused(found, f"a list of {len(texts)} whole numbers", on)
+    return list(found)
 
 
 def boxed(gold: str) -> str:

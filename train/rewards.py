@@ -21,17 +21,25 @@ Each of the three is chosen from its registry, or is your own function, my_packa
     reward.kind   (rollout, config, budget) → float            for a rollout that was judged
     filter        (group: Sequence[Graded]) → bool             all responses to one prompt
     advantage     (rewards: Sequence[float]) → list[float]     of a group's judged responses; not all are equal
+
+It must decide by its arguments alone, which it cannot change: every rank decides for itself, and ranks that decide
+differently end the run. Rewards and advantages are finite, at most a million.
 """
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Any
+
+import numpy as np
 
 from dccot.core.config import NonNegative, Probability, known, lookup
+from dccot.core.plugins import Plugin, PluginError, shown
+from dccot.core.runtime import Runtime
 from dccot.rollout.response import Rollout
 from dccot.rollout.tags import overshoots
 
@@ -101,8 +109,11 @@ def reward_of(rollout: Rollout, config: RewardConfig, budget: int, own: Reward |
         raise ValueError(f"rollout {rollout.sample} of problem {rollout.problem} has not been graded")
     if rollout.answer_verdict is not None:
         rollout = replace(rollout, verdict=rollout.answer_verdict)
-    chosen = own or lookup(REWARDS, config.kind, "reward.kind")
-    return chosen(rollout, config, budget) if rollout.judged else None
+    if not rollout.judged:
+        return None
+    reward = Plugin("reward", own or lookup(REWARDS, config.kind, "reward.kind"))
+    on = f"problem {rollout.problem!r}, sample {rollout.sample}"
+    return reward.number(reward(reward.view(rollout), reward.view(config), budget, on=on), on)
 
 
 def include_easy(group: Group) -> bool:
@@ -124,6 +135,16 @@ FILTERS: dict[str, Callable[[Group], bool]] = {
 }
 
 
+def keeps(group: Group, kind: str) -> bool:
+    """Whether the filter of this name keeps a group."""
+    chosen = Plugin("filter", lookup(FILTERS, kind, "filter"))
+    on = f"the group of problem {group[0].problem!r}" if group else "an empty group"
+    kept = chosen(chosen.view(group), on=on)
+    if not isinstance(kept, bool | np.bool_):
+        raise chosen.refused(kept, "True or False", on)
+    return bool(kept)
+
+
 def over_std(rewards: Sequence[float]) -> list[float]:
     mean, scale = statistics.fmean(rewards), statistics.stdev(rewards) + EPSILON
     return [(reward - mean) / scale for reward in rewards]
@@ -137,10 +158,42 @@ def centred(rewards: Sequence[float]) -> list[float]:
 ADVANTAGES: dict[str, Callable[[Sequence[float]], list[float]]] = {"std": over_std, "mean": centred}
 
 
-def advantages_of(rewards: Sequence[float | None], kind: str = "std") -> list[float]:
-    """The advantage of each response of a group."""
+def advantages_of(rewards: Sequence[float | None], kind: str = "std", problem: str = "") -> list[float]:
+    """The advantage of each response of a group, the answers to `problem`."""
     known = [reward for reward in rewards if reward is not None]
     if len(known) < 2 or statistics.stdev(known) == 0.0:
         return [0.0] * len(rewards)
-    found = iter(lookup(ADVANTAGES, kind, "advantage")(known))
+    chosen = Plugin("advantage", lookup(ADVANTAGES, kind, "advantage"))
+    on = f"the rewards {shown(known)} of problem {problem!r}"
+    returned = chosen(chosen.view(known), on=on)
+    values = list(returned) if isinstance(returned, Iterable) else []
+    if len(values) != len(known):
+        raise chosen.refused(returned, f"a list of {len(known)} numbers", on)
+    found = iter([chosen.number(value, on) for value in values])
     return [0.0 if reward is None else next(found) for reward in rewards]
+
+
+def require_agreement(
+    groups: Sequence[Group], kept: Sequence[Group], runtime: Runtime, names: Mapping[str, str]
+) -> None:
+    """Reject rewards, filters and advantages that differ between ranks. `names` of the three, for the error."""
+    if runtime.ranks == 1:
+        return
+    pairs = {(graded.problem, graded.sample): graded for group in groups for graded in group}
+    chosen = {graded.problem for group in kept for graded in group}
+    decisions: dict[str, list[Any]] = {
+        "reward": [graded.reward for graded in pairs.values()],
+        "filter": [problem in chosen for problem, _ in pairs],
+        "advantage": [graded.advantage for graded in pairs.values()],
+    }
+    digest = hashlib.sha256(repr(decisions).encode()).hexdigest()
+    if len({theirs for [theirs] in runtime.gather([digest])}) == 1:
+        return
+    first, *others = (decided for [decided] in runtime.gather([decisions]))
+    for kind, values in first.items():
+        for rank, other in enumerate(others, start=1):
+            for (problem, sample), mine, theirs in zip(pairs, values, other[kind]):
+                if mine != theirs:
+                    where = f"problem {problem!r}, sample {sample}: {mine} on rank 0 and {theirs} on rank {rank}"
+                    remedy = "it must depend on its arguments alone: seed what is random with their ids"
+                    raise PluginError(f"{kind} {names[kind]} differs between ranks, {where}; {remedy}")

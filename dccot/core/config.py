@@ -244,9 +244,10 @@ def lookup(registry: Mapping[str, E], name: str, key: str) -> E:
         sys.path.append(os.getcwd())  # an installed command does not search the current folder
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         form = "the form is my_package.my_module:my_function"
-        raise ConfigError(f"{key} is {name!r}, which cannot be imported ({error}); {form}") from None
+        why = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{key} is {name!r}, which cannot be imported ({why}); {form}") from None
     require(callable(found), f"{key} is {name!r}, a {type(found).__name__}; it must be a function or a class")
     return found
 

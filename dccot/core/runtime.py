@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import hashlib
 import os
 import pickle
 import signal
@@ -28,6 +29,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dccot.core.config import ConfigError
+from dccot.core.plugins import PluginError
 
 T = TypeVar("T")
 
@@ -109,6 +111,18 @@ class Runtime:
         given = torch.frombuffer(bytearray().join(sent), dtype=torch.uint8)
         dist.all_to_all_single(received, given, theirs.tolist(), sizes.tolist())
         return [pickle.loads(part.numpy().tobytes()) for part in received.split(theirs.tolist())]
+
+    def together(self, work: Callable[[], list[Any]]) -> list[list[Any]]:
+        """Every rank's result of `work`, on every rank; where it fails on one, all raise: none waits for it in vain."""
+        try:
+            mine, failed = work(), None
+        except Exception as error:
+            mine, failed = [], error
+        sent = failed if isinstance(failed, PluginError | None) else RuntimeError(f"rank {self.rank}: {failed!r}")
+        everybody = self.gather([mine, sent])
+        if first := failed or next((theirs for _, theirs in everybody if theirs), None):
+            raise first
+        return [theirs for theirs, _ in everybody]
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
@@ -200,6 +214,19 @@ def gathered_on_rank_zero(mine: T, group: dist.ProcessGroup) -> list[T]:
 
 
 _turns: dict[str, Iterator[int]] = defaultdict(count)  # per group: number of calls so far
+
+
+def first_to_say(message: str) -> bool:
+    """Whether no other rank has said the same since torchrun started this one: what all find out is said once."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))
+        return store.add(f"dccot/said/{restart}/{hashlib.sha256(message.encode()).hexdigest()}", 1) == 1
+    except (RuntimeError, OSError):  # torchrun has gone
+        return True
 
 
 def require_shared(folder: Path, runtime: Runtime, patience: float = 10.0) -> None:

@@ -18,7 +18,8 @@ from types import SimpleNamespace
 import pytest
 
 from dccot.core.config import ConfigError, check
-from dccot.data.judge import Grader, GradingConfig, Judge, Verdict, open_judge
+from dccot.core.plugins import PluginError
+from dccot.data.judge import Grader, GradingConfig, Judge, Verdict, open_judge, verdicts_of
 
 C, W, U = Verdict.CORRECT, Verdict.WRONG, Verdict.UNPARSABLE
 
@@ -340,3 +341,34 @@ def test_a_judge_of_the_users_own_is_built_from_its_name(monkeypatch):
         assert judge.judge("it is 7", "7") is Verdict.CORRECT
         texts = ["a<answer>1</answer>", "b<answer>2</answer>", "c<answer> 1 </answer>"]
         assert judge.equivalence_classes(texts) == [0, 1, 0]
+
+
+class Says(Judge):
+    """Whatever it is told to."""
+
+    def __init__(self, said):
+        self.said = said
+
+    def grade(self, pairs):
+        return self.said(pairs)
+
+
+def exits(pairs):
+    raise SystemExit(0)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (lambda pairs: [Verdict.CORRECT], "returned .* for 2 answers .a to b.; it must return a list of 2 verdicts"),
+        (lambda pairs: ["correct", "correct"], "returned 'correct' for a; it must return a Verdict"),
+        (lambda pairs: None, "returned None for 2 answers .a to b.; it must return a list of 2 verdicts"),
+        (lambda pairs: pairs[0][1].append("5"), "failed on 2 answers .a to b.: AttributeError"),
+        (exits, "failed on 2 answers .a to b.: SystemExit: 0"),
+    ],
+)
+def test_a_judge_that_does_not_return_a_verdict_per_answer_is_named_with_whose_answers_they_are(said, expected):
+    golds = ["4"]
+    with pytest.raises(PluginError, match=rf"judge {__name__}:Says.grade {expected}"):
+        verdicts_of(Says(said), [("4", golds), ("5", "5")], ["a", "b"])
+    assert golds == ["4"]

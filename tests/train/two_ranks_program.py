@@ -15,17 +15,20 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from dccot.core.command import run_cleanly
+from dccot.core.plugins import Plugin, PluginError
 from dccot.core.run import Run
 from dccot.core.runtime import Runtime, on_rank_zero
 from dccot.model.sharding import ShardingConfig, build_model
 from dccot.model.weights import weight_files
-from dccot.rollout.response import Response
+from dccot.rollout.response import Response, Segment
 from dccot.train import checkpoint as train_checkpoint
 from dccot.train.checkpoint import CheckpointConfig, Checkpointer
 from dccot.train.forest import pack
 from dccot.train.metrics import TokenMetrics
 from dccot.train.objectives import ObjectiveConfig, objective_loss
 from dccot.train.phases import Phases, ProfileConfig, profiled
+from dccot.train.rewards import Graded, require_agreement
 from dccot.train.sft import sft_loss
 from dccot.train.update import OptimizerConfig, accumulate, apply_gradients, make_optimizer
 from tests.train.test_token_metrics import batches
@@ -159,10 +162,37 @@ def alone(out: Path) -> None:
     runtime.barrier()
 
 
+def decisions(runtime: Runtime, differ: str | None) -> str:
+    """What is said of two groups of two, on which the ranks agree except for what `differ` names."""
+    response = Response([1], [], Segment([], [5]))
+    groups = [[Graded(p, n, "q", "g", "t", response, reward=0.5, advantage=1.0) for n in (0, 1)] for p in ("a", "b")]
+    kept = groups[:1] if differ == "filter" and runtime.rank else groups
+    if differ in ("reward", "advantage"):
+        setattr(groups[1][0], differ, 0.25 + runtime.rank)
+    try:
+        require_agreement(groups, kept, runtime, {"reward": "m:r", "filter": "m:f", "advantage": "m:a"})
+    except PluginError as error:
+        return str(error)
+    return "agreed"
+
+
+def my_judge(rank: int) -> list:
+    return [1 // (1 - rank)]
+
+
+def plugins(runtime: Runtime, out: Path) -> None:
+    """Decisions that differ, and a plug-in that fails on rank 1 alone, at the end of a command."""
+    said = {str(differ): decisions(runtime, differ) for differ in (None, "reward", "filter", "advantage")}
+    judge = Plugin("judge", my_judge)
+    code = run_cleanly(lambda: runtime.together(lambda: judge(runtime.rank, on=f"an answer on rank {runtime.rank}")))
+    (out / f"plugins_{runtime.rank}.json").write_text(json.dumps(said | {"code": code}))
+
+
 def main(checkpoint: Path, out: Path) -> None:
     with Runtime.start(900) as runtime:
         gradients(runtime, checkpoint, out / "responses.json", out / "2")
         token_metrics(runtime, out)
+        plugins(runtime, out)
         traces(runtime, out / "profile")
         full_disk(runtime, checkpoint, out / "full")
         spread(runtime, checkpoint, out / "spread")

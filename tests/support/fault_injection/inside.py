@@ -122,7 +122,38 @@ def _stuck_collective(settings: Settings, engine: VllmEngine) -> Trial:
     return Trial.once("collective stuck", "time-out error names rank, step and phase", good, said)
 
 
-INSIDE = (_nan_gradient, _always_nan, _bad_weight, _stalled_engine, _stuck_collective)
+def noisy_advantage(rewards):
+    return [reward + int(os.environ["RANK"]) for reward in rewards]
+
+
+def leaving_reward(rollout, config, budget):
+    raise SystemExit(0)
+
+
+def clearing_reward(rollout, config, budget):
+    rollout.response.prompt.clear()
+
+
+def nameless_reward(rollout, config, budget): ...
+
+
+def _plugins(settings: Settings, engine: VllmEngine) -> Trial:
+    """Functions that leave, change, forget or disagree: each ends the run and is named."""
+    here, problems = "tests.support.fault_injection.inside", []
+    expected = {
+        f"reward.kind={here}:leaving_reward": "leaving_reward failed on problem 'p",
+        f"reward.kind={here}:clearing_reward": "clearing_reward failed on problem 'p",
+        f"reward.kind={here}:nameless_reward": "nameless_reward returned None for problem 'p",
+        f"advantage={here}:noisy_advantage": "noisy_advantage differs between ranks, problem 'p",
+    }
+    for number, (setting, sign) in enumerate(expected.items()):
+        said = _error_of(lambda name=f"plugin_{number}", setting=setting: rl.train(settings(name, setting), engine))
+        if sign not in said:
+            problems.append(f"{setting}: {said[:300]}")
+    return Trial.each("plug-ins that misbehave", "function, problem and sample named", len(expected), problems)
+
+
+INSIDE = (_nan_gradient, _always_nan, _bad_weight, _plugins, _stalled_engine, _stuck_collective)
 
 
 def _error_of(action: Callable) -> str:
