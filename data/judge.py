@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import queue
+import resource
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,7 @@ import psutil
 from pydantic import Field
 
 from dccot.core.config import Positive, check, known, lookup
+from dccot.core.limits import shown_limit
 from dccot.core.plugins import Plugin, frozen
 from dccot.rollout.response import UNJUDGED, Verdict
 from dccot.rollout.tags import answer_block
@@ -46,6 +48,9 @@ SELF_TEST = [
 
 class Judge(Protocol):
     """Base class for your own judge. It must implement `grade`; it is built from a GradingConfig."""
+
+    # to be called now and then by a judge whose batches take minutes; without progress a training run is ended
+    beat: Callable[[], None] = staticmethod(lambda: None)
 
     def grade(self, pairs: Sequence[tuple[str, Gold]]) -> list[Verdict]:
         """The verdict on each (response text, gold or golds) of a batch, in order."""
@@ -160,6 +165,7 @@ class Grader(Judge):
                 try:
                     return process.ask(task)
                 finally:
+                    self.beat()
                     free.put(process)
 
             with ThreadPoolExecutor(len(self._processes), "grader") as threads:
@@ -170,8 +176,11 @@ class Grader(Judge):
         for process in self._processes:
             said = [process.ask(task) for task, _ in SELF_TEST]
             if said != [expected for _, expected in SELF_TEST]:
-                wrong = f"two known answers were judged {said}"
-                raise RuntimeError(f"math-verify does not work here: {wrong}; reinstall math-verify")
+                wrong = f"two known answers were judged {', '.join(map(str, said))}"
+                limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+                memory = f"its processes may lack memory: {shown_limit(resource.RLIMIT_AS, 'ulimit -v')}; raise it"
+                remedy = memory if limited and Verdict.CRASHED in said else "reinstall math-verify"
+                raise RuntimeError(f"math-verify does not work here: {wrong}; {remedy}")
         self._tested = True
 
     def _report(self) -> None:

@@ -95,6 +95,8 @@ def work(tasks: Connection, memory_mb: int) -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     limit = psutil.Process().memory_info().vms + 4 * memory_mb * 2**20
+    if (highest := resource.getrlimit(resource.RLIMIT_AS)[1]) != resource.RLIM_INFINITY:
+        limit = min(limit, highest)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # whatever sympy prints must not become an answer

@@ -132,6 +132,7 @@ class RL(Trainer[RLConfig]):
         self.engine: TrainingEngine | None = None
         if self.replayed is None:
             self.judge: Judge = stack.enter_context(self.task.open_judge())
+            self.judge.beat = self.phases.beat
             started = open_training_engine(path, config.engine, engine, logs=self.run.folder, sleeps=True)
             self.engine = sampler = stack.enter_context(started)
             self.phases.pending = lambda: list(sampler.pending)
@@ -189,6 +190,7 @@ class RL(Trainer[RLConfig]):
         def rewarded() -> list[Graded]:
             for rollout in rollouts:
                 rollout.step = self.phases.step
+                self.phases.beat()
                 reward = reward_of(rollout, self.config.reward, self.config.rollout.budget, self.task.reward)
                 batch.own.append(Graded(**vars(rollout), reward=reward))
             return []

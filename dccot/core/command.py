@@ -29,6 +29,7 @@ from rich.table import Table
 
 from dccot.core.config import ConfigError, load_config, to_yaml
 from dccot.core.files import BadData
+from dccot.core.limits import LACKING, lacking, lost_rank
 from dccot.core.plugins import PluginError
 
 UNREADABLE = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
@@ -93,6 +94,12 @@ def run_cleanly(work: Callable[[], object]) -> int:
     except EXPECTED as error:
         _say(f"{getattr(error, 'trace', '')}dccot: {error}")
         return 2
+    except Exception as error:
+        lacks = lacking(error)
+        if not (line := lacks or lost_rank(error)) or os.environ.get("DCCOT_DEBUG"):
+            raise
+        _say(f"dccot: {line}")
+        return LACKING if lacks else 1
     except (KeyboardInterrupt, Stopped) as stopped:
         if os.environ.get("RANK", "0") == "0":
             print("\nstopped; rerun the same command to resume", file=sys.stderr)
@@ -101,12 +108,12 @@ def run_cleanly(work: Callable[[], object]) -> int:
 
 
 def _say(message: str) -> None:
-    if "RANK" in os.environ:
-        from dccot.core.runtime import first_to_say  # torch takes seconds to import
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        from dccot.core.runtime import say_once  # torch takes seconds to import
 
-        if not first_to_say(message):
-            return
-    print(message, file=sys.stderr)
+        say_once(message)
+    else:
+        print(message, file=sys.stderr)
 
 
 def launch(kind: type, train: Callable[[Any], None], argv: Sequence[str] | None, description: str, example: str) -> int:

@@ -6,6 +6,7 @@ one code path serves both. Objects are sent over gloo, tensors over nccl on GPUs
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import hashlib
@@ -13,6 +14,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import time
 import uuid
 from collections import defaultdict
@@ -35,6 +37,7 @@ T = TypeVar("T")
 
 # seconds that ranks wait for the slowest one when each works independently; torchrun notices dead ranks
 PATIENCE = 7 * 24 * 3600.0
+SAYING = 30.0  # seconds for one rank to print what all of them have found
 START_UP = 1800.0  # seconds for all ranks to start and find each other, whatever a collective may take later
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MMAP_FROM, TRIM_FROM = 2**30, 2**31 - 1  # bytes
@@ -216,17 +219,22 @@ def gathered_on_rank_zero(mine: T, group: dist.ProcessGroup) -> list[T]:
 _turns: dict[str, Iterator[int]] = defaultdict(count)  # per group: number of calls so far
 
 
-def first_to_say(message: str) -> bool:
-    """Whether no other rank has said the same since torchrun started this one: what all find out is said once."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return True
+def say_once(message: str) -> None:
+    """Print what several ranks of torchrun have found out, as one of them. The others wait until it is there: the first
+    to exit gets the rest killed.
+    """
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    try:
+    key = f"dccot/said/{restart}/{hashlib.sha256(message.encode()).hexdigest()}"
+    with contextlib.suppress(RuntimeError, OSError):  # torchrun has gone
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))
-        return store.add(f"dccot/said/{restart}/{hashlib.sha256(message.encode()).hexdigest()}", 1) == 1
-    except (RuntimeError, OSError):  # torchrun has gone
-        return True
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=SAYING))
+        if store.add(key, 1) > 1:
+            store.wait([f"{key}/printed"])
+        else:
+            print(message, file=sys.stderr, flush=True)
+            store.set(f"{key}/printed", "yes")
+        return
+    print(message, file=sys.stderr, flush=True)
 
 
 def require_shared(folder: Path, runtime: Runtime, patience: float = 10.0) -> None:

@@ -195,6 +195,13 @@ def test_gold_that_cannot_be_parsed_is_named(grader, caplog):
     assert "no answer to that problem can be right" in caplog.text and grader.bad_golds == {r"\boxed{}"}
 
 
+def test_every_answer_that_was_graded_is_a_sign_of_life(monkeypatch, grader):
+    beats = []
+    monkeypatch.setattr(grader, "beat", lambda: beats.append(1))
+    grader.grade([(rf"\boxed{{{number}}}", "7") for number in range(9)])
+    assert len(beats) == 9
+
+
 def test_empty_batch_is_empty(grader):
     assert grader.grade([]) == [] and grader.equivalence_classes([]) == []
 

@@ -181,6 +181,12 @@ def test_ranks_share_the_files_of_a_checkpoint_and_each_sums_its_own(world, chec
     assert all(map(torch.equal, here.parameters(), before.parameters()))
 
 
+def test_a_rank_that_a_checkpoint_waits_for_is_named_meanwhile(world):
+    said = (world / "said.txt").read_text()
+    assert "checkpoint of step 1 waits for rank 1, which has not answered for " in said
+    assert (world / "missing" / "latest").read_text() == "step_000001\n"
+
+
 @pytest.fixture(scope="module")
 def step_folder(world):
     return world / "profile" / "step_000010"

@@ -7,14 +7,17 @@ import json
 import resource
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+import dccot.train.checkpoint as checkpoints
 from dccot.core.command import run_cleanly
 from dccot.core.plugins import Plugin, PluginError
 from dccot.core.run import Run
@@ -149,6 +152,22 @@ def spread(runtime: Runtime, checkpoint: Path, run: Path) -> None:
     checkpointer.close()
 
 
+def missing_rank(runtime: Runtime, checkpoint: Path, run: Path) -> None:
+    """Rank 1 is as good as stopped for a while when it should write its part."""
+    model = build_model(checkpoint, ShardingConfig(compute_dtype="float32"))
+    optimizer = torch.optim.SGD(model.parameters())
+    checkpointer = Checkpointer(Run(run), CheckpointConfig(), runtime, source=checkpoint)
+    whole, checkpoints.ROLL_CALL_SECONDS = dcp.async_save, 0.2
+    if runtime.rank == 1:
+        checkpoints.ROLL_CALL_SECONDS = 3600.0  # it never counts
+        later = ThreadPoolExecutor(1)
+        dcp.async_save = lambda *given, **more: later.submit(lambda: [time.sleep(3), whole(*given, **more).result()])
+    checkpointer.save(1, model, optimizer, {})
+    checkpointer.finish()
+    dcp.async_save = whole
+    checkpointer.close()
+
+
 def alone(out: Path) -> None:
     """Rank 0 works alone for longer than any collective may take."""
     runtime = Runtime.start(SHORT_SECONDS)  # of the group that exists
@@ -196,6 +215,7 @@ def main(checkpoint: Path, out: Path) -> None:
         traces(runtime, out / "profile")
         full_disk(runtime, checkpoint, out / "full")
         spread(runtime, checkpoint, out / "spread")
+        missing_rank(runtime, checkpoint, out / "missing")
         alone(out)
 
 

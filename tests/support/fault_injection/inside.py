@@ -25,11 +25,13 @@ import dccot.train.update as updating
 from dccot.core.config import load_config
 from dccot.core.files import read_jsonl
 from dccot.core.runtime import Runtime
+from dccot.data.judge import Judge, Verdict
 from dccot.rollout.vllm_engine import VllmEngine
 from dccot.train.config import RLConfig
 from tests.support.fault_injection.faults import Trial
 
 TIMEOUT_SECONDS = 20.0  # of a collective
+STALL_SECONDS = 30.0
 Settings = Callable[..., RLConfig]
 
 
@@ -137,6 +139,28 @@ def clearing_reward(rollout, config, budget):
 def nameless_reward(rollout, config, budget): ...
 
 
+class SlowJudge(Judge):
+    def __init__(self, config):
+        pass
+
+    def grade(self, pairs):
+        for _ in range(int(1.5 * STALL_SECONDS)):
+            time.sleep(1.0)
+            self.beat()
+        return [Verdict.CORRECT if number % 2 else Verdict.WRONG for number, _ in enumerate(pairs)]
+
+
+def _slow_judge(settings: Settings, engine: VllmEngine) -> Trial:
+    """A judge that takes longer than stall_seconds, but makes progress, is not taken for a hang."""
+    slow = ["grading.kind=tests.support.fault_injection.inside:SlowJudge", f"stall_seconds={STALL_SECONDS}", "steps=1"]
+    config = settings("slow_judge", *slow, "filter=none", "validation.every=0", "timeout_seconds=300")
+    rl.train(config, engine)
+    done = (Path(config.output) / "slow_judge" / "latest").exists()
+    return Trial.once(
+        "judge slower than stall_seconds", "it reports progress: the run continues", done, "no checkpoint"
+    )
+
+
 def _plugins(settings: Settings, engine: VllmEngine) -> Trial:
     """Functions that leave, change, forget or disagree: each ends the run and is named."""
     here, problems = "tests.support.fault_injection.inside", []
@@ -153,7 +177,7 @@ def _plugins(settings: Settings, engine: VllmEngine) -> Trial:
     return Trial.each("plug-ins that misbehave", "function, problem and sample named", len(expected), problems)
 
 
-INSIDE = (_nan_gradient, _always_nan, _bad_weight, _plugins, _stalled_engine, _stuck_collective)
+INSIDE = (_nan_gradient, _always_nan, _bad_weight, _plugins, _slow_judge, _stalled_engine, _stuck_collective)
 
 
 def _error_of(action: Callable) -> str:
