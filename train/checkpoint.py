@@ -215,8 +215,8 @@ class Checkpointer:
             return _causes(error, rank), {}
 
     def _wait_for_all(self, step: int, written: Future) -> None:
-        """Until the shards of all ranks are written. Each rank counts in the store meanwhile; rank 0 names those that do
-        not: without them the checkpoint is lost after `timeout_seconds`.
+        """Until the shards of all ranks are written. Each rank counts in the store meanwhile; rank 0 names
+        those that do not: without them the checkpoint is lost after `timeout_seconds`.
         """
         if self.runtime.ranks == 1:
             return
