@@ -40,6 +40,7 @@ from dccot.rollout.tags import answer_block
 
 logger = logging.getLogger("dccot.grading")
 Gold = str | Sequence[str]
+STOP_SECONDS = 5.0  # for a grading process to end by itself; it has nothing to save
 SELF_TEST = [
     (["grade", r"so it is \boxed{0.5}", [r"\boxed{\frac{1}{2}}"]], Verdict.CORRECT),
     (["grade", r"\boxed{2}", [r"\boxed{3}"]], Verdict.WRONG),
@@ -301,7 +302,7 @@ class _Process:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
-            self._process.wait(timeout=5)
+            self._process.wait(timeout=STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

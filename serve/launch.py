@@ -24,7 +24,7 @@ from pathlib import Path
 from dccot.core.command import positive, run_cleanly
 from dccot.core.config import ConfigError, Positive, load_config, require
 from dccot.core.run import Run
-from dccot.core.runtime import KEEP_FREED_MEMORY
+from dccot.core.runtime import KEEP_FREED_MEMORY, START_UP
 from dccot.data.prompts import PromptConfig
 from dccot.data.task import settings_of
 from dccot.model.folder import resolve_model
@@ -35,6 +35,8 @@ from dccot.rollout.engine import ONE_PROCESS, as_flags, vllm_options
 VARIABLE = "DCCOT_SERVE"
 OWN = {"workers": "rollout.workers", "budget": "rollout.budget", "max_n": "max_n", "max_requests": "max_requests"}
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": "ignore"}
+# where a large model is read from a slow disk; vLLM gives up after 600 seconds
+ENGINE_START = {"VLLM_ENGINE_READY_TIMEOUT_S": str(int(START_UP))}
 QUIET |= dict.fromkeys(("VLLM_LOGGING_LEVEL", "TORCH_CPP_LOG_LEVEL"), "ERROR")
 
 
@@ -98,7 +100,7 @@ def _serve(arguments: argparse.Namespace, passed_on: list[str]) -> None:
         raise ConfigError(f"{fault}; install dccot again (make setup)")
     os.environ[VARIABLE] = shlex.join(lines)
     os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [os.environ.get("VLLM_PLUGINS"), "dccot"]))
-    for name, value in QUIET.items():
+    for name, value in (QUIET | ENGINE_START).items():
         os.environ.setdefault(name, value)
     with tokenizer_folder(folder) as tokenizer:
         options = ["--tokenizer", tokenizer, "--port", arguments.port, "--host", arguments.host]

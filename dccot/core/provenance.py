@@ -34,6 +34,7 @@ from dccot.core.runtime import Runtime, on_rank_zero
 Checksums = dict[str, str]  # file → sha256
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)  # in the name of an environment variable
 OF_ONE_RANK = ("time", "machines")
+GIT_SECONDS = 120.0  # for an answer from git, on a slow disk; without one the commit is unknown
 
 
 @cache
@@ -58,7 +59,9 @@ def describe_code(code: Mapping[str, Any]) -> str:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20)
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=GIT_SECONDS
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

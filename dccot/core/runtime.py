@@ -38,6 +38,7 @@ T = TypeVar("T")
 # seconds that ranks wait for the slowest one when each works independently; torchrun notices dead ranks
 PATIENCE = 7 * 24 * 3600.0
 SAYING = 30.0  # seconds for one rank to print what all of them have found
+SHARED_SECONDS = 60.0  # for a new file to show on all machines; NFS caches folders for up to 60
 START_UP = 1800.0  # seconds for all ranks to start and find each other, whatever a collective may take later
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MMAP_FROM, TRIM_FROM = 2**30, 2**31 - 1  # bytes
@@ -237,8 +238,8 @@ def say_once(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def require_shared(folder: Path, runtime: Runtime, patience: float = 10.0) -> None:
-    """Reject a folder that not all ranks share. A network file system may take a few seconds to show a new file."""
+def require_shared(folder: Path, runtime: Runtime, patience: float = SHARED_SECONDS) -> None:
+    """Reject a folder that not all ranks share. A network file system may take a while to show a new file."""
     if runtime.ranks == 1:
         return
     name = runtime.broadcast(f".seen-by-all-{uuid.uuid4().hex}")
