@@ -33,6 +33,7 @@ from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import ONE_PROCESS, as_flags, vllm_options
 
 VARIABLE = "DCCOT_SERVE"
+DIED = 70  # exit code of a server whose engine has died: EX_SOFTWARE of sysexits.h
 OWN = {"workers": "rollout.workers", "budget": "rollout.budget", "max_n": "max_n", "max_requests": "max_requests"}
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": "ignore"}
 # where a large model is read from a slow disk; vLLM gives up after 600 seconds
@@ -128,6 +129,15 @@ def _run_vllm(folder: Path, options: list[str], passed_on: list[str], name: str)
         if args.distributed_executor_backend is None and args.tensor_parallel_size * args.pipeline_parallel_size == 1:
             args.distributed_executor_backend = ONE_PROCESS
     ServeSubcommand.cmd(args)
+    if died():
+        print("dccot: the engine has died; start the server again", file=sys.stderr)
+        sys.exit(DIED)
+
+
+def died() -> bool:
+    """Whether an engine of this process has ended on its own: vLLM's server then stops as if it had been told to."""
+    plugin = sys.modules.get("dccot.serve.plugin")
+    return any(client.engine_core.resources.engine_dead for client in (plugin.served if plugin else ()))
 
 
 if __name__ == "__main__":
