@@ -16,14 +16,19 @@ LOOK_SECONDS = 1.0
 
 
 def end_with_parent() -> None:
-    """In a process that multiprocessing has started, kill it once its parent is gone; elsewhere, nothing."""
-    parent = multiprocessing.parent_process()
-    if parent is None or parent.pid is None:
-        return
+    """A process that vLLM has spawned ends once its parent is gone. So do those that this one forks, which do not load
+    plugins again; but only where we are asked for by name: other programs' children are none of our business.
+    """
+    if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
+        _watch(parent.pid)
+    elif "dccot" in os.environ.get("VLLM_PLUGINS", "").split(","):
+        os.register_at_fork(after_in_child=lambda: _watch(os.getppid()))
 
-    def watch(pid: int) -> None:
-        while os.getppid() == pid:
+
+def _watch(parent: int) -> None:
+    def watch() -> None:
+        while os.getppid() == parent:
             time.sleep(LOOK_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, args=(parent.pid,), name="end-with-parent", daemon=True).start()
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

@@ -9,7 +9,9 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ("dccot", "kernels", "model", "rollout", "data", "train", "eval", "serve")
 NAMED = re.compile(r"SECONDS|PATIENCE|START_UP|SAYING|PULSE|TIMEOUT|WAIT$|_seconds$|^patience$|^timeout$", re.ASCII)
 # how often something is looked at or drawn: nothing ends when it has passed; and what a measurement took
-INTERVALS = re.compile(r"POLL|REFRESH|HEARTBEAT|GARBLED|usual_seconds|^SECONDS$|^_?(decode|rollout|training)_seconds")
+INTERVALS = re.compile(
+    r"POLL|LOOK|REFRESH|HEARTBEAT|GARBLED|usual_seconds|^SECONDS$|^_?(decode|rollout|training)_seconds"
+)
 ROWS = [line for line in (ROOT / "docs" / "reliability.md").read_text().splitlines() if line.startswith("| `")]
 
 
