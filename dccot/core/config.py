@@ -33,6 +33,7 @@ import yaml
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 import dccot.configs
+from dccot.core.plugins import shown
 
 log = logging.getLogger(__name__)
 C = TypeVar("C")
@@ -48,6 +49,8 @@ RENAMED = {
     "prompt.format": "prompt.chat_format",
     "rollout.parallel": "prompt.kind (parallel or sequential)",
 }  # old key → new one
+
+MAX_YAML = 2**20  # bytes of a file
 
 Positive = Annotated[int, Field(ge=1, strict=True)]  # strict: true is not 1
 NonNegative = Annotated[int, Field(ge=0, strict=True)]
@@ -166,6 +169,8 @@ def _parse(text: str, where: str) -> Any:
 def read_yaml(path: Path, _above: tuple[str, ...] = ()) -> dict[str, Any]:
     """One YAML file merged over its `base` files."""
     try:
+        if (size := path.stat().st_size) > MAX_YAML:
+            raise ConfigError(f"{path} has {size:,} bytes; a configuration has at most {MAX_YAML:,}")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
@@ -319,7 +324,7 @@ def _explained(kind: type, place: Sequence[int | str], prefix: str, error: Mappi
     for part in place:
         key = f"{key}[{part}]" if isinstance(part, int) else f"{key}.{part}".lstrip(".")
     fault, value, limits = error["type"], error["input"], error.get("ctx", {})
-    shown = text if len(text := repr(value)) < 100 else f"{text[:100]}…"
+    seen = shown(value, 100)
     unknown = fault == "unexpected_keyword_argument"
     names = [key] if unknown else [f"{key}.{name}" for name in value] if isinstance(value, dict) else []
     if old := next((name for name in names if name in RENAMED), None):  # a key, or inside a group that became a value
@@ -330,13 +335,13 @@ def _explained(kind: type, place: Sequence[int | str], prefix: str, error: Mappi
     if fault == "literal_error":
         return _not_among(value, re.findall(r"'([^']*)'", limits["expected"]), key)
     if fault == "dataclass_type":
-        return f"{key} is {shown}; it is a group of settings: {', '.join(_keys(kind, place))}"
+        return f"{key} is {seen}; it is a group of settings: {', '.join(_keys(kind, place))}"
     if fault == "value_error":
         return f"{key} {str(limits['error']).strip()}"
     for beginning, words in MUST_BE.items():
         if fault.startswith(beginning):
-            return f"{key} is {shown}; it must be {words.format(**limits)}"
-    return f"{key or 'configuration'} is {shown}; {error['msg']}"
+            return f"{key} is {seen}; it must be {words.format(**limits)}"
+    return f"{key or 'configuration'} is {seen}; {error['msg']}"
 
 
 MUST_BE = {  # the start of pydantic's name for an error → what the value must be

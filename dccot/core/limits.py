@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
+import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+
+import psutil
 
 LACKING = 71  # exit code: EX_OSERR of sysexits.h
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")  # gloo's words
@@ -51,6 +57,39 @@ def lost_rank(error: BaseException) -> str | None:
         return None
     notes = "; ".join(getattr(error, "__notes__", []))
     return f"another rank has ended, and says why; this one waited for it{f' ({notes})' if notes else ''}"
+
+
+def exceeds(work: Callable[[], object], seconds: int, memory_mb: int) -> str | None:
+    """Try what a stranger's file makes us do in a child with limits first: which one it exceeds, or how it crashes;
+    None if we can do it ourselves. An error that it raises is for the caller to meet.
+    """
+    child = os.fork()
+    if child == 0:
+        code = 0
+        try:
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            most = psutil.Process().memory_info().vms + memory_mb * 2**20
+            resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+            work()
+        except MemoryError:
+            code = 2
+        except BaseException:
+            code = 0
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + 20 * seconds
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        if time.monotonic() > deadline:  # not even starved of CPU time would it take so long: the fork itself hangs
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return None
+        time.sleep(0.005)
+    status = ended[1]
+    if os.WIFSIGNALED(status):
+        by = os.WTERMSIG(status)
+        return f"takes more than {seconds} s" if by in (signal.SIGXCPU, signal.SIGKILL) else f"crashes (signal {by})"
+    return f"takes more than {memory_mb:,} MB" if os.WEXITSTATUS(status) == 2 else None
 
 
 def _first_line(text: str) -> str:
