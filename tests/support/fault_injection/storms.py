@@ -131,7 +131,7 @@ def _weathered(server: Server, name: str, storm: Callable[[Crowd], None], expect
         crowd.close()
     if any(each != expected for each in answers):
         problems.append(f"the bystander got {[str(each)[:80] for each in answers]}")
-    idle_again = lambda: server.running() == server.metric("dccot_responses_running") == 0  # noqa: E731
+    idle_again = lambda: server.running() == server.metric("dccot_responses_running") == 0
     if not eventually(idle_again):
         problems.append(f"{server.running()} calls still run")
     if answer(server) != expected:
