@@ -26,7 +26,7 @@ class Gate(AuthenticationMiddleware):
     def __init__(self, app: ASGIApp, tokens: Sequence[str]):
         super().__init__(app, list(tokens))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # type: ignore[override]
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             return await self.app(scope, receive, send)
         headers, path = Headers(scope=scope), scope["path"].removeprefix(scope.get("root_path", ""))

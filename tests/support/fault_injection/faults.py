@@ -94,10 +94,10 @@ def hostile_answers(out: Path, under: Sequence[str]) -> list[Trial]:
 
 
 def monsters(out: Path, under: Sequence[str]) -> list[Trial]:
-    """200 answers of the worst kinds at once, among 800 good ones, with the limits that runs have by default."""
+    """200 answers of the worst kinds at once, among 800 good ones, a CPU second for each."""
     code = (
         "import json\nfrom dccot.data.judge import GradingConfig\nfrom tests.support.hostile_answers import storm\n"
-        "seen = storm(200, 800, GradingConfig())\n"
+        "seen = storm(200, 800, GradingConfig(seconds=1))\n"
         "print(json.dumps([seen.monsters, seen.good, seen.peak_mb, seen.seconds]), flush=True)"
     )
     _, said = run(["-c", code], under, out / "said.log")
