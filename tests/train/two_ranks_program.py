@@ -34,6 +34,7 @@ from dccot.train.phases import Phases, ProfileConfig, profiled
 from dccot.train.rewards import Graded, require_agreement
 from dccot.train.sft import sft_loss
 from dccot.train.update import OptimizerConfig, accumulate, apply_gradients, make_optimizer
+from tests.support.rounds import flat
 from tests.train.test_token_metrics import batches
 
 SHORT_SECONDS = 3.0  # of a collective, while rank 0 works alone
@@ -183,7 +184,7 @@ def alone(out: Path) -> None:
 
 def decisions(runtime: Runtime, differ: str | None) -> str:
     """What is said of two groups of two, on which the ranks agree except for what `differ` names."""
-    response = Response([1], [], Segment([], [5]))
+    response = flat([1], [], Segment([], [5]))
     groups = [[Graded(p, n, "q", "g", "t", response, reward=0.5, advantage=1.0) for n in (0, 1)] for p in ("a", "b")]
     kept = groups[:1] if differ == "filter" and runtime.rank else groups
     if differ in ("reward", "advantage"):
