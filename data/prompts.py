@@ -31,7 +31,7 @@ from dccot.rollout.tags import THINK_CLOSE, THINK_OPEN
 
 BOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
 CHAT_TOKENS = (BOS, USER, ASSISTANT)
-TEMPLATE_SECONDS, TEMPLATE_MB = 2, 1024  # CPU seconds and memory of a chat template for one short question
+TEMPLATE_SECONDS, TEMPLATE_MB = 4, 1024  # CPU seconds and memory of a chat template for one short question
 # how templates end that open the thinking, or skip it by closing it empty
 OPENED = re.compile(rf"{THINK_OPEN}\s*(?:{THINK_CLOSE}\s*)?\Z")
 INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."

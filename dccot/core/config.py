@@ -50,7 +50,7 @@ RENAMED = {
     "rollout.parallel": "prompt.kind (parallel or sequential)",
 }  # old key → new one
 
-MAX_YAML = 2**20  # bytes of a file
+MAX_YAML, MAX_DEPTH = 2**20, 64  # bytes of a file; levels of nesting
 
 Positive = Annotated[int, Field(ge=1, strict=True)]  # strict: true is not 1
 NonNegative = Annotated[int, Field(ge=0, strict=True)]
@@ -142,12 +142,20 @@ def with_new_names(tree: dict[str, Any], today: Mapping[str, Any] | None = None)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without aliases (which can be endless) and duplicate keys."""
+    """YAML without aliases (which can be endless), duplicate keys and deep nesting (every level takes longer)."""
+
+    depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError(f"alias *{self.peek_event().anchor}: write the value out")
-        return super().compose_node(parent, index)
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise RecursionError
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]

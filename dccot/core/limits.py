@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import psutil
 
@@ -71,6 +74,7 @@ def exceeds(work: Callable[[], object], seconds: int, memory_mb: int) -> str | N
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             most = psutil.Process().memory_info().vms + memory_mb * 2**20
             resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+            sys.settrace(_end_without_memory)
             work()
         except MemoryError:
             code = 2
@@ -90,6 +94,13 @@ def exceeds(work: Callable[[], object], seconds: int, memory_mb: int) -> str | N
         by = os.WTERMSIG(status)
         return f"takes more than {seconds} s" if by in (signal.SIGXCPU, signal.SIGKILL) else f"crashes (signal {by})"
     return f"takes more than {memory_mb:,} MB" if os.WEXITSTATUS(status) == 2 else None
+
+
+def _end_without_memory(frame: FrameType, event: str, argument: Any) -> Any:
+    """At the first MemoryError, which the work may swallow: with more memory it would go on."""
+    if event == "exception" and issubclass(argument[0], MemoryError):
+        os._exit(2)
+    return _end_without_memory
 
 
 def _first_line(text: str) -> str:
