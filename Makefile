@@ -8,7 +8,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --progress-bar off -q
 LOCKED := $(PIP) --no-deps --require-hashes
 UV := $(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes
 
-.PHONY: setup test test-all quick lint format demo mini bench bench-peers rehearse gpu-check real-check real torture docs-check clean
+.PHONY: setup test test-all quick lint format demo mini bench bench-peers rehearse gpu-check real-check real torture fuzz docs-check clean
 .DELETE_ON_ERROR:
 # Modules are compiled once, whatever the environment says: importing vLLM takes seconds longer from source.
 export PYTHONDONTWRITEBYTECODE :=
@@ -117,6 +117,11 @@ real-check: .venv/ready
 real: .venv/ready
 	$(BIN)/python -m tests.support.real_packages runs/models/smollm2
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 -m dccot.pipeline configs/real/real.yaml $(SETTINGS)
+
+# Coverage-guided fuzzing of what is read from outside: ten minutes for each kind of file. SECONDS=60 TARGET=gguf for less.
+fuzz: .venv/ready
+	@$(BIN)/python -c "import atheris" 2>/dev/null || $(PIP) --no-deps atheris==3.0.0
+	$(BIN)/python -m tests.fuzz $(or $(TARGET),all) --seconds $(or $(SECONDS),600)
 
 torture: .venv/ready
 	$(BIN)/python -m tests.support.fault_injection.run

@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import queue
+import resource
 import subprocess
 import sys
 import tempfile
@@ -32,11 +33,14 @@ import psutil
 from pydantic import Field
 
 from dccot.core.config import Positive, check, known, lookup
+from dccot.core.limits import shown_limit
+from dccot.core.plugins import Plugin, frozen
 from dccot.rollout.response import UNJUDGED, Verdict
 from dccot.rollout.tags import answer_block
 
 logger = logging.getLogger("dccot.grading")
 Gold = str | Sequence[str]
+STOP_SECONDS = 5.0  # for a grading process to end by itself; it has nothing to save
 SELF_TEST = [
     (["grade", r"so it is \boxed{0.5}", [r"\boxed{\frac{1}{2}}"]], Verdict.CORRECT),
     (["grade", r"\boxed{2}", [r"\boxed{3}"]], Verdict.WRONG),
@@ -45,6 +49,9 @@ SELF_TEST = [
 
 class Judge(Protocol):
     """Base class for your own judge. It must implement `grade`; it is built from a GradingConfig."""
+
+    # to be called now and then by a judge whose batches take minutes; without progress a training run is ended
+    beat: Callable[[], None] = staticmethod(lambda: None)
 
     def grade(self, pairs: Sequence[tuple[str, Gold]]) -> list[Verdict]:
         """The verdict on each (response text, gold or golds) of a batch, in order."""
@@ -159,6 +166,7 @@ class Grader(Judge):
                 try:
                     return process.ask(task)
                 finally:
+                    self.beat()
                     free.put(process)
 
             with ThreadPoolExecutor(len(self._processes), "grader") as threads:
@@ -169,8 +177,11 @@ class Grader(Judge):
         for process in self._processes:
             said = [process.ask(task) for task, _ in SELF_TEST]
             if said != [expected for _, expected in SELF_TEST]:
-                wrong = f"two known answers were judged {said}"
-                raise RuntimeError(f"math-verify does not work here: {wrong}; reinstall math-verify")
+                wrong = f"two known answers were judged {', '.join(map(str, said))}"
+                limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+                memory = f"its processes may lack memory: {shown_limit(resource.RLIMIT_AS, 'ulimit -v')}; raise it"
+                remedy = memory if limited and Verdict.CRASHED in said else "reinstall math-verify"
+                raise RuntimeError(f"math-verify does not work here: {wrong}; {remedy}")
         self._tested = True
 
     def _report(self) -> None:
@@ -197,7 +208,38 @@ JUDGES: dict[str, Callable[[GradingConfig], Judge]] = {"math_verify": Grader}
 
 
 def open_judge(config: GradingConfig) -> Judge:
-    return lookup(JUDGES, config.kind, "grading.kind")(config)
+    return Plugin("judge", lookup(JUDGES, config.kind, "grading.kind"))(config, on="grading")
+
+
+def verdicts_of(judge: Judge, pairs: Sequence[tuple[str, Gold]], ids: Sequence[str]) -> list[Verdict]:
+    """The judge's verdicts, one per pair; `ids` say whose answers they are, for errors."""
+    plugin = Plugin("judge", judge.grade)
+    on = f"{len(pairs)} answers ({ids[0]} to {ids[-1]})" if len(ids) > 1 else "".join(ids) or "no answers"
+    found = plugin([(text, frozen(gold)) for text, gold in pairs], on=on)
+    if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != len(pairs):
+        raise plugin.refused(found, f"a list of {len(pairs)} verdicts", on)
+    return [_verdict(plugin, verdict, id) for verdict, id in zip(found, ids)]
+
+
+def verdict_of(judge: Judge, text: str, gold: Gold, problem: str) -> Verdict:
+    """The judge's verdict on a single answer."""
+    plugin, on = Plugin("judge", judge.judge), f"an answer to problem {problem!r}"
+    return _verdict(plugin, plugin(text, frozen(gold), on=on), on)
+
+
+def _verdict(plugin: Plugin, found: Any, on: str) -> Verdict:
+    if not isinstance(found, Verdict):
+        raise plugin.refused(found, f"a Verdict ({', '.join(each.name for each in Verdict)})", on)
+    return found
+
+
+def classes_of(judge: Judge, texts: Sequence[str], problem: str) -> list[int]:
+    """The judge's equivalence classes of the answers to one problem."""
+    plugin, on = Plugin("judge", judge.equivalence_classes), f"the answers to problem {problem!r}"
+    found = plugin(texts, on=on)
+    if not isinstance(found, Sequence) or len(found) != len(texts) or not all(isinstance(each, int) for each in found):
+        raise plugin.refused(found, f"a list of {len(texts)} whole numbers", on)
+    return list(found)
 
 
 def boxed(gold: str) -> str:
@@ -260,7 +302,7 @@ class _Process:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
-            self._process.wait(timeout=5)
+            self._process.wait(timeout=STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

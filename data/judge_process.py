@@ -34,7 +34,8 @@ import psutil
 from dccot.rollout.response import Verdict
 
 POLL_SECONDS = 0.02
-WALL_FACTOR = 6  # wall-clock backstop, as a multiple of the CPU time limit
+# wall-clock backstop, as a multiple of the CPU time limit and in seconds: a busy machine gives it a small share
+WALL_FACTOR, WALL_SECONDS = 20, 60.0
 FORK = multiprocessing.get_context("fork")
 
 
@@ -95,6 +96,8 @@ def work(tasks: Connection, memory_mb: int) -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     limit = psutil.Process().memory_info().vms + 4 * memory_mb * 2**20
+    if (highest := resource.getrlimit(resource.RLIMIT_AS)[1]) != resource.RLIM_INFINITY:
+        limit = min(limit, highest)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # whatever sympy prints must not become an answer
@@ -172,7 +175,8 @@ class Keeper:
 
     def _watch(self, worker: Worker) -> Verdict | None:
         """Wait for the worker's answer while checking its CPU time and memory; None: it is there."""
-        cpu, wall = worker.cpu_seconds() + self.seconds, time.monotonic() + WALL_FACTOR * self.seconds
+        cpu = worker.cpu_seconds() + self.seconds
+        wall = time.monotonic() + max(WALL_SECONDS, WALL_FACTOR * self.seconds)
         while not worker.pipe.poll(POLL_SECONDS):
             if worker.grown_mb() > self.memory_mb or os.getppid() != self.grader:
                 return Verdict.CRASHED

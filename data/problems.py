@@ -60,6 +60,7 @@ class HubSet:
 _PROBLEM, _QUESTION = Fields(question="problem", gold="answer"), Fields(gold="answer")
 _HMMT, _MATH = Fields("problem_idx", "problem", "answer"), Fields("unique_id", "problem", "answer")
 _OLYMPIAD, _GSM8K = Fields(gold="final_answer"), Fields(gold="answer", gold_after="####")
+HUB_SECONDS = 30.0  # for the hub to answer at all; without an answer the cache is used
 _ENGLISH = "English, text only, open-ended"
 PRESETS = {
     "deepscaler": HubSet("agentica-org/DeepScaleR-Preview-Dataset", "train", "training", None, _PROBLEM),
@@ -209,9 +210,9 @@ def _download(wanted: HubSet, target: Path) -> Path:
     from huggingface_hub.utils import get_session
 
     online = not constants.HF_HUB_OFFLINE
-    if online:  # tried once with a short timeout: the hub's own client retries for half a minute
+    if online:  # tried once: the hub's own client retries for minutes
         try:
-            get_session().head(constants.ENDPOINT, timeout=10)
+            get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
         except Exception:  # whatever HTTP client the hub library uses
             online = False
     place: dict[str, Any] = {"repo_type": "dataset", "revision": "refs/convert/parquet"}

@@ -25,11 +25,13 @@ from pydantic import AfterValidator
 
 from dccot.core.config import ConfigError, Positive, lookup, require
 from dccot.core.files import BadData
+from dccot.core.limits import exceeds
 from dccot.data.problems import Problem
 from dccot.rollout.tags import THINK_CLOSE, THINK_OPEN, Width
 
 BOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
 CHAT_TOKENS = (BOS, USER, ASSISTANT)
+TEMPLATE_SECONDS, TEMPLATE_MB = 4, 1024  # CPU seconds and memory of a chat template for one short question
 # how templates end that open the thinking, or skip it by closing it empty
 OPENED = re.compile(rf"{THINK_OPEN}\s*(?:{THINK_CLOSE}\s*)?\Z")
 INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
@@ -194,17 +196,25 @@ def special_tokens(tokenizer: Any) -> tuple[str, ...]:
     return tuple(sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True))
 
 
+@functools.lru_cache(maxsize=8)
+def _template_fault(tokenizer: Any) -> str | None:
+    """Templates come with models, and loop and multiply texts as they like."""
+    turns = [{"role": "user", "content": "What is 1 + 1?"}]
+    render = functools.partial(tokenizer.apply_chat_template, turns, tokenize=False, add_generation_prompt=True)
+    return exceeds(render, TEMPLATE_SECONDS, TEMPLATE_MB)
+
+
 def rendered(tokenizer: Any, message: str, system: str = "", earlier: Sequence[dict[str, str]] = ()) -> str:
     """The chat template with one user message, up to the assistant's; a system message of `earlier` comes first."""
-    from jinja2 import TemplateError
-
     spoken = bool(earlier) and earlier[0]["role"] == "system"
     turns = [{"role": "system", "content": system}] if system and not spoken else []
     turns += [*earlier, {"role": "user", "content": message}]
     template = f"the chat template of {tokenizer.name_or_path!r}"
+    if fault := _template_fault(tokenizer):
+        raise ConfigError(f"{template} {fault} for one short question; use another tokenizer, or another template")
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
+    except Exception as error:  # a template's own refusals, and whatever its expressions raise
         raise ConfigError(f"{template} refuses the prompt: {error}; see prompt.system") from None
     if message.strip() not in text:
         raise UnusablePrompt(f"{template} changes the question: write a prompt.kind of your own")

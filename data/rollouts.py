@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dccot.core.config import lookup
 from dccot.core.files import BadData, JsonlWriter, read_jsonl
-from dccot.data.judge import Judge
+from dccot.data.judge import Judge, verdicts_of
 from dccot.data.prompts import PromptConfig, Prompted
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import Engine
@@ -106,7 +106,9 @@ def grade(rollouts: Sequence[Rollout], judge: Judge, *, thinking_counts: bool = 
     """
     whole = [(rollout.text, rollout.gold) for rollout in rollouts]
     rest = [] if thinking_counts else [(after_think(rollout.text), rollout.gold) for rollout in rollouts]
-    verdicts = [verdict.value for verdict in judge.grade([*whole, *rest])]
+    ids = [f"problem {rollout.problem!r}, sample {rollout.sample}" for rollout in rollouts]
+    found = verdicts_of(judge, [*whole, *rest], ids if thinking_counts else [*ids, *ids])
+    verdicts = [verdict.value for verdict in found]
     for rollout, verdict, answer in zip_longest(rollouts, verdicts[: len(whole)], verdicts[len(whole) :]):
         rollout.verdict, rollout.answer_verdict = verdict, answer
 

@@ -40,10 +40,11 @@ import numpy as np
 
 from dccot.core.config import Positive, Seed, lookup, require, required
 from dccot.core.files import BadData, JsonlWriter, checksum, read_jsonl, write_atomic, write_jsonl_atomic
+from dccot.core.plugins import Plugin
 from dccot.core.provenance import record
 from dccot.core.runtime import Runtime, require_shared
 from dccot.data.endpoints import Endpoint, EndpointConfig, Refused, Reply
-from dccot.data.judge import GradingConfig, Judge, Verdict
+from dccot.data.judge import GradingConfig, Judge, Verdict, verdict_of
 from dccot.data.problems import Problem
 from dccot.data.prompts import PromptConfig
 from dccot.data.rollouts import missing_pairs, roll_out, sample_to_file
@@ -267,15 +268,20 @@ def accept(problem: Problem, text: str, judge: Judge, workers: Width = 3, depth:
     flaw = flaw_of(text, workers, depth=depth)
     if flaw is not None:
         return f"ill-formed: {flaw.value}"
-    verdict = judge.judge(text, problem.gold)
+    verdict = verdict_of(judge, text, problem.gold, problem.id)
     return None if verdict is Verdict.CORRECT else verdict.value
 
 
 def by_rule(rewrite: Callable[..., str]) -> Rewriter:
     """A rewriter that follows a rule in this process, e.g. `arithmetic.rewrite_parallel`."""
+    rule = Plugin("rewriting rule", rewrite)
 
     async def reply(solution: Solution, attempt: int) -> Reply:
-        return Reply(rewrite(solution.problem, solution.text, attempt=attempt), False, 0, 0)
+        on = f"problem {solution.problem.id!r}, attempt {attempt}"
+        text = rule(rule.view(solution.problem), solution.text, attempt=attempt, on=on)
+        if not isinstance(text, str):
+            raise rule.refused(text, "text", on)
+        return Reply(text, False, 0, 0)
 
     return reply
 

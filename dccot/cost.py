@@ -31,7 +31,6 @@ import numpy as np
 from dccot import plan as one_run
 from dccot.core.command import positive, print_table, run_cleanly
 from dccot.core.config import ConfigError, load_config
-from dccot.core.files import read_jsonl
 from dccot.core.run import Run
 from dccot.data.sft_set import RewriteConfig, SequentialConfig
 from dccot.eval.results import BENCHMARKS
@@ -293,7 +292,7 @@ def _sampling(answers: float, hardware: Hardware, a: Assumptions, workers: Width
 
 def calibrated(run: Path, config: RLConfig, hardware: Hardware, a: Assumptions) -> Assumptions:
     """Lengths, solve rates and factors from a finished stage's metrics; the first step, which warms up, is left out."""
-    rows = [row for _, row in read_jsonl(Run(run).metrics_file)][1:]
+    rows = Run(run).rows()[1:]
     if not rows:
         raise ConfigError(f"{run}/metrics.jsonl has fewer than two steps; calibrate with a run that has more")
     mean = lambda name: float(np.mean([row.get(name, 0.0) for row in rows]))

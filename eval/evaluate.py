@@ -33,7 +33,7 @@ from dccot.core.progress import Progress
 from dccot.core.provenance import record
 from dccot.core.run import Checkpoint
 from dccot.core.runtime import Runtime, require_shared
-from dccot.data.judge import GradingConfig, Judge
+from dccot.data.judge import GradingConfig, Judge, classes_of, verdicts_of
 from dccot.data.prompts import PromptConfig, Prompted
 from dccot.data.rollouts import Pair, missing_in, roll_out, sample_to_file, saved_rows
 from dccot.data.task import TaskName, task_of
@@ -232,9 +232,10 @@ def _line(rollout: Rollout) -> dict:
 def grade_file(file: Path, judge: Judge) -> None:
     """Give every line of a rollout JSONL its verdict. Two passes: the texts fit in memory, the tokens may not."""
     rows = (row for _, row in read_jsonl(file)) if file.stat().st_size else iter(())
-    ungraded = [(row["text"], row["gold"]) for row in rows if row["verdict"] is None]
+    ungraded = [((row["text"], row["gold"]), row["problem"]) for row in rows if row["verdict"] is None]
     if ungraded:
-        verdicts = iter(judge.grade(ungraded))
+        pairs, problems = zip(*ungraded)
+        verdicts = iter(verdicts_of(judge, pairs, [f"problem {problem!r}" for problem in problems]))
         rows = (row for _, row in read_jsonl(file))
         write_jsonl_atomic(file, (row | {"verdict": row["verdict"] or next(verdicts).value} for row in rows))
 
@@ -242,7 +243,7 @@ def grade_file(file: Path, judge: Judge) -> None:
 def _classes(samples: Sequence[Sample], judge: Judge, runtime: Runtime) -> dict[str, list[int]]:
     """Per problem, which of its answers are equal; each rank takes its share of the problems."""
     mine = list(results.by_problem(samples).items())[runtime.rank :: runtime.ranks]
-    found = [(problem, judge.equivalence_classes([s.text for s in group])) for problem, group in mine]
+    found = [(problem, classes_of(judge, [s.text for s in group], problem)) for problem, group in mine]
     return dict(entry for part in runtime.gather(found) for entry in part)
 
 

@@ -14,8 +14,9 @@ import importlib.util
 import json
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from dccot.core.config import ConfigError
@@ -90,11 +91,19 @@ def _read_metadata(file: Path) -> tuple[dict, set[str]]:
             raise BadData(f"{file} is not a GGUF file: it does not begin with GGUF; fetch it again")
     from gguf import GGUFReader
 
+    class Bounded(GGUFReader):
+        """Its own reads past the end give nothing, 2⁶⁴ times if the header says so."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
+                raise ValueError(f"byte {offset:,} is past its end")
+            return super()._get(offset, dtype, count, override_order)
+
     try:
-        reader = GGUFReader(file)
+        reader = Bounded(file)
         short = {name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1}
         return short, {tensor.name for tensor in reader.tensors}
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
+    except (ValueError, IndexError, KeyError, OverflowError, RecursionError) as error:
         raise BadData(f"{file} is damaged or cut short ({error}); fetch it again") from None
 
 

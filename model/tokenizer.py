@@ -31,13 +31,14 @@ def open_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of the model in `folder`; BadData or OSError if none preserves white space."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes a second to import; keeps --help fast
 
-    expected = _ids_of_file(Path(folder))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    if expected is not None and _ids(tokenizer) != expected:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-        if _ids(tokenizer) != expected:
-            differs = "splits text differently from its tokenizer.json; save it again with transformers"
-            raise BadData(f"the tokenizer of {folder} {differs}")
+    with _no_panic(Path(folder)):
+        expected = _ids_of_file(Path(folder))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if expected is not None and _ids(tokenizer) != expected:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+            if _ids(tokenizer) != expected:
+                differs = "splits text differently from its tokenizer.json; save it again with transformers"
+                raise BadData(f"the tokenizer of {folder} {differs}")
     if lost := lost_white_space(tokenizer):
         proof = f"{lost[0]!r} comes back as {lost[1]!r}"
         raise BadData(f"the tokenizer of {folder} loses white space: {proof}; fetch its files again")
@@ -70,6 +71,19 @@ def lost_white_space(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | No
         if back(letters) == letters and (found := back(text)) != text.strip():
             return text, found
     return None
+
+
+@contextlib.contextmanager
+def _no_panic(folder: Path) -> Iterator[None]:
+    """Rust's panics, as for a pattern that would take forever, are no Exceptions: they would pass all our handlers."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise BadData(
+            f"the tokenizer of {folder} fails ({' '.join(str(error).split())[:200]}); use another one"
+        ) from None
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

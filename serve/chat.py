@@ -26,6 +26,7 @@ from dataclasses import replace
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GracefulHTTPError
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from dccot.data.prompts import PromptConfig, special_tokens
 from dccot.rollout.director import Director, RolloutConfig
@@ -157,6 +158,9 @@ class Chat:
         """The error a client gets when the engine fails."""
         if isinstance(error, GracefulHTTPError):  # vLLM's own limits, --max-num-queued-reqs and --max-num-queued-tokens
             return Refused(str(error), None, int(error.http_status), retry_after=self._wait)
+        if isinstance(error, EngineDeadError):
+            died = "the engine has died and this server ends: try again when it has been restarted"
+            return Refused(died, None, 503, retry_after=self._wait)
         return Refused(f"the engine failed on this request ({type(error).__name__}): try again", status=500)
 
     @property

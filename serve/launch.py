@@ -24,7 +24,7 @@ from pathlib import Path
 from dccot.core.command import positive, run_cleanly
 from dccot.core.config import ConfigError, Positive, load_config, require
 from dccot.core.run import Run
-from dccot.core.runtime import KEEP_FREED_MEMORY
+from dccot.core.runtime import KEEP_FREED_MEMORY, START_UP
 from dccot.data.prompts import PromptConfig
 from dccot.data.task import settings_of
 from dccot.model.folder import resolve_model
@@ -34,11 +34,14 @@ from dccot.rollout.engine import ONE_PROCESS, as_flags, vllm_options
 from dccot.rollout.tags import width
 
 VARIABLE = "DCCOT_SERVE"
+DIED = 70  # exit code of a server whose engine has died: EX_SOFTWARE of sysexits.h
 OWN = {name: f"rollout.{name}" for name in ("workers", "depth", "budget")} | {
     "max_n": "max_n",
     "max_requests": "max_requests",
 }
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": "ignore"}
+# where a large model is read from a slow disk; vLLM gives up after 600 seconds
+ENGINE_START = {"VLLM_ENGINE_READY_TIMEOUT_S": str(int(START_UP))}
 QUIET |= dict.fromkeys(("VLLM_LOGGING_LEVEL", "TORCH_CPP_LOG_LEVEL"), "ERROR")
 
 
@@ -103,7 +106,7 @@ def _serve(arguments: argparse.Namespace, passed_on: list[str]) -> None:
         raise ConfigError(f"{fault}; install dccot again (make setup)")
     os.environ[VARIABLE] = shlex.join(lines)
     os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [os.environ.get("VLLM_PLUGINS"), "dccot"]))
-    for name, value in QUIET.items():
+    for name, value in (QUIET | ENGINE_START).items():
         os.environ.setdefault(name, value)
     with tokenizer_folder(folder) as tokenizer:
         options = ["--tokenizer", tokenizer, "--port", arguments.port, "--host", arguments.host]
@@ -131,6 +134,15 @@ def _run_vllm(folder: Path, options: list[str], passed_on: list[str], name: str)
         if args.distributed_executor_backend is None and args.tensor_parallel_size * args.pipeline_parallel_size == 1:
             args.distributed_executor_backend = ONE_PROCESS
     ServeSubcommand.cmd(args)
+    if died():
+        print("dccot: the engine has died; start the server again", file=sys.stderr)
+        sys.exit(DIED)
+
+
+def died() -> bool:
+    """Whether an engine of this process has ended on its own: vLLM's server then stops as if it had been told to."""
+    plugin = sys.modules.get("dccot.serve.plugin")
+    return any(client.engine_core.resources.engine_dead for client in (plugin.served if plugin else ()))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     GET  /v1/models                vLLM's list, with this server's settings
     GET  /                         a page to ask questions and watch the workers
 
-Everything else is vLLM's: /v1/completions, /metrics, /health, batching, prefix cache, parallelism, TLS, API keys.
+Everything else is vLLM's: /v1/completions, /metrics, /health, batching, prefix cache, parallelism, TLS. An API key that
+is set is required on all of its routes (gate.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
 from argparse import Namespace
 from collections.abc import AsyncIterator
@@ -26,14 +28,17 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.serve.utils.api_utils import listen_for_disconnect
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.tags import check_same_ids, in_words
 from dccot.serve.chat import REFUSED, Chat, Job
+from dccot.serve.gate import Gate
 from dccot.serve.launch import from_environment
 from dccot.serve.request import MAX_BODY, Refused, parse_request
 
 log = logging.getLogger("vllm.dccot")
+served: list[EngineClient] = []  # by this process
 
 
 class Plugin:
@@ -41,6 +46,8 @@ class Plugin:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
+        keys = app.state.args.api_key or [os.environ.get("VLLM_API_KEY")]
+        app.add_middleware(Gate, tokens=[key for key in keys if key])
         app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], response_model=None)
         app.add_api_route("/v1/models", models, methods=["GET"], response_model=None)
         app.add_api_route("/", page, methods=["GET"], response_model=None, include_in_schema=False)
@@ -50,6 +57,7 @@ class Plugin:
         if Path(args.model).is_dir():
             check_same_ids(open_tokenizer(args.model), engine_client.renderer.get_tokenizer(), args.model)
         state.dccot = Chat(engine_client, from_environment(), list(names))
+        served.append(engine_client)
         if getattr(args, "api_process_rank", 0) in (0, None):
             config, scheme = state.dccot.config, "https" if args.ssl_certfile else "http"
             rollout = config.rollout
@@ -102,7 +110,8 @@ async def _whole(job: Job, request: Request) -> Response:
 
 
 def _failure(job: Job, error: Exception) -> Refused:
-    log.error("request %s failed", job.name, exc_info=error)
+    if not isinstance(error, EngineDeadError):  # of which vLLM says why, once
+        log.error("request %s failed", job.name, exc_info=error)
     return job.chat.refusal(error)
 
 

@@ -17,7 +17,8 @@ from dccot.core.config import ConfigError
 from dccot.data.prompts import ASSISTANT, BOS, USER, PromptConfig, UnusablePrompt
 
 MAX_BODY = 8 * 2**20  # bytes
-KINDS = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailableError"}
+MAX_STOP = 1000  # characters of a stop string, which is looked for after every token
+KINDS = {400: "BadRequestError", 404: "NotFoundError", 413: "BadRequestError", 503: "ServiceUnavailableError"}
 NEUTRAL: dict[str, tuple] = {  # fields that are not supported, with the values that ask for nothing
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p"), (0, 0.0)),
     **dict.fromkeys(("logprobs", "store", "ignore_eos"), (False,)),
@@ -104,7 +105,7 @@ class ChatRequest(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     max_completion_tokens: Count | None = None  # on the longest path
     max_tokens: Count | None = None  # its former name
-    stop: list[Annotated[Text, Field(min_length=1)]] = Field([], max_length=4)
+    stop: list[Annotated[Text, Field(min_length=1, max_length=MAX_STOP)]] = Field([], max_length=4)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     reasoning_effort: Literal["none"] | None = None  # "none": without workers
@@ -165,11 +166,14 @@ def _refusal(error: Any) -> Refused:
         message = f"{_short(name)} is not a field that this server knows"
     else:
         message = f"{name} is {_short(error['input'])}; {error['msg'].removeprefix('Value error, ')}"
-    return Refused(message, name if name.isascii() else None)
+    return Refused(message, name if name.isascii() and len(name) <= 100 else None)
 
 
 def _short(value: Any) -> str:
-    text = ascii(value)
+    try:
+        text = ascii(value)
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "…"
 
 

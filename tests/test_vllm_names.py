@@ -65,6 +65,9 @@ CALLED = {
     "vllm.plugins.endpoint_plugins.interface:EndpointPlugin.attach_router": ("app",),
     "vllm.plugins.endpoint_plugins.interface:EndpointPlugin.init_state": ("engine_client", "state", "args"),
     "vllm.exceptions:GracefulHTTPError": ("message", "http_status"),
+    "vllm.v1.engine.exceptions:EngineDeadError": (),
+    "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware": ("app", "tokens"),
+    "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware.verify_token": ("headers",),
     "vllm.entrypoints.openai.models.serving:OpenAIServingModels.show_available_models": (),
 }
 # module:class → attributes that we read

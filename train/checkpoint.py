@@ -27,7 +27,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -52,6 +52,7 @@ from dccot.train.dcp_reader import load_shards
 
 log = logging.getLogger(__name__)
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # what is frozen stays as it was loaded
+ROLL_CALL_SECONDS = 15.0  # between two signs of life of a rank whose checkpoint is not complete
 # which is the intent
 warnings.filterwarnings(
     "ignore", "torch.distributed is disabled, .* assuming the intent is to load in a single process"
@@ -184,6 +185,7 @@ class Checkpointer:
         renames.
         """
         partial, final = self.run.partial(step), self.run.checkpoint_folder(step)
+        self._wait_for_all(step, written)
         reported = gathered_on_rank_zero(_causes(written.exception(), self.runtime.rank), self._group)
         problems = on_rank_zero(lambda: _distinct(reported), self._group)
         if not problems:
@@ -219,6 +221,32 @@ class Checkpointer:
             return [], partial.listed([*shards, *(partial.hf / file for file in own)])
         except (Exception, CheckpointException) as error:  # a full disk is any of many
             return _causes(error, rank), {}
+
+    def _wait_for_all(self, step: int, written: Future) -> None:
+        """Until the shards of all ranks are written. Each rank counts in the store meanwhile; rank 0 names
+        those that do not: without them the checkpoint is lost after `timeout_seconds`.
+        """
+        if self.runtime.ranks == 1:
+            return
+        store, start = dist.distributed_c10d._get_default_store(), time.monotonic()
+        counts = dict.fromkeys(range(self.runtime.ranks), b"")
+        changed = dict.fromkeys(counts, start)  # when
+        said, beat = start, 0
+        while not wait([written], timeout=ROLL_CALL_SECONDS).done:
+            now, beat = time.monotonic(), beat + 1
+            store.set(f"dccot/checkpoint/{step}/{self.runtime.rank}", str(beat))
+            if not self.runtime.is_main:
+                continue
+            for rank, before in counts.items():
+                key = f"dccot/checkpoint/{step}/{rank}"
+                if store.check([key]) and (count := store.get(key)) != before:
+                    counts[rank], changed[rank] = count, now
+            missing = [rank for rank, when in changed.items() if now - when > 4 * ROLL_CALL_SECONDS]
+            if missing and now - said > 4 * ROLL_CALL_SECONDS:
+                who = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+                words = "checkpoint of step %d waits for rank %s, which has not answered for %.0f s"
+                log.warning(words, step, who, now - min(changed[rank] for rank in missing))
+                said = now
 
     def _finish_alone(
         self, partial: Checkpoint, final: Checkpoint, shape: Transformer, state: str, parts: list[tuple]

@@ -34,6 +34,7 @@ from pydantic import Field
 from torch import Tensor
 
 from dccot.core.config import Fraction, NonNegativeFloat, PositiveFloat, known, lookup, require
+from dccot.core.plugins import Plugin
 
 MAX_LOG_RATIO = 20.0  # beyond this, exp is meaningless and overflows in products
 
@@ -220,7 +221,10 @@ def objective_loss(
     0 where not `trained`.
     """
     old = rollout_logprob if config.old == "engine" else proximal_logprob
-    loss = objective_of(config).loss(config, logprob, old, advantage)
+    objective, on = Plugin("objective", objective_of(config).loss), f"{len(logprob):,} tokens"
+    loss = objective(config, logprob, old, advantage, on=on)
+    if not isinstance(loss, Tensor) or loss.shape != logprob.shape:
+        raise objective.refused(getattr(loss, "shape", loss), f"one loss per token, {tuple(logprob.shape)}", on)
     if config.rollout_ratio_cap is not None:
         loss = decoupled(loss, proximal_logprob, rollout_logprob, cap=config.rollout_ratio_cap)
     if reference_logprob is not None and config.kl_coefficient:

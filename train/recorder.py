@@ -23,7 +23,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import summary
 
-from dccot.core.files import JsonlWriter, flush_to_disk, make_folder, read_jsonl, write_atomic, write_jsonl_atomic
+from dccot.core.files import JsonlWriter, flush_to_disk, make_folder, write_atomic
 from dccot.core.run import Run
 from dccot.core.statistics import PERCENTILES
 from dccot.train.rewards import Graded
@@ -189,9 +189,6 @@ class Recorder:
         self.writer = self.online = None
         if not active:
             return
-        if run.metrics_file.exists():
-            kept = [row for _, row in read_jsonl(run.metrics_file) if row["step"] < first_step]
-            write_jsonl_atomic(run.metrics_file, kept)
         self.lines = JsonlWriter(run.metrics_file)
         self.writer = EventFile(run.tensorboard, first_step)
         self.arranged = False

@@ -26,18 +26,27 @@ Each of the four is chosen from its registry, or is your own function, my_packag
     filter        (group: Sequence[Graded]) → bool             all responses to one prompt
     advantage     (rewards: Sequence[float]) → list[float]     of a group's judged responses; not all are equal
     credit        (group: Sequence[Graded], advantage: str)    sets `advantage` and perhaps `worker_advantages`
+
+It must decide by its arguments alone, which it cannot change (credit sets advantages). A response is rewarded once, by
+the rank that holds it; your own filter runs on rank 0; advantages are every rank's own, and ranks that find different
+ones end the run. Rewards and advantages are finite, at most a million.
 """
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Annotated
+from typing import Annotated, Any
+
+import numpy as np
 
 from dccot.core.config import NonNegative, Probability, known, lookup
+from dccot.core.plugins import Plugin, PluginError, shown
+from dccot.core.runtime import Runtime
 from dccot.rollout.response import Response, Rollout
 from dccot.rollout.tags import overshoots
 
@@ -129,8 +138,25 @@ def reward_of(rollout: Rollout, config: RewardConfig, budget: int, own: Reward |
         raise ValueError(f"rollout {rollout.sample} of problem {rollout.problem} has not been graded")
     if rollout.answer_verdict is not None:
         rollout = replace(rollout, verdict=rollout.answer_verdict)
-    chosen = own or lookup(REWARDS, config.kind, "reward.kind")
-    return chosen(rollout, config, budget) if rollout.judged else None
+    if not rollout.judged:
+        return None
+    reward = Plugin("reward", own or lookup(REWARDS, config.kind, "reward.kind"))
+    on = f"problem {rollout.problem!r}, sample {rollout.sample}"
+    return reward.number(reward(reward.view(rollout), reward.view(config), budget, on=on), on)
+
+
+def worker_rewards_of(rollout: Rollout, own: Callable[..., Any] | None) -> list[float | None] | None:
+    """What a task's own function says of each worker, None where it cannot judge one; None: it has no such function, or
+    nobody was spawned.
+    """
+    if own is None or not rollout.response.forks:
+        return None
+    plugin, workers = Plugin("worker_rewards", own), sum(1 for _ in rollout.response.threads())
+    on = f"problem {rollout.problem!r}, sample {rollout.sample}"
+    found = plugin(plugin.view(rollout), on=on)
+    if not isinstance(found, Sequence) or len(found) != workers:
+        raise plugin.refused(found, f"a list of {workers} numbers or None", on)
+    return [None if reward is None else plugin.number(reward, on) for reward in found]
 
 
 def include_easy(group: Group) -> bool:
@@ -152,6 +178,16 @@ FILTERS: dict[str, Callable[[Group], bool]] = {
 }
 
 
+def keeps(group: Group, kind: str) -> bool:
+    """Whether the filter of this name keeps a group."""
+    chosen = Plugin("filter", lookup(FILTERS, kind, "filter"))
+    on = f"the group of problem {group[0].problem!r}" if group else "an empty group"
+    kept = chosen(chosen.view(group), on=on)
+    if not isinstance(kept, bool | np.bool_):
+        raise chosen.refused(kept, "True or False", on)
+    return bool(kept)
+
+
 def over_std(rewards: Sequence[float]) -> list[float]:
     mean, scale = statistics.fmean(rewards), statistics.stdev(rewards) + EPSILON
     return [(reward - mean) / scale for reward in rewards]
@@ -165,27 +201,60 @@ def centred(rewards: Sequence[float]) -> list[float]:
 ADVANTAGES: dict[str, Callable[[Sequence[float]], list[float]]] = {"std": over_std, "mean": centred}
 
 
-def advantages_of(rewards: Sequence[float | None], kind: str = "std") -> list[float]:
-    """The advantage of each response of a group."""
+def advantages_of(rewards: Sequence[float | None], kind: str = "std", problem: str = "") -> list[float]:
+    """The advantage of each response of a group, the answers to `problem`."""
     known = [reward for reward in rewards if reward is not None]
     if len(known) < 2 or statistics.stdev(known) == 0.0:
         return [0.0] * len(rewards)
-    found = iter(lookup(ADVANTAGES, kind, "advantage")(known))
+    chosen = Plugin("advantage", lookup(ADVANTAGES, kind, "advantage"))
+    on = f"the rewards {shown(known)} of problem {problem!r}"
+    returned = chosen(chosen.view(known), on=on)
+    values = list(returned) if isinstance(returned, Iterable) else []
+    if len(values) != len(known):
+        raise chosen.refused(returned, f"a list of {len(known)} numbers", on)
+    found = iter([chosen.number(value, on) for value in values])
     return [0.0 if reward is None else next(found) for reward in rewards]
 
 
 def response_credit(group: Group, advantage: str = "std") -> None:
-    for graded, value in zip(group, advantages_of([graded.reward for graded in group], advantage)):
+    rewards = [graded.reward for graded in group]
+    for graded, value in zip(group, advantages_of(rewards, advantage, group[0].problem)):
         graded.advantage = value
 
 
 def worker_credit(group: Group, advantage: str = "std") -> None:
     response_credit(group, advantage)
     rewards = [reward for graded in group for reward in graded.worker_rewards or ()]
-    found = iter(zip(rewards, advantages_of(rewards, advantage)))
+    found = iter(zip(rewards, advantages_of(rewards, advantage, group[0].problem)))
     for graded in (graded for graded in group if graded.worker_rewards):
         own = islice(found, len(graded.worker_rewards or ()))
         graded.worker_advantages = [graded.advantage or 0.0 if reward is None else value for reward, value in own]
 
 
 CREDITS: dict[str, Callable[[Group, str], None]] = {"response": response_credit, "worker": worker_credit}
+
+
+def require_agreement(
+    groups: Sequence[Group], kept: Sequence[Group], runtime: Runtime, names: Mapping[str, str]
+) -> None:
+    """Reject rewards, filters and advantages that differ between ranks. `names` of the three, for the error."""
+    if runtime.ranks == 1:
+        return
+    pairs = {(graded.problem, graded.sample): graded for group in groups for graded in group}
+    chosen = {graded.problem for group in kept for graded in group}
+    decisions: dict[str, list[Any]] = {
+        "reward": [graded.reward for graded in pairs.values()],
+        "filter": [problem in chosen for problem, _ in pairs],
+        "advantage": [graded.advantage for graded in pairs.values()],
+    }
+    digest = hashlib.sha256(repr(decisions).encode()).hexdigest()
+    if len({theirs for [theirs] in runtime.gather([digest])}) == 1:
+        return
+    first, *others = (decided for [decided] in runtime.gather([decisions]))
+    for kind, values in first.items():
+        for rank, other in enumerate(others, start=1):
+            for (problem, sample), mine, theirs in zip(pairs, values, other[kind]):
+                if mine != theirs:
+                    where = f"problem {problem!r}, sample {sample}: {mine} on rank 0 and {theirs} on rank {rank}"
+                    remedy = "it must depend on its arguments alone: seed what is random with their ids"
+                    raise PluginError(f"{kind} {names[kind]} differs between ranks, {where}; {remedy}")

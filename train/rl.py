@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from dccot.core.command import Stopped, asked, launch
 from dccot.core.config import lookup
+from dccot.core.plugins import Plugin
 from dccot.core.runtime import Runtime, on_rank_zero
 from dccot.data.judge import Judge
 from dccot.data.problems import ProblemStream
@@ -48,12 +49,23 @@ from dccot.train.metrics import TokenMetrics, rollout_metrics, validation_metric
 from dccot.train.objectives import ObjectiveConfig, in_mode, objective_loss, trained_on
 from dccot.train.phases import Phases
 from dccot.train.recorder import sample_text
-from dccot.train.rewards import CREDITS, FILTERS, Graded, Group, Outline, reward_of
+from dccot.train.rewards import (
+    CREDITS,
+    FILTERS,
+    Graded,
+    Group,
+    Outline,
+    keeps,
+    require_agreement,
+    reward_of,
+    worker_rewards_of,
+)
 from dccot.train.saver import RolloutSaver
 from dccot.train.trainer import Trainer
 from dccot.train.update import StepReport, compute_logprobs
 
 log = logging.getLogger(__name__)
+EQUAL_STEPS = 10  # in a row, until a warning that nothing is learnt
 
 
 def train(config: RLConfig, engine: TrainingEngine | None = None) -> None:
@@ -72,6 +84,7 @@ def train(config: RLConfig, engine: TrainingEngine | None = None) -> None:
                     groups = rl.reward(graded, problems, batch)
                     kept = rl.filter(groups, batch)
                     rl.advantage(kept)
+                    rl.agree(groups, kept)
                     batch.add(groups, kept)
                 rl.release_engine()
                 mini_batches = rl.pack(batch)
@@ -85,6 +98,7 @@ def train(config: RLConfig, engine: TrainingEngine | None = None) -> None:
                 policy = tokens.reduce() | rl.update_metrics(reports, trained)
                 rl.sync()
             rl.save_if_bad(step, batch, reports)
+            rl.warn_of_equal_rewards(batch)
             if rl.due(step, config.validation.every):
                 metrics |= rl.validate(step + 1)
             metrics |= rollout_metrics(batch.rolled_out) | policy | rl.data_metrics(batch)
@@ -134,11 +148,13 @@ class RL(Trainer[RLConfig]):
         self.engine: TrainingEngine | None = None
         if self.replayed is None:
             self.judge: Judge = stack.enter_context(self.task.open_judge())
+            self.judge.beat = self.phases.beat
             started = open_training_engine(path, config.engine, engine, logs=self.run.folder, sleeps=True)
             self.engine = sampler = stack.enter_context(started)
             self.phases.pending = lambda: list(sampler.pending)
         self.saver = RolloutSaver(runtime)
         stack.callback(self.saver.close)
+        self.equal_steps = 0
         state = self.resume(stack)
         if self.stream and "stream" in state:
             self.stream.restore(state["stream"])
@@ -186,11 +202,17 @@ class RL(Trainer[RLConfig]):
         rewarded once, by the rank that holds it.
         """
         first = len(batch.own)
-        for rollout in rollouts:
-            rollout.step = self.phases.step
-            reward = reward_of(rollout, self.config.reward, self.config.rollout.budget, self.task.reward)
-            workers = self.task.worker_rewards(rollout) if self.task.worker_rewards and rollout.response.forks else None
-            batch.own.append(Graded(**vars(rollout), reward=reward, worker_rewards=workers))
+
+        def rewarded() -> list[Graded]:
+            for rollout in rollouts:
+                rollout.step = self.phases.step
+                self.phases.beat()
+                reward = reward_of(rollout, self.config.reward, self.config.rollout.budget, self.task.reward)
+                workers = worker_rewards_of(rollout, self.task.worker_rewards)
+                batch.own.append(Graded(**vars(rollout), reward=reward, worker_rewards=workers))
+            return []
+
+        self.runtime.together(rewarded)  # a reward that fails on one rank ends all of them
         groups: dict[str, list[Graded]] = {problem.id: [] for problem, _ in problems}
         with self.phases("grade"):
             for outline in self._outlines(batch.own[first:], first):
@@ -205,19 +227,24 @@ class RL(Trainer[RLConfig]):
 
     def filter(self, groups: Sequence[Group], batch: Batch) -> list[Group]:
         """The groups worth training on. Your own filter may read texts and tokens: rank 0 gets them, and decides."""
-        chosen = lookup(FILTERS, self.config.filter, "filter")
         if self.config.filter in FILTERS:
-            return [group for group in groups if chosen(group)]
+            return [group for group in groups if keeps(group, self.config.filter)]
         mine = [[batch.whole(graded, self.runtime.rank) for graded in group] for group in groups]
         parts = self.runtime.exchange([mine, *[None] * (self.runtime.ranks - 1)])
         together = lambda *copies: next(copy for copy in copies if copy is not None)
         whole = [list(map(together, *copies)) for copies in zip(*parts)] if self.runtime.is_main else []
-        keeps = on_rank_zero(lambda: [bool(chosen(group)) for group in whole])
-        return [group for group, keep in zip(groups, keeps, strict=True) if keep]
+        decided = on_rank_zero(lambda: [keeps(group, self.config.filter) for group in whole])
+        return [group for group, keep in zip(groups, decided, strict=True) if keep]
 
     def advantage(self, groups: Sequence[Group]) -> None:
         for group in groups:
-            lookup(CREDITS, self.config.credit, "credit")(group, self.config.advantage)
+            credit = Plugin("credit", lookup(CREDITS, self.config.credit, "credit"))
+            credit(group, self.config.advantage, on=f"the group of problem {group[0].problem!r}")
+
+    def agree(self, groups: Sequence[Group], kept: Sequence[Group]) -> None:
+        """End the run if ranks have decided differently: each would train on a batch of its own."""
+        names = {"reward": self._reward_name(), "filter": self.config.filter, "advantage": self.config.advantage}
+        require_agreement(groups, kept, self.runtime, names)
 
     def release_engine(self) -> None:
         """Give the engine's memory to training, until the next sync."""
@@ -332,6 +359,14 @@ class RL(Trainer[RLConfig]):
         found = [part for part in self.runtime.gather([sample_text(whole)] if whole else []) if part]
         return {"sample": found[0][0]}
 
+    def warn_of_equal_rewards(self, batch: Batch) -> None:
+        """Once every EQUAL_STEPS steps in which all responses had the same reward, or none."""
+        rewards = {graded.reward for graded in batch.rolled_out}
+        self.equal_steps = self.equal_steps + 1 if len(rewards) == 1 else 0
+        if self.equal_steps and self.equal_steps % EQUAL_STEPS == 0 and self.runtime.is_main:
+            words = "in each of the last %d steps all rewards were equal (%s): nothing is learnt; check %s"
+            log.warning(words, self.equal_steps, *rewards, f"the verdicts and {self._reward_name()}")
+
     def validate(self, step: int) -> dict[str, float]:
         """Metrics of the policy on held-out problems."""
         if self.engine is None or not self.validation or not self.config.validation.every:
@@ -370,11 +405,19 @@ class RL(Trainer[RLConfig]):
         prompt, rule = self.config.prompt, self.config.format.rule
         return list(roll_out(self.engine, mine, pairs, prompt, config, seed=seed, watch=watch, rule=rule))
 
+    def _reward_name(self) -> str:
+        return f"{self.config.task}.reward" if self.task.reward else self.config.reward.kind
+
     def _judged(self, mine: list[Rollout]) -> list[Rollout]:
         """Graded where they were made."""
         if self.runtime.rank % self.config.engine.tensor_parallel:
             mine = []  # the ranks of one replica hold the same responses
-        grade(mine, self.judge, thinking_counts=self.config.prompt.parallel)
+
+        def graded() -> list[Rollout]:
+            grade(mine, self.judge, thinking_counts=self.config.prompt.parallel)
+            return []
+
+        self.runtime.together(graded)  # a judge that fails on one rank ends all of them
         return mine
 
 

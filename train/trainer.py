@@ -73,6 +73,7 @@ class Trainer(Generic[C]):
         self.updates: int = state.get("updates", self.first_step)
         self.skipped: int = state.get("skipped", 0)
         self.bad_in_a_row: int = state.get("bad_in_a_row", 0)
+        on_rank_zero(lambda: self.run.keep_metrics_before(self.first_step))
         self.recorder = Recorder(self.run, self.first_step, main, config.wandb, flat(config))
         stack.callback(self.recorder.close)
         select = partial(torch.cuda.set_device, self.runtime.device) if self.runtime.device.type == "cuda" else None

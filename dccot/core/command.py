@@ -29,9 +29,11 @@ from rich.table import Table
 
 from dccot.core.config import ConfigError, load_config, to_yaml
 from dccot.core.files import BadData
+from dccot.core.limits import LACKING, lacking, lost_rank
+from dccot.core.plugins import PluginError
 
 UNREADABLE = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-EXPECTED = (ConfigError, BadData, *UNREADABLE)
+EXPECTED = (ConfigError, BadData, PluginError, *UNREADABLE)
 CONTINUE = 75  # EX_TEMPFAIL of sysexits.h
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -90,13 +92,28 @@ def run_cleanly(work: Callable[[], object]) -> int:
         with listening():
             work()
     except EXPECTED as error:
-        print(f"dccot: {error}", file=sys.stderr)
+        _say(f"{getattr(error, 'trace', '')}dccot: {error}")
         return 2
+    except Exception as error:
+        lacks = lacking(error)
+        if not (line := lacks or lost_rank(error)) or os.environ.get("DCCOT_DEBUG"):
+            raise
+        _say(f"dccot: {line}")
+        return LACKING if lacks else 1
     except (KeyboardInterrupt, Stopped) as stopped:
         if os.environ.get("RANK", "0") == "0":
             print("\nstopped; rerun the same command to resume", file=sys.stderr)
         return CONTINUE if isinstance(stopped, Stopped) else 130
     return 0
+
+
+def _say(message: str) -> None:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        from dccot.core.runtime import say_once  # torch takes seconds to import
+
+        say_once(message)
+    else:
+        print(message, file=sys.stderr)
 
 
 def launch(kind: type, train: Callable[[Any], None], argv: Sequence[str] | None, description: str, example: str) -> int:

@@ -33,6 +33,7 @@ import yaml
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 import dccot.configs
+from dccot.core.plugins import shown
 
 log = logging.getLogger(__name__)
 C = TypeVar("C")
@@ -48,6 +49,8 @@ RENAMED = {
     "prompt.format": "prompt.chat_format",
     "rollout.parallel": "prompt.kind (parallel or sequential)",
 }  # old key → new one
+
+MAX_YAML, MAX_DEPTH = 2**20, 64  # bytes of a file; levels of nesting
 
 Positive = Annotated[int, Field(ge=1, strict=True)]  # strict: true is not 1
 NonNegative = Annotated[int, Field(ge=0, strict=True)]
@@ -139,12 +142,20 @@ def with_new_names(tree: dict[str, Any], today: Mapping[str, Any] | None = None)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without aliases (which can be endless) and duplicate keys."""
+    """YAML without aliases (which can be endless), duplicate keys and deep nesting (every level takes longer)."""
+
+    depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError(f"alias *{self.peek_event().anchor}: write the value out")
-        return super().compose_node(parent, index)
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise RecursionError
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -166,6 +177,8 @@ def _parse(text: str, where: str) -> Any:
 def read_yaml(path: Path, _above: tuple[str, ...] = ()) -> dict[str, Any]:
     """One YAML file merged over its `base` files."""
     try:
+        if (size := path.stat().st_size) > MAX_YAML:
+            raise ConfigError(f"{path} has {size:,} bytes; a configuration has at most {MAX_YAML:,}")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
@@ -244,9 +257,10 @@ def lookup(registry: Mapping[str, E], name: str, key: str) -> E:
         sys.path.append(os.getcwd())  # an installed command does not search the current folder
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         form = "the form is my_package.my_module:my_function"
-        raise ConfigError(f"{key} is {name!r}, which cannot be imported ({error}); {form}") from None
+        why = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{key} is {name!r}, which cannot be imported ({why}); {form}") from None
     require(callable(found), f"{key} is {name!r}, a {type(found).__name__}; it must be a function or a class")
     return found
 
@@ -318,7 +332,7 @@ def _explained(kind: type, place: Sequence[int | str], prefix: str, error: Mappi
     for part in place:
         key = f"{key}[{part}]" if isinstance(part, int) else f"{key}.{part}".lstrip(".")
     fault, value, limits = error["type"], error["input"], error.get("ctx", {})
-    shown = text if len(text := repr(value)) < 100 else f"{text[:100]}…"
+    seen = shown(value, 100)
     unknown = fault == "unexpected_keyword_argument"
     names = [key] if unknown else [f"{key}.{name}" for name in value] if isinstance(value, dict) else []
     if old := next((name for name in names if name in RENAMED), None):  # a key, or inside a group that became a value
@@ -329,13 +343,13 @@ def _explained(kind: type, place: Sequence[int | str], prefix: str, error: Mappi
     if fault == "literal_error":
         return _not_among(value, re.findall(r"'([^']*)'", limits["expected"]), key)
     if fault == "dataclass_type":
-        return f"{key} is {shown}; it is a group of settings: {', '.join(_keys(kind, place))}"
+        return f"{key} is {seen}; it is a group of settings: {', '.join(_keys(kind, place))}"
     if fault == "value_error":
         return f"{key} {str(limits['error']).strip()}"
     for beginning, words in MUST_BE.items():
         if fault.startswith(beginning):
-            return f"{key} is {shown}; it must be {words.format(**limits)}"
-    return f"{key or 'configuration'} is {shown}; {error['msg']}"
+            return f"{key} is {seen}; it must be {words.format(**limits)}"
+    return f"{key or 'configuration'} is {seen}; {error['msg']}"
 
 
 MUST_BE = {  # the start of pydantic's name for an error → what the value must be

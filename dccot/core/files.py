@@ -74,6 +74,18 @@ class JsonlReader:
 read_jsonl = JsonlReader
 
 
+def read_json(path: Path, remedy: str) -> dict:
+    """The object that a JSON file holds; BadData, with the remedy, if it holds anything else."""
+    try:
+        found = json.loads(path.read_bytes().decode())
+        fault = None if isinstance(found, dict) else f"an object {{...}} is expected, found {type(found).__name__}"
+    except (OSError, ValueError, RecursionError) as error:
+        found, fault = {}, getattr(error, "strerror", None) or str(error)
+    if fault:
+        raise BadData(f"{path} is damaged ({fault}); {remedy}")
+    return found
+
+
 def _bounded_lines(file) -> Iterator[bytes]:
     """Lines of a binary file; of an over-long one only the first MAX_LINE_BYTES + 1 bytes."""
     while raw := file.readline(MAX_LINE_BYTES + 1):

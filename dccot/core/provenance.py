@@ -28,12 +28,13 @@ import torch
 
 from dccot import __version__
 from dccot.core.config import ConfigError, hide_credentials, to_plain
-from dccot.core.files import checksum, write_atomic
-from dccot.core.runtime import Runtime
+from dccot.core.files import BadData, checksum, read_json, write_atomic
+from dccot.core.runtime import Runtime, on_rank_zero
 
 Checksums = dict[str, str]  # file → sha256
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)  # in the name of an environment variable
 OF_ONE_RANK = ("time", "machines")
+GIT_SECONDS = 120.0  # for an answer from git, on a slow disk; without one the commit is unknown
 
 
 @cache
@@ -58,7 +59,9 @@ def describe_code(code: Mapping[str, Any]) -> str:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20)
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=GIT_SECONDS
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -107,15 +110,24 @@ def record(result: Path, configuration: Any, inputs: Mapping[str, Checksums], ru
     facts = provenance(configuration, inputs, runtime.ranks)
     require_agreement(facts, runtime)
     machines = [machine for [machine] in runtime.gather([_machine()])]
-    if runtime.is_main:
+
+    def write() -> None:
         facts["machines"] = [each for number, each in enumerate(machines) if each not in machines[:number]]
         starts = read_starts(file)
         if not starts or _lasting(starts[-1]) != _lasting(facts):
             write_atomic(file, json.dumps({"starts": [*starts, facts]}, indent=1, ensure_ascii=False) + "\n")
 
+    on_rank_zero(write) if runtime.ranks > 1 else write()
+
 
 def read_starts(file: Path) -> list[dict[str, Any]]:
-    return json.loads(file.read_text())["starts"] if file.is_file() else []
+    if not file.exists():
+        return []
+    remedy = "delete it: the next start writes a new one, without the starts before it"
+    starts = read_json(file, remedy).get("starts")
+    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+        raise BadData(f"{file} is damaged (no list of starts); {remedy}")
+    return starts
 
 
 def _lasting(facts: dict[str, Any]) -> dict[str, Any]:

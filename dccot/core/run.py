@@ -27,20 +27,21 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from dccot.core.config import read_yaml, to_plain, to_yaml, with_new_names
+from dccot.core.config import ConfigError, read_yaml, to_plain, to_yaml, with_new_names
 from dccot.core.files import (
     LEASE_SECONDS,
     BadData,
     checksum,
     flush_to_disk,
     make_folder,
+    read_json,
     read_jsonl,
     wait_for_lock,
     write_atomic,
     write_jsonl_atomic,
 )
 from dccot.core.provenance import Checksums, differences, record
-from dccot.core.runtime import Runtime
+from dccot.core.runtime import Runtime, on_rank_zero
 
 log = logging.getLogger("dccot")
 METRICS, RECIPE = "metrics.jsonl", "recipe.yaml"
@@ -199,25 +200,24 @@ class Run:
     def record(self, config: Any, inputs: Mapping[str, Checksums], runtime: Runtime) -> None:
         """Write provenance and settings; logs how the settings differ from the last start's. All ranks call this."""
         record(self.folder, config, inputs, runtime)
-        if runtime.is_main:
+
+        def write() -> None:
             now = to_plain(config)
-            before = with_new_names(read_yaml(self.config_file), now) if self.config_file.exists() else now
+            before = with_new_names(self._saved_settings(), now) if self.config_file.exists() else now
             changed = [f"{key}: was {was!r}, is {new!r}" for key, was, new in differences(before, now)]
             if changed:
                 log.warning("%s continues with a changed configuration:\n%s", self, "\n".join(changed))
             write_atomic(self.config_file, to_yaml(config))
-        runtime.barrier()
+
+        on_rank_zero(write)
 
     def keep_rows(self, rows: Sequence[tuple[str, str]]) -> None:
         """(id, checksum) of the data: rejected if a checkpoint was trained on others, naming the first that differs."""
         if not self.latest.exists():
             write_jsonl_atomic(self.data_file, ({"id": id, "sha256": found} for id, found in rows))
         elif self.data_file.exists() and rows:
-            known = (
-                [(row["id"], row["sha256"]) for _, row in read_jsonl(self.data_file)]
-                if self.data_file.stat().st_size
-                else []
-            )
+            found = read_jsonl(self.data_file) if self.data_file.is_file() and self.data_file.stat().st_size else ()
+            known = [(row.get("id"), row.get("sha256")) for _, row in found]
             for number, (before, now) in enumerate(zip_longest(known, rows), start=1):
                 if before != now:
                     was, is_ = ("missing" if row is None else f"{row[0]!r}" for row in (before, now))
@@ -234,7 +234,7 @@ class Run:
 
     def finished(self) -> dict[str, Any] | None:
         """The facts it was marked with."""
-        return json.loads(self.mark.read_text()) if self.mark.is_file() else None
+        return read_json(self.mark, "delete it to run the stage again") if self.mark.exists() else None
 
     def move_aside(self) -> Path | None:
         """Move the folder to replaced/ next to it; returns where it is now. Nothing is deleted."""
@@ -249,16 +249,45 @@ class Run:
 
     def settings(self) -> dict[str, Any]:
         """Its configuration as a tree, with today's names for keys; empty if it has none."""
-        return with_new_names(read_yaml(self.config_file)) if self.config_file.is_file() else {}
+        return with_new_names(self._saved_settings()) if self.config_file.exists() else {}
+
+    def _saved_settings(self) -> dict[str, Any]:
+        try:
+            return read_yaml(self.config_file)
+        except ConfigError as error:
+            remedy = "copy the configuration from provenance.json, or delete the file: a start writes it anew"
+            raise BadData(f"{error}; {remedy}") from None
 
     def group(self, kind: type[C], key: str) -> C:
         """One group of its settings, without keys that have gone since."""
         known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-        return kind(**{name: value for name, value in (self.settings().get(key) or {}).items() if name in known})
+        found = self.settings().get(key) or {}
+        if not isinstance(found, dict):
+            raise BadData(f"{self.config_file}: {key} is {found!r}; it must be a group of settings")
+        return kind(**{name: value for name, value in found.items() if name in known})
 
     def rows(self) -> list[dict[str, Any]]:
         """Of metrics.jsonl: one per step."""
-        return [row for _, row in read_jsonl(self.metrics_file)] if self.metrics_file.is_file() else []
+        if not self.metrics_file.exists() or self._empty(self.metrics_file):
+            return []
+        found = []
+        for line, row in read_jsonl(self.metrics_file, report=log.warning):
+            if isinstance(row.get("step"), int):
+                found.append(row)
+            else:
+                log.warning("%s:%d: the row has no step; it is left out", self.metrics_file, line)
+        return found
+
+    @staticmethod
+    def _empty(file: Path) -> bool:
+        if file.is_dir():
+            raise BadData(f"{file} is a folder; move it away: the run writes a file of that name")
+        return not file.stat().st_size
+
+    def keep_metrics_before(self, step: int) -> None:
+        """Truncate metrics.jsonl to the step that a start continues from, so that no step appears twice."""
+        if self.metrics_file.exists():
+            write_jsonl_atomic(self.metrics_file, (row for row in self.rows() if row["step"] < step))
 
     def all_checkpoints(self) -> list[Checkpoint]:
         """In order. Anything else in the folder (such as `step_000010_keep`) is neither read nor deleted."""
@@ -293,7 +322,7 @@ class Run:
 
     def newest(self) -> Checkpoint:
         """The checkpoint that `latest` names, or the last one before it that has weights for inference."""
-        name = self.latest.read_text().strip()
+        name = self.latest.read_text(errors="replace").strip()
         found, step = Checkpoint(self.checkpoints / name), step_of(Path(name))
         for earlier in reversed(self.steps() if step is not None and found.dcp.is_dir() else ()):
             if earlier < (step or 0) and not found.hf.exists():

@@ -6,12 +6,15 @@ one code path serves both. Objects are sent over gloo, tensors over nccl on GPUs
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import hashlib
 import os
 import pickle
 import signal
 import socket
+import sys
 import time
 import uuid
 from collections import defaultdict
@@ -29,11 +32,14 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dccot.core.config import ConfigError
+from dccot.core.plugins import PluginError
 
 T = TypeVar("T")
 
 # seconds that ranks wait for the slowest one when each works independently; torchrun notices dead ranks
 PATIENCE = 7 * 24 * 3600.0
+SAYING = 30.0  # seconds for one rank to print what all of them have found
+SHARED_SECONDS = 60.0  # for a new file to show on all machines; NFS caches folders for up to 60
 START_UP = 1800.0  # seconds for all ranks to start and find each other, whatever a collective may take later
 ALLOCATOR, EXPANDABLE = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -112,6 +118,18 @@ class Runtime:
         given = torch.frombuffer(bytearray().join(sent), dtype=torch.uint8)
         dist.all_to_all_single(received, given, theirs.tolist(), sizes.tolist())
         return [pickle.loads(part.numpy().tobytes()) for part in received.split(theirs.tolist())]
+
+    def together(self, work: Callable[[], list[Any]]) -> list[list[Any]]:
+        """Every rank's result of `work`, on every rank; where it fails on one, all raise: none waits for it in vain."""
+        try:
+            mine, failed = work(), None
+        except Exception as error:
+            mine, failed = [], error
+        sent = failed if isinstance(failed, PluginError | None) else RuntimeError(f"rank {self.rank}: {failed!r}")
+        everybody = self.gather([mine, sent])
+        if first := failed or next((theirs for _, theirs in everybody if theirs), None):
+            raise first
+        return [theirs for theirs, _ in everybody]
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
@@ -232,8 +250,26 @@ def gathered_on_rank_zero(mine: T, group: dist.ProcessGroup) -> list[T]:
 _turns: dict[str, Iterator[int]] = defaultdict(count)  # per group: number of calls so far
 
 
-def require_shared(folder: Path, runtime: Runtime, patience: float = 10.0) -> None:
-    """Reject a folder that not all ranks share. A network file system may take a few seconds to show a new file."""
+def say_once(message: str) -> None:
+    """Print what several ranks of torchrun have found out, as one of them. The others wait until it is there: the first
+    to exit gets the rest killed.
+    """
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = f"dccot/said/{restart}/{hashlib.sha256(message.encode()).hexdigest()}"
+    with contextlib.suppress(RuntimeError, OSError):  # torchrun has gone
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=SAYING))
+        if store.add(key, 1) > 1:
+            store.wait([f"{key}/printed"])
+        else:
+            print(message, file=sys.stderr, flush=True)
+            store.set(f"{key}/printed", "yes")
+        return
+    print(message, file=sys.stderr, flush=True)
+
+
+def require_shared(folder: Path, runtime: Runtime, patience: float = SHARED_SECONDS) -> None:
+    """Reject a folder that not all ranks share. A network file system may take a while to show a new file."""
     if runtime.ranks == 1:
         return
     name = runtime.broadcast(f".seen-by-all-{uuid.uuid4().hex}")

@@ -203,7 +203,7 @@ def test_a_value_out_of_range_is_refused_by_its_key(kind, override):
 
 def test_responses_are_not_masked_where_no_rank_has_all_of_their_tokens():
     both = ["objective.rollout_correction.max_ratio=2", "sharding.context_parallel=2"]
-    assert refused([*RUNNABLE, *both]).startswith("objective.rollout_correction does not go with")
+    assert refused([*RUNNABLE, *both], kind=RLConfig).startswith("objective.rollout_correction does not go with")
 
 
 RL_RULES = {

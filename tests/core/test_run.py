@@ -6,12 +6,15 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass
 
 import pytest
 
 from dccot.core import files
 from dccot.core.files import BadData
+from dccot.core.provenance import record
 from dccot.core.run import Run
+from dccot.core.runtime import Runtime
 from tests.support import programs
 
 pytestmark = pytest.mark.slow
@@ -113,3 +116,51 @@ def test_ranks_that_do_not_share_the_folder_are_refused_by_name(tmp_path):
     here = socket.gethostname()
     refusal = f"run of rank 0 on {here} is not the folder of rank 1 on {here}; choose one"
     assert (said.stdout + said.stderr).count(refusal) == 2, "both ranks say so, and end"
+
+
+def recorded(run: Run) -> None:
+    record(run.folder, {}, {}, Runtime.alone())
+
+
+@dataclass
+class Group:
+    workers: int = 3
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "read", "said"),
+    [
+        ("metrics.jsonl", None, Run.rows, "metrics.jsonl is a folder; move it away"),
+        (
+            "config.yaml",
+            b"seed: \xff\n",
+            Run.settings,
+            "copy the configuration from provenance.json, or delete the file",
+        ),
+        ("config.yaml", None, Run.settings, "copy the configuration from provenance.json, or delete the file"),
+        ("config.yaml", b"rollout: 3\n", lambda run: run.group(Group, "rollout"), "it must be a group of settings"),
+        ("done.json", b'{"steps": ', Run.finished, "delete it to run the stage again"),
+        ("done.json", b"[]", Run.finished, "delete it to run the stage again"),
+        ("provenance.json", b'{"starts": [{', recorded, "delete it: the next start writes a new one"),
+        ("provenance.json", b'{"start": []}', recorded, "delete it: the next start writes a new one"),
+        ("provenance.json", b"\xff", recorded, "delete it: the next start writes a new one"),
+        ("provenance.json", None, recorded, "delete it: the next start writes a new one"),
+    ],
+)
+def test_a_damaged_file_is_refused_in_one_line_with_the_remedy(tmp_path, file, content, read, said):
+    if content is None:
+        (tmp_path / file).mkdir()
+    else:
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(BadData) as refused:
+        read(Run(tmp_path))
+    line = str(refused.value)
+    assert str(tmp_path / file) in line and said in line and "\n" not in line
+
+
+def test_a_row_of_metrics_without_a_step_is_named_and_left_out(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"loss": 1.0}\n{"step": 1}\n{"step": 2}\n')
+    run = Run(tmp_path)
+    run.keep_metrics_before(2)
+    assert caplog.messages == [f"{tmp_path / 'metrics.jsonl'}:2: the row has no step; it is left out"]
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1}\n'

@@ -18,7 +18,8 @@ from types import SimpleNamespace
 import pytest
 
 from dccot.core.config import ConfigError, check
-from dccot.data.judge import Grader, GradingConfig, Judge, Verdict, open_judge
+from dccot.core.plugins import PluginError
+from dccot.data.judge import Grader, GradingConfig, Judge, Verdict, open_judge, verdicts_of
 
 C, W, U = Verdict.CORRECT, Verdict.WRONG, Verdict.UNPARSABLE
 
@@ -194,6 +195,13 @@ def test_gold_that_cannot_be_parsed_is_named(grader, caplog):
     assert "no answer to that problem can be right" in caplog.text and grader.bad_golds == {r"\boxed{}"}
 
 
+def test_every_answer_that_was_graded_is_a_sign_of_life(monkeypatch, grader):
+    beats = []
+    monkeypatch.setattr(grader, "beat", lambda: beats.append(1))
+    grader.grade([(rf"\boxed{{{number}}}", "7") for number in range(9)])
+    assert len(beats) == 9
+
+
 def test_empty_batch_is_empty(grader):
     assert grader.grade([]) == [] and grader.equivalence_classes([]) == []
 
@@ -340,3 +348,34 @@ def test_a_judge_of_the_users_own_is_built_from_its_name(monkeypatch):
         assert judge.judge("it is 7", "7") is Verdict.CORRECT
         texts = ["a<answer>1</answer>", "b<answer>2</answer>", "c<answer> 1 </answer>"]
         assert judge.equivalence_classes(texts) == [0, 1, 0]
+
+
+class Says(Judge):
+    """Whatever it is told to."""
+
+    def __init__(self, said):
+        self.said = said
+
+    def grade(self, pairs):
+        return self.said(pairs)
+
+
+def exits(pairs):
+    raise SystemExit(0)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (lambda pairs: [Verdict.CORRECT], "returned .* for 2 answers .a to b.; it must return a list of 2 verdicts"),
+        (lambda pairs: ["correct", "correct"], "returned 'correct' for a; it must return a Verdict"),
+        (lambda pairs: None, "returned None for 2 answers .a to b.; it must return a list of 2 verdicts"),
+        (lambda pairs: pairs[0][1].append("5"), "failed on 2 answers .a to b.: AttributeError"),
+        (exits, "failed on 2 answers .a to b.: SystemExit: 0"),
+    ],
+)
+def test_a_judge_that_does_not_return_a_verdict_per_answer_is_named_with_whose_answers_they_are(said, expected):
+    golds = ["4"]
+    with pytest.raises(PluginError, match=rf"judge {__name__}:Says.grade {expected}"):
+        verdicts_of(Says(said), [("4", golds), ("5", "5")], ["a", "b"])
+    assert golds == ["4"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dccot.data.judge import Grader, GradingConfig, Verdict
-from tests.support.hostile_answers import CALCULUS, EVALUATED, HOSTILE, HUGE, TOWERS, endure
+from tests.support.hostile_answers import CALCULUS, EVALUATED, HOSTILE, HUGE, TOWERS, endure, storm
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +44,13 @@ def test_good_answers_are_right_the_pool_is_whole_and_its_memory_is_back(hostile
 
 def test_nothing_was_executed(hostile):
     assert not Path("OWNED").exists()
+
+
+def test_monsters_all_at_once_cost_no_other_answer_its_verdict_and_stay_within_their_memory():
+    seen = storm(monsters=12, good=12, config=LIMITS)
+    assert seen.good == {Verdict.CORRECT: 12} and seen.monsters.total() == 12
+    assert Verdict.CORRECT not in seen.monsters
+    assert seen.peak_mb < 2 * 2 * (LIMITS.memory_mb + 150)  # two keepers and two workers; sympy itself takes 100
 
 
 def test_memory_limit_ends_an_answer_that_the_clock_would_let_go_on():

@@ -3,9 +3,12 @@
 import json
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
+from dccot.serve.request import MAX_BODY
 from tests.serve.conftest import BUDGET, CONTEXT
 from tests.support.servers import KEY
 
@@ -75,10 +78,71 @@ def test_earlier_turns_are_read_in_deepseeks_chat_format(server, engine):
     assert text.endswith("<｜Assistant｜><think>\n")
 
 
-def test_the_key_is_checked_on_every_route_but_the_page(server):
-    assert send(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, key=None)[0] == 401
-    assert send(server, "/v1/models", key="wrong")[0] == 401
-    assert send(server, "/", key=None)[0] == 200
+# Every route of the server, with its status without a key: ours, vLLM's, those of its development mode, its pages.
+OPEN = {"GET /": 200, "GET /health": 200, "GET /ping": 200, "POST /ping": 200}
+READING = """
+    /docs /docs/oauth2-redirect /get_world_size /is_paused /is_sleeping /kv_event_sources /load /metrics /openapi.json
+    /redoc /routes /server_info /v1/models /v1/responses/{response_id} /version /weight_info"""
+ASKING = """
+    /detokenize /generative_scoring /inference/v1/generate /invocations /is_scaling_elastic_ep /tokenize
+    /v1/chat/completions /v1/chat/completions/batch /v1/chat/completions/derender /v1/chat/completions/render
+    /v1/completions /v1/completions/derender /v1/completions/render /v1/messages /v1/messages/count_tokens
+    /v1/messages/render /v1/responses /v1/responses/render /v1/responses/{response_id}/cancel /v1/systemone"""
+RULING = """
+    /abort_requests /collective_rpc /finish_weight_update /inference/v1/abort_requests /init_weight_transfer_engine
+    /pause /release_kv_cache_memory /reset_encoder_cache /reset_mm_cache /reset_prefix_cache /resume /scale_elastic_ep
+    /shutdown_weight_transfer_engine /sleep /start_draft_weight_update /start_weight_update /update_weight_version
+    /update_weights /wake_up /weight_checker"""
+WITHOUT_KEY = OPEN | {f"GET {path}": 401 for path in READING.split()}
+WITHOUT_KEY |= {f"POST {path}": 401 for path in (ASKING + RULING).split()}
+
+
+def test_every_route_that_the_server_has_asks_for_the_key_but_for_the_page_and_what_load_balancers_look_at(server):
+    there = {f"{m} {path}" for path, methods in send(server, "/routes")[1] for m in methods if m in ("GET", "POST")}
+    assert there == WITHOUT_KEY.keys()
+    for key in (None, "wrong"):
+        found = {}
+        for route in WITHOUT_KEY:
+            method, path = route.split()
+            found[route] = send(server, path, {} if method == "POST" else None, key=key)[0]
+        assert found == WITHOUT_KEY
+
+
+def nested(depth: int) -> bytes:
+    return b"[" * depth + b"]" * depth
+
+
+FIELDS = "messages model n seed temperature max_tokens stop stream stream_options logit_bias tools response_format x"
+BODIES = [
+    *(b'{"messages": [{"role": "user", "content": "x"}], "%s": %s}' % (field.encode(), nested(depth))
+      for field in FIELDS.split() for depth in (300, 900, 100_000)),
+    b'{"messages": [{"role": "user", "content": "x"}], "stop": "%s"}' % (b"s" * 7_000_000),
+    b'{"messages": [{"role": "user", "content": "x"}], "%s": 1}' % (b"k" * 7_000_000),
+]  # fmt: skip
+
+
+def test_deep_json_and_huge_stop_strings_are_refused_and_a_bystander_gets_its_answer(server):
+    alone = chat(server, seed=11, return_token_ids=True)[1]["choices"]
+    with ThreadPoolExecutor(2) as pool:
+        bystander = pool.submit(lambda: [chat(server, seed=11, return_token_ids=True) for _ in range(5)])
+        for body in BODIES:
+            status, answer = send(server, "/v1/chat/completions", body)
+            assert (status, set(answer)) == (400, {"error"}) and len(str(answer)) < 600
+        assert all((status, answer["choices"]) == (200, alone) for status, answer in bystander.result())
+
+
+def test_what_vllm_answers_is_limited_and_survives_nonsense_too_while_a_bystander_gets_its_answer(server):
+    alone = chat(server, seed=12, return_token_ids=True)[1]["choices"]
+    stop = json.dumps({"prompt": "x", "max_tokens": 8, "stop": ["s" * 2_000_000]}).encode()
+    deep = [b'{"prompt": %s, "messages": %s, "input": %s}' % ((nested(depth),) * 3) for depth in (300, 100_000)]
+    with ThreadPoolExecutor(2) as pool:
+        bystander = pool.submit(lambda: [chat(server, seed=12, return_token_ids=True) for _ in range(5)])
+        for path in ASKING.split():
+            for body in (stop, *deep, b"\xff", b"[]", b'"'):
+                with suppress(urllib.error.URLError):  # some answer, and hang up, before they have read it all
+                    assert 200 <= send(server, path, body)[0] <= 501
+            assert send(server, path, b" " * (MAX_BODY + 1))[0] == 413
+        assert all((status, answer["choices"]) == (200, alone) for status, answer in bystander.result())
 
 
 def test_the_models_list_says_what_this_is_and_an_unknown_model_is_not_found(server):

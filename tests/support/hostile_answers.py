@@ -5,10 +5,15 @@ endure(20_000, hostile_share=0.05, config=GradingConfig(seconds=1))      → wha
 
 from __future__ import annotations
 
+import contextlib
 import random
+import threading
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from dccot.data.judge import Grader, GradingConfig, Verdict
 
@@ -130,6 +135,44 @@ def endure(count: int, hostile_share: float, config: GradingConfig, seed: int = 
     good = Counter(verdict for text, verdict in said.items() if text not in kinds)
     lost = count - sum(isinstance(verdict, Verdict) for verdict in verdicts)
     return Endurance(judged, good, lost, (before[0], after[0]), (before[1], after[1]))
+
+
+# exponent towers, a million digits, fractions nested ten thousand deep
+MONSTERS = ("9^{" * 40 + "9" + "}" * 40, "7" * 10**6, r"\frac{1}{" * 10**4 + "2" + "}" * 10**4)
+
+
+@dataclass
+class Storm:
+    """Monsters and good answers, graded in one batch."""
+
+    monsters: Counter  # verdicts
+    good: Counter
+    peak_mb: float  # of all grading processes together
+    seconds: float
+
+
+def storm(monsters: int, good: int, config: GradingConfig) -> Storm:
+    answers = [rf"{n} \boxed{{{MONSTERS[n % len(MONSTERS)]}}}" for n in range(monsters)]
+    answers += [rf"{n} \boxed{{{GOLD}}}" for n in range(good)]
+    random.Random(0).shuffle(answers)
+    peak, done = [0.0], threading.Event()
+    with Grader(config) as grader:
+        grader.grade([(rf"\boxed{{{GOLD}}}", GOLD)])
+
+        def watch() -> None:
+            while not done.wait(0.02):
+                with contextlib.suppress(OSError, psutil.Error):  # a process that has just been replaced
+                    peak.append(footprint(grader)[1])
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        began = time.monotonic()
+        verdicts = dict(zip(answers, grader.grade([(text, GOLD) for text in answers])))
+        seconds = time.monotonic() - began
+        done.set()
+        watcher.join()
+    said = Counter(verdict for text, verdict in verdicts.items() if not text.endswith(rf" \boxed{{{GOLD}}}"))
+    return Storm(said, Counter(verdicts.values()) - said, max(peak), seconds)
 
 
 def footprint(grader: Grader) -> tuple[int, float]:

@@ -17,7 +17,12 @@ class Plugin:
     name = "dccot_faults"
     required_tasks = ("generate",)
 
-    def attach_router(self, app) -> None: ...
+    def attach_router(self, app) -> None:
+        def routes() -> list:
+            """Every path of the server, with its methods: of all plugins, mounted applications and pages."""
+            return sorted((route.path, sorted(getattr(route, "methods", None) or ["GET"])) for route in app.routes)
+
+        app.add_api_route("/routes", routes, methods=["GET"])
 
     async def init_state(self, engine_client, state, args) -> None:
         generate = engine_client.generate

@@ -62,7 +62,7 @@ class Server:
 
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels."""
-        text = httpx.get(f"{self.address}/metrics", timeout=300).text
+        text = httpx.get(f"{self.address}/metrics", timeout=300, headers={"Authorization": f"Bearer {KEY}"}).text
         return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 
     def running(self) -> float:
@@ -83,7 +83,8 @@ def plugins(folder: Path) -> str:
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dccot-tests\nVersion: 0\n")
     points = "".join(f"{name} = {where}\n" for name, where in PLUGINS.items())
-    (info / "entry_points.txt").write_text(f"[vllm.endpoint_plugins]\n{points}")
+    general = "[vllm.general_plugins]\ndccot = dccot.serve.orphan:end_with_parent\n"
+    (info / "entry_points.txt").write_text(f"[vllm.endpoint_plugins]\n{points}{general}")
     return str(folder)
 
 
@@ -93,6 +94,7 @@ def dccot_serve(model: Path | str, folder: Path, *options: str, **variables: str
     port = free_port()
     command = [sys.executable, "-m", "dccot.cli", "serve", str(model), "--port", str(port), *as_flags(SIZES), *options]
     environment = {"PYTHONPATH": plugins(folder / "plugins"), "VLLM_PLUGINS": "dccot_faults", "VLLM_API_KEY": KEY}
+    environment |= {"VLLM_SERVER_DEV_MODE": "1"}  # with the routes for development, too
     environment |= variables
     return Server(command, folder / "server.log", environment, port)
 

@@ -86,6 +86,13 @@ def test_validation_metrics_count_problems_as_the_independent_unit():
     assert found["validation/longest_path_stderr"] == pytest.approx((12.5 - 5) / 2)
 
 
+def resumed(folder, step: int, **more) -> Recorder:
+    """As the trainer does."""
+    run = Run(folder)
+    run.keep_metrics_before(step)
+    return Recorder(run, step, active=True, **more)
+
+
 def scalars(run) -> dict[str, list[tuple[int, float]]]:
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
@@ -96,7 +103,7 @@ def test_a_resumed_run_says_every_step_once_in_jsonl_and_tensorboard(tmp_path):
     for step in range(5):
         first.write(step, {"reward/mean": float(step), "policy/kl": math.nan})
     first.close()
-    again = Recorder(Run(tmp_path), 3, active=True)  # the newest checkpoint was that of three steps
+    again = resumed(tmp_path, 3)  # the newest checkpoint was that of three steps
     for step in range(3, 6):
         again.write(step, {"reward/mean": 10.0 + step})
     again.close()
@@ -110,7 +117,7 @@ def test_a_clock_that_is_set_back_hides_no_life_of_a_run(tmp_path, monkeypatch):
     real, open_one, expected = time.time, None, {}
     for life, first_step in enumerate((0, 3, 4)):
         monkeypatch.setattr("time.time", lambda: real() - 3600 * life)  # noqa: B023 (used before life changes)
-        recorder = Recorder(Run(tmp_path), first_step, active=True)
+        recorder = resumed(tmp_path, first_step)
         for step in range(first_step, first_step + 3):
             recorder.write(step, {"reward/mean": 10.0 * life + step})
             expected[step] = 10.0 * life + step
@@ -126,7 +133,7 @@ def test_a_run_cut_off_in_the_middle_of_a_line_goes_on(tmp_path):
     recorder.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1, "rew')
-    again = Recorder(Run(tmp_path), 1, active=True)
+    again = resumed(tmp_path, 1)
     again.write(1, {"reward/mean": 2.0})
     again.close()
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 1]
@@ -223,7 +230,7 @@ def test_weights_and_biases_gets_the_rows_of_metrics_jsonl_and_a_restart_continu
     for step in range(3):
         first.write(step, {"reward/mean": step / 2, "validation/accuracy": math.nan})
     first.close()
-    again = Recorder(Run(tmp_path), 2, active=True, wandb="project")
+    again = resumed(tmp_path, 2, wandb="project")
     again.write(2, {"reward/mean": 7.0})
     again.close()
     wandb.teardown()  # waits for the process that writes the files

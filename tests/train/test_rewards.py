@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dccot.core.config import ConfigError, load_config, lookup
+from dccot.core.plugins import PluginError
 from dccot.core.runtime import Runtime
 from dccot.data.judge import Grader, GradingConfig
 from dccot.data.rollouts import grade
+from dccot.data.task import Task
 from dccot.rollout.response import Response, Rollout, Segment
 from dccot.rollout.tags import sequential_flaw_of
 from dccot.rollout.thread import Thread
@@ -25,6 +27,7 @@ from dccot.train.rewards import (
     Group,
     RewardConfig,
     advantages_of,
+    keeps,
     response_credit,
     reward_of,
     worker_credit,
@@ -135,6 +138,25 @@ def test_a_reward_of_ones_own_sees_what_was_judged_right_or_wrong_and_nothing_el
     assert reward_of(rollout("crashed", length=2500), config, budget=10000) is None
 
 
+def forgetful(rollout: Rollout, config: RewardConfig, budget: int) -> None: ...
+
+
+def tidying(rollout: Rollout, config: RewardConfig, budget: int) -> float:
+    rollout.response.prompt.clear()
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("forgetful", "returned None for problem '417', sample 0"), ("tidying", "failed on problem '417', sample 0")],
+)
+def test_a_reward_that_returns_no_number_or_changes_a_response_ends_the_run_and_changes_nothing(name, said):
+    judged = rollout()
+    with pytest.raises(PluginError, match=f"reward {__name__}:{name} {said}"):
+        reward_of(judged, RewardConfig(f"{__name__}:{name}"), budget=10000)
+    assert judged.response.prompt == [1]
+
+
 def test_an_unknown_reward_is_an_error_and_never_another_one():
     with pytest.raises(
         ConfigError, match=r"reward.kind is 'correct'; it must be one of correctness_format, high_length_penalty"
@@ -174,6 +196,40 @@ def test_a_filter_of_ones_own_is_named_by_module_and_function():
     config = load_config(RLConfig, None, ["model.path=m", "data.train=d", f"filter={__name__}:at_least_two_right"])
     keep = lookup(FILTERS, config.filter, "filter")
     assert (keep([GOOD, GOOD, WRONG]), keep([GOOD, WRONG])) == (True, False)
+
+
+def undecided(group: Group) -> int:
+    return len(group)
+
+
+def test_a_filter_that_does_not_decide_ends_the_run():
+    with pytest.raises(PluginError, match=f"filter {__name__}:undecided returned 1 for the group of problem '417'; "):
+        keeps([GOOD], f"{__name__}:undecided")
+
+
+def too_few(rewards):
+    return rewards[1:]
+
+
+def infinite(rewards):
+    return [math.inf for _ in rewards]
+
+
+@pytest.mark.parametrize(("name", "said"), [("too_few", "a list of 2 numbers"), ("infinite", "a finite number")])
+def test_an_advantage_must_be_one_finite_number_per_reward(name, said):
+    with pytest.raises(PluginError, match=rf"{name} returned .* for the rewards \[1.0, 0.5\] of problem '7'; .*{said}"):
+        advantages_of([1.0, None, 0.5], f"{__name__}:{name}", "7")
+
+
+def test_ten_steps_in_a_row_whose_rewards_are_all_equal_are_warned_of(caplog):
+    trainer = RL.__new__(RL)
+    trainer.config = load_config(RLConfig, None, ["model.path=m", "data.train=d"])
+    trainer.task, trainer.runtime, trainer.equal_steps = Task(), Runtime.alone(), 0
+    equal, different = [Graded(**vars(GOOD) | {"reward": 0.5})] * 3, [Graded(**vars(GOOD) | {"reward": 0.25})]
+    for batch in [equal] * 9 + [equal + different] + [equal] * 10:
+        trainer.warn_of_equal_rewards(Batch(1, rolled_out=batch))
+    [said] = caplog.messages
+    assert said.startswith("in each of the last 10 steps all rewards were equal (0.5)")
 
 
 def test_advantages_by_hand():

@@ -137,6 +137,30 @@ def test_what_rank_zero_does_alone_may_take_longer_than_a_collective(world):
     assert [(world / f"alone_{rank}.txt").read_text() for rank in (0, 1)] == ["42", "42"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [
+        ("None", "agreed"),
+        ("reward", "reward m:r differs between ranks, problem 'b', sample 0: 0.25 on rank 0 and 1.25 on rank 1; "),
+        ("filter", "filter m:f differs between ranks, problem 'b', sample 0: True on rank 0 and False on rank 1; "),
+        ("advantage", "advantage m:a differs between ranks, problem 'b', sample 0: 0.25 on rank 0 and 1.25 on rank 1"),
+    ],
+)
+def test_ranks_that_decide_differently_all_say_where(world, kind, first):
+    said = [json.loads((world / f"plugins_{rank}.json").read_text())[kind] for rank in (0, 1)]
+    assert said[0] == said[1] and said[0].startswith(first)
+
+
+def test_a_plugin_that_fails_on_one_rank_ends_all_and_its_traceback_and_line_are_printed_once(world):
+    said = (world / "said.txt").read_text()
+    assert [json.loads((world / f"plugins_{rank}.json").read_text())["code"] for rank in (0, 1)] == [2, 2]
+    [line] = [line for line in said.splitlines() if line.startswith("dccot: judge ")]
+    assert line.endswith(
+        "my_judge failed on an answer on rank 1: ZeroDivisionError: integer division or modulo by zero"
+    )
+    assert said.count("in my_judge") == 1
+
+
 def test_a_full_disk_on_one_rank_stops_neither(world):
     """Rank 0 writes this model's only file of hf/: when it cannot, the others must not be left waiting."""
     assert json.loads((world / "full" / "saved.json").read_text()) == [[True, False, False, True]] * 2
@@ -155,6 +179,12 @@ def test_ranks_share_the_files_of_a_checkpoint_and_each_sums_its_own(world, chec
     load_weights(here, saved.hf)
     load_weights(before, checkpoint)
     assert all(map(torch.equal, here.parameters(), before.parameters()))
+
+
+def test_a_rank_that_a_checkpoint_waits_for_is_named_meanwhile(world):
+    said = (world / "said.txt").read_text()
+    assert "checkpoint of step 1 waits for rank 1, which has not answered for " in said
+    assert (world / "missing" / "latest").read_text() == "step_000001\n"
 
 
 @pytest.fixture(scope="module")

@@ -7,27 +7,34 @@ import json
 import resource
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+import dccot.train.checkpoint as checkpoints
+from dccot.core.command import run_cleanly
+from dccot.core.plugins import Plugin, PluginError
 from dccot.core.run import Run
 from dccot.core.runtime import Runtime, on_rank_zero
 from dccot.model.sharding import ShardingConfig, build_model
 from dccot.model.weights import weight_files
-from dccot.rollout.response import Response
+from dccot.rollout.response import Response, Segment
 from dccot.train import checkpoint as train_checkpoint
 from dccot.train.checkpoint import CheckpointConfig, Checkpointer
 from dccot.train.forest import pack
 from dccot.train.metrics import TokenMetrics
 from dccot.train.objectives import ObjectiveConfig, objective_loss
 from dccot.train.phases import Phases, ProfileConfig, profiled
+from dccot.train.rewards import Graded, require_agreement
 from dccot.train.sft import sft_loss
 from dccot.train.update import OptimizerConfig, accumulate, apply_gradients, make_optimizer
+from tests.support.rounds import flat
 from tests.train.test_token_metrics import batches
 
 SHORT_SECONDS = 3.0  # of a collective, while rank 0 works alone
@@ -146,6 +153,22 @@ def spread(runtime: Runtime, checkpoint: Path, run: Path) -> None:
     checkpointer.close()
 
 
+def missing_rank(runtime: Runtime, checkpoint: Path, run: Path) -> None:
+    """Rank 1 is as good as stopped for a while when it should write its part."""
+    model = build_model(checkpoint, ShardingConfig(compute_dtype="float32"))
+    optimizer = torch.optim.SGD(model.parameters())
+    checkpointer = Checkpointer(Run(run), CheckpointConfig(), runtime, source=checkpoint)
+    whole, checkpoints.ROLL_CALL_SECONDS = dcp.async_save, 0.2
+    if runtime.rank == 1:
+        checkpoints.ROLL_CALL_SECONDS = 3600.0  # it never counts
+        later = ThreadPoolExecutor(1)
+        dcp.async_save = lambda *given, **more: later.submit(lambda: [time.sleep(3), whole(*given, **more).result()])
+    checkpointer.save(1, model, optimizer, {})
+    checkpointer.finish()
+    dcp.async_save = whole
+    checkpointer.close()
+
+
 def alone(out: Path) -> None:
     """Rank 0 works alone for longer than any collective may take."""
     runtime = Runtime.start(SHORT_SECONDS)  # of the group that exists
@@ -159,13 +182,41 @@ def alone(out: Path) -> None:
     runtime.barrier()
 
 
+def decisions(runtime: Runtime, differ: str | None) -> str:
+    """What is said of two groups of two, on which the ranks agree except for what `differ` names."""
+    response = flat([1], [], Segment([], [5]))
+    groups = [[Graded(p, n, "q", "g", "t", response, reward=0.5, advantage=1.0) for n in (0, 1)] for p in ("a", "b")]
+    kept = groups[:1] if differ == "filter" and runtime.rank else groups
+    if differ in ("reward", "advantage"):
+        setattr(groups[1][0], differ, 0.25 + runtime.rank)
+    try:
+        require_agreement(groups, kept, runtime, {"reward": "m:r", "filter": "m:f", "advantage": "m:a"})
+    except PluginError as error:
+        return str(error)
+    return "agreed"
+
+
+def my_judge(rank: int) -> list:
+    return [1 // (1 - rank)]
+
+
+def plugins(runtime: Runtime, out: Path) -> None:
+    """Decisions that differ, and a plug-in that fails on rank 1 alone, at the end of a command."""
+    said = {str(differ): decisions(runtime, differ) for differ in (None, "reward", "filter", "advantage")}
+    judge = Plugin("judge", my_judge)
+    code = run_cleanly(lambda: runtime.together(lambda: judge(runtime.rank, on=f"an answer on rank {runtime.rank}")))
+    (out / f"plugins_{runtime.rank}.json").write_text(json.dumps(said | {"code": code}))
+
+
 def main(checkpoint: Path, out: Path) -> None:
     with Runtime.start(900) as runtime:
         gradients(runtime, checkpoint, out / "responses.json", out / "2")
         token_metrics(runtime, out)
+        plugins(runtime, out)
         traces(runtime, out / "profile")
         full_disk(runtime, checkpoint, out / "full")
         spread(runtime, checkpoint, out / "spread")
+        missing_rank(runtime, checkpoint, out / "missing")
         alone(out)
 
 

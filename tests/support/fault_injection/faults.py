@@ -93,6 +93,27 @@ def hostile_answers(out: Path, under: Sequence[str]) -> list[Trial]:
     return [Trial("hostile answers to the grader", 20_000, 20_000 - lost, seen, faults)]
 
 
+def monsters(out: Path, under: Sequence[str]) -> list[Trial]:
+    """200 answers of the worst kinds at once, among 800 good ones, a CPU second for each."""
+    code = (
+        "import json\nfrom dccot.data.judge import GradingConfig\nfrom tests.support.hostile_answers import storm\n"
+        "seen = storm(200, 800, GradingConfig(seconds=1))\n"
+        "print(json.dumps([seen.monsters, seen.good, seen.peak_mb, seen.seconds]), flush=True)"
+    )
+    _, said = run(["-c", code], under, out / "said.log")
+    name = "towers, a million digits, 10,000 fractions deep"
+    try:
+        worst, good, peak, seconds = json.loads(said.splitlines()[-1])
+    except (IndexError, ValueError):
+        return [Trial(name, 1000, 0, "", [said[-300:]])]
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in worst.items())
+    seen = f"{counts}; the other {good.get('correct', 0)} correct; at most {peak:.0f} MB, {seconds:.0f} s"
+    wrong = (
+        [] if good == {"correct": 800} and "correct" not in worst and peak < 4 * 1200 else [str((worst, good, peak))]
+    )
+    return [Trial(name, 1000, 1000 if not wrong else 0, seen, wrong)]
+
+
 def refused(main: Callable, argv: list[str]) -> tuple[int | None, str, float]:
     """Exit code, what was printed to stderr, seconds."""
     said, start = io.StringIO(), time.monotonic()
@@ -305,6 +326,7 @@ def planted_keys_in(out: Path) -> Trial:
 FAULTS: dict[str, Callable[[Path, Sequence[str]], list[Trial]]] = {
     "numbers": numbers_and_stalls,
     "grader": hostile_answers,
+    "monsters": monsters,
     "configurations": configurations,
     "data": data_files,
     "soups": tag_soups,

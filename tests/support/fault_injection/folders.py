@@ -220,7 +220,58 @@ def pickle_bomb(out: Path, under: Sequence[str]) -> list[Trial]:
     return [Trial.once("pickle bomb in a run folder", "refused in one line, nothing was executed", good, otherwise)]
 
 
-TRIALS = (deleted_source, stray_folders, flipped_bit, changed_data, changed_recipe, clock_set_back, pickle_bomb)
+def damaged_files(out: Path, under: Sequence[str]) -> list[Trial]:
+    """A run of two ranks whose small files were damaged is continued: one line for all ranks, with the remedy."""
+    two = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "dccot.train.sft"]
+    command = [*two, str(out / "sft.yaml"), "name=damaged"]
+    begun, said = run([*command, "steps=1"], under, out / "logs" / "damaged.log")
+    if begun:
+        return [Trial.once("damaged file in a run folder", "", False, f"exit code {begun}: {said[-300:]}")]
+    cases = {
+        "config.yaml": (b"seed: \xff", "copy the configuration from provenance.json"),
+        "provenance.json": (b'{"starts": [', "delete it: the next start writes a new one"),
+        "metrics.jsonl": (None, "metrics.jsonl is a folder; move it away"),
+    }
+    problems = []
+    for name, (content, expected) in cases.items():
+        file, kept = out / "damaged" / name, out / "damaged" / f"{name}.kept"
+        file.rename(kept)
+        file.mkdir() if content is None else file.write_bytes(content)
+        _, said = run([*command, "steps=2"], under, out / "logs" / f"damaged_{name}.log")
+        lines = [line for line in said.splitlines() if line.startswith("dccot: ")]
+        if len(lines) != 1 or expected not in lines[0] or "[rank" in said:
+            problems.append(f"{name}: {said[:500]}")
+        file.rmdir() if content is None else file.unlink()
+        kept.rename(file)
+    code, said = run([*command, "steps=2"], under, out / "logs" / "damaged_again.log")
+    if code:
+        problems.append(f"put back: exit code {code}: {said[-300:]}")
+    seen = f"{', '.join(cases)}: one line for both ranks, with the remedy; put back, the run continues"
+    return [Trial.each("damaged file in a run folder", seen, len(cases) + 1, problems)]
+
+
+def few_descriptors(out: Path, under: Sequence[str]) -> list[Trial]:
+    rl = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "dccot.train.rl"]
+    config = make_task(out / "few")
+    limited = ["-c", "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); "
+               "os.execv(sys.argv[1], sys.argv[1:])"]  # fmt: skip
+    _, said = run([*limited, *rl, str(config), "name=few", "steps=1"], under, out / "logs" / "few.log")
+    lines = [line for line in said.splitlines() if line.startswith("dccot: ")]
+    good = any("not enough file descriptors (ulimit -n is 64)" in line for line in lines) and "[rank0]: Tra" not in said
+    return [Trial.once("64 descriptors for two ranks", "the limit named in one line, no traceback", good, said[-500:])]
+
+
+TRIALS = (
+    damaged_files,
+    few_descriptors,
+    deleted_source,
+    stray_folders,
+    flipped_bit,
+    changed_data,
+    changed_recipe,
+    clock_set_back,
+    pickle_bomb,
+)
 
 
 def folders(out: Path, under: Sequence[str]) -> list[Trial]:

@@ -25,11 +25,13 @@ import dccot.train.update as updating
 from dccot.core.config import load_config
 from dccot.core.files import read_jsonl
 from dccot.core.runtime import Runtime
+from dccot.data.judge import Judge, Verdict
 from dccot.rollout.vllm_engine import VllmEngine
 from dccot.train.config import RLConfig
 from tests.support.fault_injection.faults import Trial
 
 TIMEOUT_SECONDS = 20.0  # of a collective
+STALL_SECONDS = 30.0
 Settings = Callable[..., RLConfig]
 
 
@@ -122,7 +124,60 @@ def _stuck_collective(settings: Settings, engine: VllmEngine) -> Trial:
     return Trial.once("collective stuck", "time-out error names rank, step and phase", good, said)
 
 
-INSIDE = (_nan_gradient, _always_nan, _bad_weight, _stalled_engine, _stuck_collective)
+def noisy_advantage(rewards):
+    return [reward + int(os.environ["RANK"]) for reward in rewards]
+
+
+def leaving_reward(rollout, config, budget):
+    raise SystemExit(0)
+
+
+def clearing_reward(rollout, config, budget):
+    rollout.response.prompt.clear()
+
+
+def nameless_reward(rollout, config, budget): ...
+
+
+class SlowJudge(Judge):
+    def __init__(self, config):
+        pass
+
+    def grade(self, pairs):
+        for _ in range(int(1.5 * STALL_SECONDS)):
+            time.sleep(1.0)
+            self.beat()
+        return [Verdict.CORRECT if number % 2 else Verdict.WRONG for number, _ in enumerate(pairs)]
+
+
+def _slow_judge(settings: Settings, engine: VllmEngine) -> Trial:
+    """A judge that takes longer than stall_seconds, but makes progress, is not taken for a hang."""
+    slow = ["grading.kind=tests.support.fault_injection.inside:SlowJudge", f"stall_seconds={STALL_SECONDS}", "steps=1"]
+    config = settings("slow_judge", *slow, "filter=none", "validation.every=0", "timeout_seconds=300")
+    rl.train(config, engine)
+    done = (Path(config.output) / "slow_judge" / "latest").exists()
+    return Trial.once(
+        "judge slower than stall_seconds", "it reports progress: the run continues", done, "no checkpoint"
+    )
+
+
+def _plugins(settings: Settings, engine: VllmEngine) -> Trial:
+    """Functions that leave, change, forget or disagree: each ends the run and is named."""
+    here, problems = "tests.support.fault_injection.inside", []
+    expected = {
+        f"reward.kind={here}:leaving_reward": "leaving_reward failed on problem 'p",
+        f"reward.kind={here}:clearing_reward": "clearing_reward failed on problem 'p",
+        f"reward.kind={here}:nameless_reward": "nameless_reward returned None for problem 'p",
+        f"advantage={here}:noisy_advantage": "noisy_advantage differs between ranks, problem 'p",
+    }
+    for number, (setting, sign) in enumerate(expected.items()):
+        said = _error_of(lambda name=f"plugin_{number}", setting=setting: rl.train(settings(name, setting), engine))
+        if sign not in said:
+            problems.append(f"{setting}: {said[:300]}")
+    return Trial.each("plug-ins that misbehave", "function, problem and sample named", len(expected), problems)
+
+
+INSIDE = (_nan_gradient, _always_nan, _bad_weight, _plugins, _slow_judge, _stalled_engine, _stuck_collective)
 
 
 def _error_of(action: Callable) -> str:

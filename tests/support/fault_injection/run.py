@@ -40,9 +40,10 @@ from tests.support.fault_injection.folders import flip_a_bit, folders
 from tests.support.fault_injection.power import power_cuts
 from tests.support.fault_injection.rank import FILES, FULL_DISK, PHASES, Kill
 from tests.support.fault_injection.stops import STOPS
+from tests.support.fault_injection.storms import storms
 
 RANKS = 2
-TRIALS = {**FAULTS, **STOPS, "folders": folders, "power": power_cuts}
+TRIALS = {**FAULTS, **STOPS, "folders": folders, "power": power_cuts, "storms": storms}
 MADE_HERE = ".torture"  # marks a folder that may be emptied
 DAMAGES = ("a flipped bit", "a file cut short", "a missing file", "a broken manifest")
 

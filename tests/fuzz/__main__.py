@@ -1,0 +1,60 @@
+"""`make fuzz`: coverage-guided fuzzing (atheris) of everything that is read from outside.
+
+    python -m tests.fuzz all --seconds 600        every target for so long, one after another
+    python -m tests.fuzz gguf --seconds 60        one of them
+
+It starts from tests/fuzz/corpus/TARGET and keeps what it finds on the way in runs/fuzz/TARGET. An input that raises
+anything but a refusal, takes more than a minute or more than 4 GB is kept there as crash-…, timeout-… or oom-…: once
+it is fixed, it belongs in the corpus, which tests/test_fuzz.py reads through in every `make test`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+CORPUS, FOUND = Path(__file__).parent / "corpus", Path("runs/fuzz")
+NAMES = ("gguf", "safetensors", "tokenizer", "template", "rollouts", "recipe", "problems")
+LIMITS = ["-timeout=60", "-rss_limit_mb=4096", "-max_len=20000", "-print_final_stats=1"]
+
+
+def fuzz(name: str, seconds: int) -> None:
+    """In this process, which ends here."""
+    import atheris
+
+    with atheris.instrument_imports(include=["dccot", "yaml", "json", "gguf", "jinja2"]):
+        import gguf  # noqa: F401  (imported where they are needed, which is too late here)
+        import jinja2.sandbox  # noqa: F401
+
+        from tests.fuzz.targets import refuses
+
+    (FOUND / name).mkdir(parents=True, exist_ok=True)
+    folders = [str(FOUND / name), str(CORPUS / name)]
+    found = f"-artifact_prefix={FOUND / name}/"
+    arguments = [sys.argv[0], *folders, *LIMITS, found, f"-max_total_time={seconds}"]
+    atheris.Setup(arguments, lambda data: refuses(name, data) and None)
+    atheris.Fuzz()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make fuzz", description="Fuzz everything that is read from outside.")
+    parser.add_argument("target", choices=["all", *NAMES])
+    parser.add_argument("--seconds", type=int, default=600)
+    arguments = parser.parse_args()
+    if arguments.target != "all":
+        fuzz(arguments.target, arguments.seconds)
+        return 0
+    failed = []
+    for name in NAMES:
+        print(f"[fuzz] {name}, {arguments.seconds} s", flush=True)
+        command = [sys.executable, "-m", "tests.fuzz", name, "--seconds", str(arguments.seconds)]
+        if subprocess.run(command).returncode:
+            failed.append(name)
+    print(f"[fuzz] findings in {', '.join(failed)}: see {FOUND}" if failed else "[fuzz] nothing found", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""An engine that dies is told to everyone once, and ends its server; a server that is killed takes its engine along."""
+
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from dccot.serve.launch import DIED
+from tests.serve.test_requests import chat
+from tests.support.servers import dccot_serve, eventually
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def mortal(model, tmp_path):
+    server = dccot_serve(model, tmp_path / "mortal", "--budget", "100").ready()
+    yield server
+    server.stop()
+
+
+def engines(server) -> list[psutil.Process]:
+    return psutil.Process(server.process.pid).children(recursive=True)
+
+
+def test_when_the_engine_dies_every_open_request_gets_one_clear_error_and_the_server_ends_with_a_code(mortal):
+    assert chat(mortal, seed=1)[0] == 200
+    running = engines(mortal)
+    for process in running:
+        os.kill(process.pid, signal.SIGSTOP)  # so that nothing finishes
+    with ThreadPoolExecutor(6) as pool:
+        open_ones = [pool.submit(chat, mortal, seed=seed, stream=seed % 2 == 0) for seed in range(6)]
+        assert eventually(lambda: mortal.metric("dccot_responses_running") == 6)
+        for process in running:
+            os.kill(process.pid, signal.SIGKILL)
+        answers = [each.result() for each in open_ones]
+    for seed, (status, answer) in enumerate(answers):
+        if seed % 2 == 0:  # a stream, whose status has been sent
+            assert status == 200
+            [answer] = [json.loads(line[6:]) for line in answer.splitlines() if '"error"' in line]
+        else:
+            assert status == 503
+        assert "the engine has died and this server ends" in answer["error"]["message"]
+    assert mortal.process.wait(300) == DIED == 70
+    said = mortal.log.read_text()
+    assert said.count("dccot: the engine has died") == 1
+    assert "request chatcmpl" not in said
+
+
+def test_a_killed_server_leaves_no_engine_behind(mortal):
+    running = engines(mortal)
+    assert running
+    mortal.process.kill()
+    mortal.process.wait()
+    assert eventually(lambda: not any(process.is_running() and process.status() != "zombie" for process in running), 60)
