@@ -159,8 +159,8 @@ class AsynchronousRL(RL):
         elapsed, idle = time.perf_counter() - self._start, self._idle
         self._idle = 0.0
         told = {
-            "wait/engines": idle / elapsed,
-            "wait/trainer": self.phases.seconds.get("rollout", 0.0) / elapsed,
+            "time/engines_wait": idle / elapsed,
+            "time/trainer_waits": self.phases.seconds.get("rollout", 0.0) / elapsed,
         }
         if isinstance(self.engine, TrainingFleet):
             log.info("%s", self.engine.state())

@@ -57,8 +57,6 @@ gap/masked | 2 health/masked for their gap, share | Tokens of responses that rol
 length/truncated | 2 health/cut off, share | Responses that hit the token limit before they gave an answer.
 staleness/mean | 2 health/staleness, mean, versions | How many updates of the weights ago a trained token was sampled.
 staleness/max | 2 health/staleness, oldest token, versions | At most rollout.max_staleness.
-wait/engines | 3 time/engines wait, share | Of the step in which nothing is sampled.
-wait/trainer | 3 time/trainer waits, share | Of the step in which the model waits for responses and verdicts.
 pool/waiting | 3 time/queue, groups | Complete and kept, not yet trained on.
 pool/unfinished | 3 time/carried over, groups | Unfinished when the step's batch was full.
 pool/started | 3 time/started, groups | In this step.
@@ -99,7 +97,7 @@ LAYOUT = {  # TensorBoard's page "custom scalars": section → chart → curves
         "Seconds per phase": [f"time/{phase}" for phase in TIMES],
         "Tokens per second": ["speed/rollout_tokens", "speed/trained_tokens"],
         "Model FLOP utilisation": ["speed/mfu"],
-        "Waiting, share of the step": ["wait/engines", "wait/trainer"],
+        "Waiting, share of the step": ["time/engines_wait", "time/trainer_waits"],
         "Groups: queue, carried over, started": ["pool/waiting", "pool/unfinished", "pool/started", "pool/too_old"],
         "Staleness of trained tokens (versions)": ["staleness/mean", "staleness/max"],
     },

@@ -469,8 +469,8 @@ class RL(Trainer[RLConfig]):
         seconds, elapsed = self.phases.seconds, time.perf_counter() - self._start
         waited = seconds.get("rollout", 0.0) + seconds.get("grade", 0.0)
         return {
-            "wait/engines": 1 - seconds.get("rollout", 0.0) / elapsed,
-            "wait/trainer": waited / elapsed,
+            "time/engines_wait": 1 - seconds.get("rollout", 0.0) / elapsed,
+            "time/trainer_waits": waited / elapsed,
         }
 
     def state(self) -> dict:

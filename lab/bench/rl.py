@@ -83,7 +83,7 @@ def seconds_per_group(
         raise RuntimeError(f"the {mode} run failed: {done.stderr[-2000:]}")
     lines = (config.parent / name / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines][FILLING:]
-    means = {key: statistics.fmean(each[key] for each in rows) for key in ("wait/engines", "wait/trainer")}
+    means = {key: statistics.fmean(each[key] for each in rows) for key in ("time/engines_wait", "time/trainer_waits")}
     means |= {"staleness/mean": statistics.fmean(each.get("staleness/mean", 0.0) for each in rows)}
     return sum(each["time/step"] for each in rows) / (len(rows) * prompts), means
 
