@@ -56,6 +56,13 @@ class Judge(Protocol):
     def grade(self, pairs: Sequence[tuple[str, Gold]]) -> list[Verdict]:
         """The verdict on each (response text, gold or golds) of a batch, in order."""
 
+    def verdicts(self, pairs: Sequence[tuple[str, Gold]]) -> list[Verdict]:
+        """The same for a part of a batch: nothing is reported before `report` is told of the whole."""
+        return self.grade(pairs)
+
+    def report(self, verdicts: Sequence[Verdict]) -> None:
+        """Tell the user if a batch's verdicts look wrong."""
+
     def judge(self, text: str, gold: Gold) -> Verdict:
         """The verdict on a single answer."""
         return self.grade([(text, gold)])[0]
@@ -101,16 +108,15 @@ class Grader(Judge):
 
     def grade(self, pairs: Sequence[tuple[str, Gold]]) -> list[Verdict]:
         """The verdict on each (response text, gold or golds) of a batch, summed up in `counts` and `alarm`."""
-        verdicts = self._verdicts(pairs)
-        self.counts = Counter(verdicts)
-        self._report()
+        verdicts = self.verdicts(pairs)
+        self.report(verdicts)
         return verdicts
 
     def judge(self, text: str, gold: Gold) -> Verdict:
         """The verdict on a single answer: nothing is reported."""
-        return self._verdicts([(text, gold)])[0]
+        return self.verdicts([(text, gold)])[0]
 
-    def _verdicts(self, pairs: Sequence[tuple[str, Gold]]) -> list[Verdict]:
+    def verdicts(self, pairs: Sequence[tuple[str, Gold]]) -> list[Verdict]:
         most = 1 if self.config.golds == "first" else None
         golds = [[gold] if isinstance(gold, str) else gold[:most] for _, gold in pairs]
         keys = [(self._scope(text), tuple(map(boxed, gold))) for (text, _), gold in zip(pairs, golds)]
@@ -184,7 +190,8 @@ class Grader(Judge):
                 raise RuntimeError(f"math-verify does not work here: {wrong}; {remedy}")
         self._tested = True
 
-    def _report(self) -> None:
+    def report(self, verdicts: Sequence[Verdict]) -> None:
+        self.counts = Counter(verdicts)
         self.alarm, count = None, self.counts.total()
         said = ", ".join(f"{number} {verdict.value}" for verdict, number in self.counts.most_common())
         if count and not self.counts[Verdict.CORRECT] + self.counts[Verdict.WRONG]:
@@ -211,9 +218,13 @@ def open_judge(config: GradingConfig) -> Judge:
     return Plugin("judge", lookup(JUDGES, config.kind, "grading.kind"))(config, on="grading")
 
 
-def verdicts_of(judge: Judge, pairs: Sequence[tuple[str, Gold]], ids: Sequence[str]) -> list[Verdict]:
-    """The judge's verdicts, one per pair; `ids` say whose answers they are, for errors."""
-    plugin = Plugin("judge", judge.grade)
+def verdicts_of(
+    judge: Judge, pairs: Sequence[tuple[str, Gold]], ids: Sequence[str], *, part: bool = False
+) -> list[Verdict]:
+    """The judge's verdicts, one per pair; `ids` say whose answers they are, for errors. On a `part` of a batch the
+    judge reports nothing.
+    """
+    plugin = Plugin("judge", judge.verdicts if part else judge.grade)
     on = f"{len(pairs)} answers ({ids[0]} to {ids[-1]})" if len(ids) > 1 else "".join(ids) or "no answers"
     found = plugin([(text, frozen(gold)) for text, gold in pairs], on=on)
     if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != len(pairs):

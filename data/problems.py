@@ -266,9 +266,9 @@ class ProblemStream(Generic[P]):
 
     def next_batch(self) -> list[P]:
         """The next `batch` problems. A problem can occur twice in a batch only across an epoch boundary."""
-        return [self._next() for _ in range(self.batch)]
+        return [self.next() for _ in range(self.batch)]
 
-    def _next(self) -> P:
+    def next(self) -> P:
         if self.position == len(self._order):
             self.epoch, self.position = self.epoch + 1, 0
             self._order = self._shuffled()

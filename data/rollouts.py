@@ -10,20 +10,22 @@ by generating the missing pairs. Each response is one line, appended whole as so
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
 
 from dccot.core.config import lookup
 from dccot.core.files import BadData, JsonlWriter, read_jsonl
 from dccot.data.judge import Judge, verdicts_of
+from dccot.data.problems import Problem
 from dccot.data.prompts import PromptConfig, Prompted
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import Engine
 from dccot.rollout.generate import Request, Watch, generate
-from dccot.rollout.response import Rollout
+from dccot.rollout.response import Response, Rollout
 from dccot.rollout.tags import RULES, after_think, flaw_of, sequential_flaw_of
 
 Pair = tuple[str, int]  # problem id, sample
@@ -74,16 +76,32 @@ def roll_out(
     """These samples, ungraded, each as soon as it is finished, its format checked by the rules of its prompt; `rule` is
     that of parallel ones (tags.RULES).
     """
-    strict = partial(flaw_of, depth=config.depth)
-    parallel_flaw_of = strict if rule == "strict" else lookup(RULES, rule, "format.rule")
     known = {problem.id: (problem, ids) for problem, ids in prompted}
     requests = [Request(problem, sample, known[problem][1], prompt.parallel) for problem, sample in pairs]
     with closing(generate(engine, requests, config, seed=seed, watch=watch)) as responses:
         for request, response in responses:
             problem, _ = known[request.problem]
-            text = prompt.whole_text(response.text(engine.tokenizer))
-            flaw = parallel_flaw_of(text, config.workers) if prompt.parallel else sequential_flaw_of(text)
-            yield Rollout(problem.id, request.sample, problem.question, problem.gold, text, response, flaw)
+            yield rollout_of(problem, request.sample, response, engine, prompt, config, rule)
+
+
+def rollout_of(
+    problem: Problem,
+    sample: int,
+    response: Response,
+    engine: Engine,
+    prompt: PromptConfig,
+    config: RolloutConfig,
+    rule: str,
+) -> Rollout:
+    """A response as text, its format checked by the rules of its prompt; ungraded."""
+    text = prompt.whole_text(response.text(engine.tokenizer))
+    if not prompt.parallel:
+        flaw = sequential_flaw_of(text)
+    elif rule == "strict":
+        flaw = flaw_of(text, config.workers, depth=config.depth)
+    else:
+        flaw = lookup(RULES, rule, "format.rule")(text, config.workers)
+    return Rollout(problem.id, sample, problem.question, problem.gold, text, response, flaw)
 
 
 def sample_to_file(
@@ -100,14 +118,14 @@ def sample_to_file(
         yield rollout
 
 
-def grade(rollouts: Sequence[Rollout], judge: Judge, *, thinking_counts: bool = True) -> None:
+def grade(rollouts: Sequence[Rollout], judge: Judge, *, thinking_counts: bool = True, part: bool = False) -> None:
     """Fill in the verdicts on whole responses; unless `thinking_counts`, also on what follows their thinking, which is
-    what DeepScaleR's rule rewards.
+    what DeepScaleR's rule rewards. Of a `part` of a batch the judge reports nothing.
     """
     whole = [(rollout.text, rollout.gold) for rollout in rollouts]
     rest = [] if thinking_counts else [(after_think(rollout.text), rollout.gold) for rollout in rollouts]
     ids = [f"problem {rollout.problem!r}, sample {rollout.sample}" for rollout in rollouts]
-    found = verdicts_of(judge, [*whole, *rest], ids if thinking_counts else [*ids, *ids])
+    found = verdicts_of(judge, [*whole, *rest], ids if thinking_counts else [*ids, *ids], part=part)
     verdicts = [verdict.value for verdict in found]
     for rollout, verdict, answer in zip_longest(rollouts, verdicts[: len(whole)], verdicts[len(whole) :]):
         rollout.verdict, rollout.answer_verdict = verdict, answer
@@ -119,3 +137,50 @@ def graded(rollouts: Iterable[Rollout], judge: Judge) -> Iterator[Rollout]:
     while batch := list(islice(rollouts, GRADED_TOGETHER)):
         grade(batch, judge)
         yield from batch
+
+
+class Grading:
+    """Grades in the background while others are sampled: what has arrived meanwhile is graded together.
+
+    grading.add(label, rollout)      as soon as it is finished
+    grading.due(all=False)           once a turn: (label, rollout) of the turns before this one, or of all
+    """
+
+    def __init__(self, grade: Callable[[Sequence[Rollout]], None]):
+        self._grade = grade
+        self._thread = ThreadPoolExecutor(1, "grading")
+        self._ungraded: deque[Rollout] = deque()
+        self._before: list[tuple[int, Rollout, Future[None]]] = []
+        self._now: list[tuple[int, Rollout, Future[None]]] = []
+
+    def add(self, label: int, rollout: Rollout) -> None:
+        self._ungraded.append(rollout)
+        self._now.append((label, rollout, self._thread.submit(self._grade_waiting)))
+
+    def due(self, *, all: bool) -> list[tuple[int, Rollout]]:
+        """Waits for their verdicts. When a response comes back depends on turns, not on the judge's speed."""
+        due = self._before + self._now if all else self._before
+        self._before, self._now = ([] if all else self._now), []
+        for _, _, graded in due:
+            graded.result()
+        return [(label, rollout) for label, rollout, _ in due]
+
+    def done(self) -> list[tuple[int, Rollout]]:
+        """Those whose verdicts are there: nothing waits, and the judge's speed decides."""
+        there, later = [], []
+        for label, rollout, graded in self._now:
+            if graded.done():
+                graded.result()
+                there.append((label, rollout))
+            else:
+                later.append((label, rollout, graded))
+        self._now = later
+        return there
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _grade_waiting(self) -> None:
+        together = [self._ungraded.popleft() for _ in range(len(self._ungraded))]
+        if together:
+            self._grade(together)

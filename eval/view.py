@@ -72,7 +72,7 @@ def read_rollout(row: Any) -> Graded:
             if not isinstance(value := getattr(rollout, name), kind):
                 raise TypeError(f"{name} is {value!r:.40}")
     for segment in rollout.response.segments():
-        for name, kind in (("inserted", int), ("sampled", int), ("logprobs", int | float)):
+        for name, kind in (("inserted", int), ("sampled", int), ("logprobs", int | float), ("versions", int)):
             values = getattr(segment, name)
             if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
                 raise TypeError(f"{name} is {values!r:.40}")
@@ -267,7 +267,9 @@ class Page:
         self._waiting = []
 
     def _details(self, rollout: Graded) -> list[dict]:
-        """Per segment: its text, how many tokens were inserted, each token's length in the text, log-probs."""
+        """Per segment: its text, how many tokens were inserted, each token's length in the text, log-probs, and where
+        other weights began to write.
+        """
         texts = iter(cut(rollout.text, rollout.response) if self.pieces is None else ())
         rows = []
         for segment in rollout.response.segments():
@@ -278,8 +280,15 @@ class Page:
             else:
                 pieces = self.pieces(segment.tokens)
                 row |= {"text": "".join(pieces), "lengths": [utf16_length(piece) for piece in pieces]}
+            if changes := _changes(segment.versions):
+                row["changes"] = changes
             rows.append(row)
         return rows
+
+
+def _changes(versions: list[int]) -> list[list[int]]:
+    """[sampled token, version] where a segment's weights change; of a whole one, its version."""
+    return [[i, version] for i, version in enumerate(versions) if not i or version != versions[i - 1]]
 
 
 def _shape(thread: Thread[Segment]) -> list:

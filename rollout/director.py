@@ -105,6 +105,7 @@ class Completion:
     logprobs: list[float]
     stop: Stop
     cached: int = 0  # prompt tokens served from the prefix cache
+    versions: list[int] = field(default_factory=list)  # of the weights, per id; empty if not numbered
 
 
 @dataclass
@@ -145,7 +146,7 @@ class Director:
     def finished(self, call: Call, completion: Completion) -> list[Call]:
         """The calls that may run after this one: none while others are still running, and when the response is done."""
         writer = self._writers[call.thread]
-        segment = Segment(call.inserted, completion.ids, completion.logprobs)
+        segment = Segment(call.inserted, completion.ids, completion.logprobs, completion.versions)
         writer.thread.trunk.append(segment)
         writer.left -= len(segment)
         writer.total -= len(segment)

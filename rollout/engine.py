@@ -52,7 +52,9 @@ class EngineConfig:
     sleep_level: Literal[1, 2] = 1  # asleep, weights are on the host and CUDA graphs stay; 2: neither takes any memory
     split_groups: bool = False  # vLLM's process groups by splitting one: faster from 64 ranks on, ignored below
     stall_seconds: float = 1800.0  # if nothing finishes for this long, an error lists the pending calls
-    url: list[Address] = field(default_factory=list)  # servers that sample instead of this process; not for training
+    url: list[Address] = field(default_factory=list)  # servers that sample instead of this process
+    # how servers get a trainer's weights: by a file in the run's folder, or nccl, between GPUs (not tried yet)
+    weight_transfer: Literal["file", "nccl"] = "file"
 
 
 def checked_runner(machine: str) -> str | None:
@@ -112,14 +114,18 @@ class TrainingEngine(Engine, Protocol):
 
     dtype: torch.dtype  # of its weights
 
-    def load(self, parameters: Parameters) -> None:
-        """Replace the weights; nothing may be pending. Collective if `parameters` is."""
+    def load(self, parameters: Parameters, version: int | None = None) -> None:
+        """Replace the weights. Collective if `parameters` is.
+
+        With a `version`, pending calls are kept: they continue with the new weights, and their completions tell which
+        version sampled each token. Without one, nothing may be pending.
+        """
 
     def verify(self, parameters: Parameters) -> None:
         """Raise if the engine's weights differ from these."""
 
     def sleep(self) -> None:
-        """Release memory for training; `wake`, then `load`, before the next call."""
+        """Release memory for training; `wake`, then `load`, before the next step."""
 
     def wake(self) -> None: ...
 
@@ -188,6 +194,13 @@ class Sampling:
             ids = self._tokenizer.encode(tag, add_special_tokens=False)
             self._tag_tokens[tag] = ids[0] if len(ids) == 1 else None
         return self._tag_tokens[tag]
+
+
+def versions_of(spans: Iterable[Any] | None) -> list[int]:
+    """The version of the weights that sampled each token, of vLLM's spans; empty if they were not numbered."""
+    told = [span if isinstance(span, dict) else vars(span) for span in spans or ()]
+    numbered = [span for span in told if span["version"].isdigit()]
+    return [int(span["version"]) for span in numbered for _ in range(span["start"], span["end"])]
 
 
 # On a CPU vLLM's server runs the model in an extra process, bound to fewer cores than available; in the engine's own

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import queue
 import sys
@@ -36,6 +37,7 @@ PULSE, RETRY = 10.0, 1.0  # seconds between checks of a healthy server, of a los
 PATIENCE = 30.0  # seconds that a check may take
 ATTEMPTS = 8
 SAME_WEIGHTS = 0.1  # mean difference of log-probs, at most; two implementations differ by 0.02 in bf16
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
 NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}  # ignore the model folder's defaults
 
 
@@ -90,6 +92,8 @@ class _Server:
 
 
 class Fleet:
+    route = "/v1/completions"
+
     def __init__(self, model: str | Path, config: EngineConfig):
         self.config = config
         self.tokenizer = open_tokenizer(model)
@@ -121,7 +125,7 @@ class Fleet:
     ) -> None:
         self.pending.begin(key, call)
         rule = self._sampling.parameters(call, seed=seed, temperature=temperature, top_p=top_p)
-        body = {"prompt": call.prompt, "priority": priority, "logprobs": 0, "return_token_ids": True} | rule | NEUTRAL
+        body = self._body(call, {"logprobs": 0} | rule | NEUTRAL, priority)
         self._jobs[key] = job = _Job(priority, next(self._order), key, call, body)
         self._loop.call_soon_threadsafe(self._enqueue, job)
 
@@ -178,6 +182,9 @@ class Fleet:
         states = [("up" if server.up else "does not answer", len(server.tasks)) for server in self._servers]
         return ", ".join(f"{s.url} ({state}, {calls} calls)" for s, (state, calls) in zip(self._servers, states))
 
+    def _body(self, call: Call, sampling: dict, priority: int) -> dict:
+        return {"prompt": call.prompt, "priority": priority, "return_token_ids": True} | sampling
+
     # ---- the fleet's side: everything below runs on its thread ----
 
     async def _open(self, urls: list[str]) -> None:
@@ -185,8 +192,12 @@ class Fleet:
         for server in self._servers:
             warn_of_plain_http(server.url, "engine.url")
             await self._examine(server)
-            server.up = True
+            server.up = await self._ready(server)
         self._guards = [asyncio.create_task(self._guard(server)) for server in self._servers]
+
+    async def _ready(self, server: _Server) -> bool:
+        """Whether a server that was examined may sample."""
+        return True
 
     async def _examine(self, server: _Server) -> None:
         """ConfigError if a server cannot take part."""
@@ -222,7 +233,10 @@ class Fleet:
             tops.append(sorted(choice["logprobs"]["top_logprobs"][0].values(), reverse=True)[:3])
         if all(abs(cold - hot) < 1e-6 for cold, hot in zip(*tops, strict=True)):
             return "reports raw log-probs; start it with --logprobs-mode processed_logprobs"
-        weights = [token["logprob"] for tokens in choice["prompt_logprobs"][1:] for token in tokens.values()]
+        return self._other_weights(server, choice["prompt_logprobs"])
+
+    def _other_weights(self, server: _Server, prompt_logprobs: list[dict]) -> str | None:
+        weights = [token["logprob"] for tokens in prompt_logprobs[1:] for token in tokens.values()]
         self._weights = self._weights or weights
         differ = fmean(abs(one - other) for one, other in zip(self._weights, weights, strict=True))
         if differ > SAME_WEIGHTS:
@@ -270,7 +284,7 @@ class Fleet:
 
     async def _run(self, server: _Server, job: _Job) -> None:
         try:
-            answer = await server.client.post("/v1/completions", json=job.body | {"model": server.model})
+            answer = await server.client.post(self.route, json=job.body | {"model": server.model})
             if answer.status_code in (429, 503):  # overloaded, but healthy
                 await asyncio.sleep(float(answer.headers.get("retry-after", RETRY)))
                 self._enqueue(job)
@@ -313,7 +327,8 @@ class Fleet:
                     await self._examine(server)
                 except ConfigError as error:
                     fault = f"is not used: {error}"
-            server.up = not fault and not server.doubted.is_set()
+            ready = bool(fault) or server.up or await self._ready(server)
+            server.up = not fault and ready and not server.doubted.is_set()
             news, lost = fault or ("answers again" if lost else ""), bool(fault)
             if news and news != said:
                 print(f"[fleet] {server.url} {news}", file=sys.stderr)
@@ -322,7 +337,7 @@ class Fleet:
                 self._leave(server)
             self._dispatch()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(server.doubted.wait(), RETRY if lost else PULSE)
+                await asyncio.wait_for(server.doubted.wait(), PULSE if server.up else RETRY)
 
     def _leave(self, server: _Server) -> None:
         """Reassign a lost server's calls to the others."""

@@ -2,8 +2,13 @@
 
     for request, response in generate(engine, requests, config, seed=(run_seed, step)): …
 
+    sampler = Sampler(engine)                                the same, in the caller's hands
+    sampler.start(request, config, seed=(run_seed, step))    at any time
+    sampler.step()                                           one step of the engine: [(request, response), …]
+
 Responses arrive in the order in which they finish. The same seed gives the same tokens: every call has its own
-seed, a hash of (seed, problem, sample, *path of the call in its tree).
+seed, a hash of (seed, problem, sample, *path of the call in its tree). Between two steps the engine may take new
+weights and keep its calls: unfinished responses continue with them.
 """
 
 from __future__ import annotations
@@ -32,6 +37,11 @@ class Request:
     sample: int
     prompt: list[int] = field(repr=False)
     parallel: bool = True  # may spawn workers; False: one sequential call
+    group: int | None = None  # where a problem may be asked again while it is being answered: which time this is
+
+    @property
+    def name(self) -> str:
+        return "/".join(str(part) for part in (self.group, self.problem, self.sample) if part is not None)
 
 
 class Watch:
@@ -73,6 +83,67 @@ def seed_of(*key: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big") >> 1
 
 
+class Sampler:
+    """Responses in the making. Nothing happens outside `step`; at most one sampler steps an engine."""
+
+    def __init__(self, engine: Engine, watch: Watch | None = None):
+        self.engine, self.watch = engine, watch or Watch()
+        self._running: dict[str, tuple[_Started, Call]] = {}
+        self._count = 0  # responses started so far; earlier ones go first
+        self._tags: dict[str, TagIds] = {}  # by rollout.workers
+
+    def __len__(self) -> int:
+        """Calls that are running; 0: every response is finished."""
+        return len(self._running)
+
+    def start(self, request: Request, config: RolloutConfig, *, seed: tuple[int | str, ...]) -> None:
+        """Begin a response; no other of the same name may be running."""
+        if (width := repr(config.workers)) not in self._tags:
+            self._tags[width] = TagIds.of(self.engine.tokenizer, config.workers)
+        tags = self._tags[width]
+        director = Director(request.prompt, config, tags, self.engine.context, request.parallel)
+        started = _Started(self._count, request, director, config, (*seed, request.problem, request.sample))
+        self._count += 1
+        self._run(started, director.start())
+
+    def step(self) -> list[tuple[Request, Response]]:
+        """Advance all a little; returns the responses that are finished."""
+        finished = self.engine.step()
+        self.watch.stepped(self.engine)
+        done = []
+        for key, completion in finished:
+            started, call = self._running.pop(key)
+            self.watch.finished(started.request, call, completion)
+            director = started.director
+            self._run(started, director.finished(call, completion))
+            if director.done:
+                self.watch.answered(started.request, director.response)
+                done.append((started.request, director.response))
+        return done
+
+    def abort(self) -> None:
+        self.engine.abort(self._running)
+        self._running.clear()
+
+    def _run(self, started: _Started, calls: list[Call]) -> None:
+        config = started.config
+        for call in calls:
+            key = f"{started.request.name}/{'.'.join(map(str, call.path))}"
+            seed, heat, top_p = seed_of(*started.seed, *call.path), config.temperature, config.top_p
+            self.engine.add(key, call, seed=seed, temperature=heat, top_p=top_p, priority=started.order)
+            self._running[key] = started, call
+            self.watch.started(started.request, call)
+
+
+@dataclass(frozen=True)
+class _Started:
+    order: int
+    request: Request
+    director: Director
+    config: RolloutConfig
+    seed: tuple[int | str, ...]
+
+
 def generate(
     engine: Engine,
     requests: Iterable[Request],
@@ -87,37 +158,17 @@ def generate(
     All responses start at once, or at most `concurrency`: then each one that finishes makes room for the next.
     """
     check(config, "rollout")
-    watch = watch or Watch()
-    tags = TagIds.of(engine.tokenizer, config.workers)
-    running: dict[str, tuple[int, Request, Director, Call]] = {}
-
-    def run(order: int, request: Request, director: Director, calls: list[Call]) -> None:
-        for call in calls:
-            key = f"{request.problem}/{request.sample}/{'.'.join(map(str, call.path))}"
-            call_seed = seed_of(*seed, request.problem, request.sample, *call.path)
-            engine.add(key, call, seed=call_seed, temperature=config.temperature, top_p=config.top_p, priority=order)
-            running[key] = order, request, director, call
-            watch.started(request, call)
-
-    waiting = enumerate(requests)
+    sampler, waiting = Sampler(engine, watch), iter(requests)
 
     def begin(count: int | None) -> None:
-        for order, request in islice(waiting, count):
-            director = Director(request.prompt, config, tags, engine.context, request.parallel)
-            run(order, request, director, director.start())
+        for request in islice(waiting, count):
+            sampler.start(request, config, seed=seed)
 
     try:
         begin(concurrency)
-        while running:
-            finished = engine.step()
-            watch.stepped(engine)
-            for key, completion in finished:
-                order, request, director, call = running.pop(key)
-                watch.finished(request, call, completion)
-                run(order, request, director, director.finished(call, completion))
-                if director.done:
-                    watch.answered(request, director.response)
-                    begin(1)
-                    yield request, director.response
+        while sampler:
+            for request, response in sampler.step():
+                begin(1)
+                yield request, response
     finally:
-        engine.abort(running)
+        sampler.abort()

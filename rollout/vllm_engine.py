@@ -2,6 +2,7 @@
 
     add(key, call, …) ─► step() ─► [(key, Completion), …]    no call waits for another: the caller drives the steps
     load(named parameters)                                   weights streamed in, prefix cache reset
+    load(named parameters, version)                          the same under pending calls, which continue afterwards
     verify(named parameters)                                 are they the engine's? compared through its own kernels
     sleep() / wake()                                         GPU only: memory is lent to training
 
@@ -52,7 +53,7 @@ from dccot.core.runtime import PATIENCE, Runtime, fixed_segments, free_memory, k
 from dccot.model.tokenizer import open_tokenizer, tokenizer_folder
 from dccot.model.weights import open_tensors
 from dccot.rollout.director import Call, Completion
-from dccot.rollout.engine import EngineConfig, Pending, Sampling, checked_runner, vllm_options
+from dccot.rollout.engine import EngineConfig, Pending, Sampling, checked_runner, versions_of, vllm_options
 from dccot.rollout.tags import check_same_ids
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class VllmEngine:
 
     @property
     def running(self) -> int:
-        return len(self._engine.engine_core.engine_core.scheduler.running)
+        return len(self._core.scheduler.running)
 
     def written(self) -> dict[str, list[int]]:
         states = self._engine.output_processor.request_states.values()
@@ -149,9 +150,11 @@ class VllmEngine:
         for key in keys:
             del self.pending[key]
 
-    def load(self, parameters: Parameters) -> None:
-        """Replace the weights by `parameters`, consumed one at a time."""
-        if self.pending:
+    def load(self, parameters: Parameters, version: int | None = None) -> None:
+        """Replace the weights by `parameters`, consumed one at a time. Pending calls read their text again with the new
+        weights before they continue.
+        """
+        if self.pending and version is None:
             calls = f"{len(self.pending)} running calls; finish or abort {_some(self.pending)}"
             raise RuntimeError(f"weights cannot change under {calls}")
         seen: set[str] = set()
@@ -168,6 +171,8 @@ class VllmEngine:
                 faults.append(fault)
 
         self._whole = False
+        if self.pending and not self._asleep:  # their KV cache goes, and they wait
+            self._core.pause_scheduler(mode="keep", clear_cache=True)
         with torch.no_grad():
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": watched()})
             if self._tied and not ON_GPU:  # vLLM repacks weights for its CPU kernels, and a tied head is not loaded
@@ -180,7 +185,15 @@ class VllmEngine:
         if self._asleep:
             self._engine.wake_up(tags=["kv_cache"])
             self._asleep = False
-        self.forget_prefixes()
+        if version is not None:
+            self._engine.set_weight_version(str(version))
+        self._core.resume_scheduler()
+        if not self.pending:  # else it was reset when they were paused
+            self.forget_prefixes()
+
+    @property
+    def _core(self) -> Any:
+        return self._engine.engine_core.engine_core
 
     def verify(self, parameters: Parameters) -> None:
         if (split := self.config.tensor_parallel) > 1:
@@ -211,7 +224,7 @@ class VllmEngine:
         nothing on a CPU.
         """
         if self._sleeps and not self._asleep:
-            self._engine.sleep(level=self.config.sleep_level)
+            self._engine.sleep(level=self.config.sleep_level, mode="keep")
             self._asleep, self._whole = True, False
 
     def wake(self) -> None:
@@ -222,7 +235,7 @@ class VllmEngine:
     def shutdown(self) -> None:
         """Release everything except a process group that existed before the engine. All weights are freed."""
         self.abort(list(self.pending))
-        core = self._engine.engine_core.engine_core
+        core = self._core
         # before vLLM releases the memory that sleeps: a tensor still in it would be freed too late
         del self._network, self._engine
         if self._made_the_group:
@@ -238,7 +251,8 @@ class VllmEngine:
     def _completion(self, output: Any) -> Completion:
         result = output.outputs[0]
         stop = self._sampling.stop_of(self.pending[output.request_id], result.finish_reason, result.stop_reason)
-        return Completion(list(result.token_ids), result.logprobs.logprobs, stop, output.num_cached_tokens or 0)
+        ids, cached = list(result.token_ids), output.num_cached_tokens or 0
+        return Completion(ids, result.logprobs.logprobs, stop, cached, versions_of(result.weight_versions))
 
     def _progress(self) -> str:
         written = {key: len(ids) for key, ids in self.written().items()}

@@ -18,8 +18,9 @@ import pytest
 
 from dccot.lab.worlds import bigram
 from dccot.rollout.director import Call
-from dccot.rollout.engine import Sampling, as_flags, vllm_options
+from dccot.rollout.engine import EngineConfig, Sampling, as_flags, vllm_options
 from dccot.rollout.response import Finish
+from dccot.rollout.servers import command
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +38,10 @@ CALLED = {
     "vllm.v1.engine.llm_engine:LLMEngine.step": (),
     "vllm.v1.engine.llm_engine:LLMEngine.get_tokenizer": (),
     "vllm.v1.engine.llm_engine:LLMEngine.reset_prefix_cache": (),
-    "vllm.v1.engine.llm_engine:LLMEngine.sleep": ("level",),
+    "vllm.v1.engine.llm_engine:LLMEngine.sleep": ("level", "mode"),
+    "vllm.v1.engine.llm_engine:LLMEngine.set_weight_version": ("weight_version",),
+    "vllm.v1.engine.core:EngineCore.pause_scheduler": ("mode", "clear_cache"),
+    "vllm.v1.engine.core:EngineCore.resume_scheduler": (),
     "vllm.v1.engine.llm_engine:LLMEngine.wake_up": ("tags",),
     "vllm.v1.engine.llm_engine:LLMEngine.collective_rpc": ("method", "kwargs"),
     "vllm.v1.engine.core:EngineCore.shutdown": (),
@@ -69,6 +73,38 @@ CALLED = {
     "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware": ("app", "tokens"),
     "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware.verify_token": ("headers",),
     "vllm.entrypoints.openai.models.serving:OpenAIServingModels.show_available_models": (),
+    # asynchronous rollouts: our weight backend, and the routes that rollout/training_fleet.py asks
+    "vllm.distributed.weight_transfer.base:WeightTransferEngine.parse_update_info": ("update_dict",),
+    "vllm.distributed.weight_transfer.base:WeightTransferInitInfo": (),
+    "vllm.distributed.weight_transfer.base:WeightTransferUpdateInfo": (),
+    "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory.register_engine": (),
+    "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": ("model",),
+    "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": ("model", "model_config"),
+    "vllm.distributed.weight_transfer.nccl_common:trainer_init": ("init_info",),
+    "vllm.distributed.weight_transfer.nccl_common:NCCLWeightTransferInitInfo": (
+        "master_address",
+        "master_port",
+        "world_size",
+        "rank_offset",
+        "packed",
+    ),
+    "vllm.distributed.weight_transfer.nccl_engine:NCCLWeightTransferUpdateInfo": ("names", "dtype_names", "shapes"),
+    "vllm.distributed.weight_transfer.packed_tensor:packed_nccl_broadcast_producer": (
+        "iterator",
+        "group",
+        "src",
+        "post_iter_func",
+    ),
+    "vllm.entrypoints.rl.online.api_router:init_weight_transfer_engine": ("init_info",),
+    "vllm.entrypoints.rl.online.api_router:shutdown_weight_transfer_engine": (),
+    "vllm.entrypoints.rl.online.api_router:get_world_size": (),
+    "vllm.entrypoints.rl.online.api_router:pause_generation": ("mode", "clear_cache"),
+    "vllm.entrypoints.rl.online.api_router:resume_generation": (),
+    "vllm.entrypoints.rl.online.api_router:start_weight_update": (),
+    "vllm.entrypoints.rl.online.api_router:update_weights": ("update_info",),
+    "vllm.entrypoints.rl.online.api_router:finish_weight_update": ("weight_version",),
+    "vllm.entrypoints.rl.online.api_router:weight_info": (),
+    "vllm.entrypoints.rl.online.api_router:weight_checker": ("action",),
 }
 # module:class → attributes that we read
 READ = {
@@ -82,7 +118,23 @@ READ = {
     "vllm.v1.engine.output_processor:RequestState": ("external_req_id", "detokenizer"),
     "vllm.v1.engine.detokenizer:IncrementalDetokenizer": ("output_token_ids",),
     "vllm.outputs:RequestOutput": ("request_id", "outputs", "num_cached_tokens"),
-    "vllm.outputs:CompletionOutput": ("token_ids", "logprobs", "finish_reason", "stop_reason"),
+    "vllm.outputs:CompletionOutput": ("token_ids", "logprobs", "finish_reason", "stop_reason", "weight_versions"),
+    "vllm.outputs:WeightVersionSpan": ("version", "start", "end"),
+    "vllm.distributed.weight_transfer.base:WeightTransferEngine": ("model", "model_config"),
+    "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory": ("_registry",),
+    "vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateRequest": (
+        "token_ids",
+        "sampling_params",
+        "priority",
+        "model",
+    ),
+    "vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateTokensChoice": (
+        "token_ids",
+        "logprobs",
+        "finish_reason",
+        "stop_reason",
+        "weight_versions",
+    ),
     "vllm.logprobs:FlatLogprobs": ("logprobs",),
     "vllm.config:ModelConfig": ("max_model_len", "dtype"),
     "vllm.sampling_params:RequestOutputKind": ("FINAL_ONLY", "DELTA"),
@@ -97,7 +149,7 @@ READ = {
 }
 ENVIRONMENT = (
     "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CONFIGURE_LOGGING", "VLLM_NO_USAGE_STATS", "VLLM_PLUGINS",
-    "VLLM_DISTRIBUTED_USE_SPLIT_GROUP", "VLLM_USE_V2_MODEL_RUNNER",
+    "VLLM_DISTRIBUTED_USE_SPLIT_GROUP", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_SERVER_DEV_MODE", "VLLM_API_KEY",
 )  # fmt: skip
 
 
@@ -194,14 +246,15 @@ def test_variables_that_we_set_are_read():
     assert not set(ENVIRONMENT) - set(envs.environment_variables)
 
 
-def test_options_that_dccot_serve_gives_are_known():
+def test_options_that_our_servers_are_given_are_known():
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     known = set(make_arg_parser(FlexibleArgumentParser())._option_string_actions)
     for on_gpu in (True, False):
         more = ["--tokenizer", "--served-model-name", "--uvicorn-log-level", "--disable-uvicorn-access-log"]
-        given = {flag for flag in [*as_flags(vllm_options(on_gpu)), *more] if flag.startswith("--")}
+        ours = command("m", EngineConfig(), host="h", port=1, on_gpu=on_gpu)
+        given = {flag for flag in [*as_flags(vllm_options(on_gpu)), *more, *ours] if flag.startswith("--")}
         assert given <= known, given - known
 
 

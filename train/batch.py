@@ -24,20 +24,20 @@ class Batch:
     wanted: int
     groups: list[Group] = field(default_factory=list)  # kept by the filter
     rolled_out: list[Graded] = field(default_factory=list)  # everything, for metrics
-    rollout_batches: int = 0
+    considered: int = 0  # groups, kept or not
     kept: int = 0  # groups that the filter kept, including surplus ones
-    own: list[Graded] = field(default_factory=list)  # whole responses that this rank holds, by Outline.place
+    own: dict[int, Graded] = field(default_factory=dict)  # whole responses that this rank holds, by Outline.place
 
     @property
     def full(self) -> bool:
         return len(self.groups) >= self.wanted
 
     def add(self, groups: Sequence[Group], kept: Sequence[Group]) -> None:
-        """The groups of one rollout batch, and those of them that the filter kept; a surplus is not trained on."""
+        """Groups of a turn of the rollout, and those of them that the filter kept; a surplus is not trained on."""
         self.groups += kept[: self.wanted - len(self.groups)]
         self.rolled_out += [graded for group in groups for graded in group]
         self.kept += len(kept)
-        self.rollout_batches += 1
+        self.considered += len(groups)
 
     def mini_batches(self, count: int) -> Iterator[list[Graded]]:
         size = len(self.groups) // count
@@ -66,7 +66,7 @@ class Batch:
     @classmethod
     def replay(cls, path: str, wanted: int) -> Batch:
         """A batch that an earlier run saved."""
-        groups: dict[str, list[Graded]] = {}
+        groups: list[list[Graded]] = []
         for line, row in read_jsonl(path, strict=True):
             try:
                 graded = Graded.from_json(row)
@@ -75,11 +75,14 @@ class Batch:
             if graded.advantage is None:
                 remedy = "replay a file that a training run wrote to its rollouts/"
                 raise BadData(f"{path}:{line}: the rollout has no advantage; {remedy}")
-            groups.setdefault(graded.problem, []).append(graded)
+            last = groups[-1] if groups else []
+            if not last or last[-1].problem != graded.problem or last[-1].sample >= graded.sample:
+                groups.append(last := [])  # a problem may be drawn again soon if there are few
+            last.append(graded)
         if len(groups) < wanted:
             remedy = f"set batch.prompts={len(groups)} or less"
             raise BadData(f"{path} holds {len(groups)} prompts; batch.prompts is {wanted}: {remedy}")
-        chosen = list(groups.values())[:wanted]
+        chosen = groups[:wanted]
         return cls(wanted, list(chosen), [graded for group in chosen for graded in group], kept=len(groups))
 
 

@@ -121,12 +121,27 @@ class RLData:
 
 
 @dataclass
+class RLRollout(RolloutConfig):
+    mode: Literal["synchronous", "partial", "asynchronous"] = "synchronous"  # the three ways of train/pool.py
+    max_staleness: NonNegative | None = None  # versions a trained token may be old; None: 0 if synchronous, else 2
+    gpus: NonNegative = 0  # asynchronous: servers started on this machine, a GPU each; without GPUs, on its processor
+
+    @property
+    def staleness(self) -> int:
+        if self.max_staleness is not None:
+            return self.max_staleness
+        return 0 if self.mode == "synchronous" else 2
+
+
+@dataclass
 class RLBatch:
-    prompts_rolled_out: Positive = 288  # per rollout batch
+    prompts_rolled_out: Positive = 288  # per rollout batch; unless whole batches start, unfinished at once
     prompts: Positive = 96  # trained on per step, after filtering
     group_size: Annotated[int, Field(ge=2)] = 7  # responses per prompt; an advantage needs at least two
     optimizer_steps: Positive = 2  # mini-batches per step
     max_rollout_batches: Positive = 20  # at most this many rollout batches to find enough prompts
+    # drop: whole batches start (the paper); keep: prompts start as they are needed, what is left serves the next step
+    surplus: Literal["drop", "keep"] = "drop"
     token_budget: Positive = 32_768  # of one micro-batch on one rank, or on a group of ranks that share it
     share_prompts: bool = True
 
@@ -160,7 +175,7 @@ class RLConfig(TrainingConfig):
     credit: Annotated[str, known(CREDITS)] = "response"
     keep_rollouts: Positive = 100  # newest steps whose rollouts are kept on disk
     data: RLData = field(default_factory=RLData)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rollout: RLRollout = field(default_factory=RLRollout)
     engine: EngineConfig = field(default_factory=EngineConfig)
     grading: GradingConfig = field(default_factory=GradingConfig)
     format: FormatConfig = field(default_factory=FormatConfig)
@@ -169,11 +184,19 @@ class RLConfig(TrainingConfig):
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     validation: RLValidation = field(default_factory=RLValidation)
 
+    @property
+    def whole_batches(self) -> bool:
+        """Whether prompts start in whole batches, whose surplus is dropped."""
+        at_once = self.rollout.mode == "synchronous" or not self.rollout.staleness
+        return self.batch.surplus == "drop" and at_once
+
     def check(self) -> None:
         super().check()
+        stale = self.rollout.mode == "synchronous" and self.rollout.staleness and self.batch.surplus == "drop"
+        kept = "nothing is kept for another step: set batch.surplus=keep, or leave it out"
+        require(not stale, f"rollout.max_staleness is {self.rollout.max_staleness} and batch.surplus is drop; {kept}")
         require(bool(self.data.train or self.replay), "data.train is not set; name a JSONL or parquet file of problems")
-        own = "training streams its weights into an engine of its own: leave engine.url out"
-        require(not self.engine.url, f"engine.url is set; {own}")
+        self._check_servers()
         heat, top_p = self.rollout.temperature, self.rollout.top_p
         require(heat > 0, f"rollout.temperature is {heat}; training divides logits by it: it must be positive")
         whole = "training takes log-probs of the whole distribution: it must be 1 (validation.top_p is apart)"
@@ -189,6 +212,16 @@ class RLConfig(TrainingConfig):
         plain = isinstance(self.rollout.workers, int) and self.rollout.depth == 1
         fixed = "knows a fixed number of workers on one level only: use format.rule=strict"
         require(plain or self.format.rule != "release", f"format.rule is release, which {fixed}")
+
+    def _check_servers(self) -> None:
+        url, gpus, mode = self.engine.url, self.rollout.gpus, self.rollout.mode
+        if mode != "asynchronous":
+            own = f"a {mode} step streams its weights into an engine of its own: leave it out"
+            require(not url, f"engine.url is set; {own}, or set rollout.mode=asynchronous")
+            require(not gpus, f"rollout.gpus is {gpus}; {own}, or set rollout.mode=asynchronous")
+        else:
+            said = f"rollout.gpus is {gpus} and engine.url is {'set' if url else 'not set'}"
+            require(bool(url) != bool(gpus), f"{said}; asynchronous rollouts need servers: set one of the two")
 
 
 def open_model(config: RLConfig | SFTConfig) -> tuple[Path, ModelConfig, PreTrainedTokenizerBase]:

@@ -39,7 +39,7 @@ from dccot.core.statistics import PERCENTILES, clustered_error, mean
 from dccot.rollout.response import Finish, Rollout
 from dccot.rollout.tags import OVERSHOOTS, Flaw, overshoots
 from dccot.train.objectives import ObjectiveConfig, RolloutCorrection, kl_k3, objective_of, ratio_of
-from dccot.train.rewards import Graded, Outline
+from dccot.train.rewards import Graded, Group, Outline, sampled_by
 
 MAX_LOG_GAP = 20.0  # beyond this, exp is meaningless
 _POLICY = ("policy/clip_fraction", "policy/ratio_mean", "policy/logprob", "policy/entropy")
@@ -82,6 +82,21 @@ def rollout_metrics(rollouts: Sequence[Graded]) -> dict[str, float]:
         "parallel/saved": mean(savings),
         "parallel/worker_length": mean(workers),
         "parallel/worker_length_max": float(max(workers, default=0)),
+    }
+
+
+def staleness_metrics(groups: Sequence[Group], step: int, most: int) -> dict[str, float]:
+    """How many versions old the tokens are that a step trains on, none more than `most`."""
+    lags: Counter[int] = Counter()
+    for graded in (graded for group in groups for graded in group):
+        versions = sampled_by(graded)
+        lags.update({step - version: count for version, count in versions.items()})
+        lags[0] += graded.response.sampled_tokens - versions.total()
+    tokens = max(1, lags.total())
+    return {
+        "staleness/mean": sum(lag * count for lag, count in lags.items()) / tokens,
+        "staleness/max": float(max((lag for lag, count in lags.items() if count), default=0)),
+        **{f"staleness/tokens_{lag}_old": lags[lag] / tokens for lag in range(most + 1)},
     }
 
 

@@ -55,6 +55,12 @@ gap/effective_sample_size | 2 health/effective sample size, share | 1: correctin
 gap/truncated | 2 health/gap weights at their cap, share | Tokens with trainer over rollout above rollout_ratio_cap.
 gap/masked | 2 health/masked for their gap, share | Tokens of responses that rollout_correction leaves out.
 length/truncated | 2 health/cut off, share | Responses that hit the token limit before they gave an answer.
+staleness/mean | 2 health/staleness, mean, versions | How many updates of the weights ago a trained token was sampled.
+staleness/max | 2 health/staleness, oldest token, versions | At most rollout.max_staleness.
+pool/waiting | 3 time/queue, groups | Complete and kept, not yet trained on.
+pool/unfinished | 3 time/carried over, groups | Unfinished when the step's batch was full.
+pool/started | 3 time/started, groups | In this step.
+pool/too_old | 3 time/dropped for their age, groups | 0 unless an engine had weights that it should not have had.
 """
 SHOWN: dict[str, tuple[str, str]] = {
     **{name: (title, about) for name, title, about in (line.split(" | ") for line in _SHOWN.strip().splitlines())},
@@ -91,6 +97,9 @@ LAYOUT = {  # TensorBoard's page "custom scalars": section → chart → curves
         "Seconds per phase": [f"time/{phase}" for phase in TIMES],
         "Tokens per second": ["speed/rollout_tokens", "speed/trained_tokens"],
         "Model FLOP utilisation": ["speed/mfu"],
+        "Waiting, share of the step": ["time/engines_wait", "time/trainer_waits"],
+        "Groups: queue, carried over, started": ["pool/waiting", "pool/unfinished", "pool/started", "pool/too_old"],
+        "Staleness of trained tokens (versions)": ["staleness/mean", "staleness/max"],
     },
 }
 SFT_LAYOUT = {

@@ -81,13 +81,22 @@ class Outline(Graded):
     """What every rank knows of a graded response: all but question, text and token ids, which one rank holds."""
 
     rank: int = 0  # which
-    place: int = 0  # in the list of those it holds
+    place: int = 0  # among those it holds
+    sampled_by: Counter[int] = field(default_factory=Counter)  # version of the weights → tokens, if they have versions
     overshot: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, whole: Graded, rank: int, place: int) -> Outline:
         known = {**vars(whole), "question": "", "gold": "", "text": "", "response": whole.response.outline()}
-        return cls(**known, rank=rank, place=place, overshot=overshoots(whole.text))
+        told = overshoots(whole.text)
+        return cls(**known, rank=rank, place=place, overshot=told, sampled_by=sampled_by(whole))
+
+
+def sampled_by(rollout: Rollout) -> Counter[int]:
+    """Version of the weights → tokens that they sampled; without tokens that have no version."""
+    if isinstance(rollout, Outline):
+        return rollout.sampled_by
+    return Counter(version for segment in rollout.response.segments() for version in segment.versions)
 
 
 Group = Sequence[Graded]

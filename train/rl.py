@@ -6,6 +6,8 @@ One step: draw problems → director and workers answer each `group_size` times 
 until enough are kept → advantages → pack into forests → old and reference log-probs → `optimizer_steps` updates, one
 mini-batch each → weights into the engine → validate, log, checkpoint. Every rank rolls out, grades and rewards its
 share; then all know every response's outline (verdict, reward, lengths), and each gets the tokens that it trains on.
+What is drawn when, and what happens to responses that are not finished when the weights change, is the mode's affair
+(`rollout.mode`, train/pool.py).
 
 The reference policy is the model that the stage started from; a model with adapters (model.lora) is its own, with them
 off. The first mini-batch needs no old log-probs: they are its own (train/objectives.py). `replay=FILE` trains on a
@@ -14,11 +16,14 @@ saved batch in every step, without an engine.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,9 +34,9 @@ from dccot.core.config import lookup
 from dccot.core.plugins import Plugin
 from dccot.core.runtime import Runtime, on_rank_zero
 from dccot.data.judge import Judge
-from dccot.data.problems import ProblemStream
+from dccot.data.problems import Problem, ProblemStream
 from dccot.data.prompts import Prompted
-from dccot.data.rollouts import grade, missing_pairs, roll_out
+from dccot.data.rollouts import Grading, grade, rollout_of
 from dccot.data.task import Task, task_of
 from dccot.model.folder import model_checksums
 from dccot.model.lora import adapters_off
@@ -39,15 +44,16 @@ from dccot.model.sharding import build_model
 from dccot.model.weights import full_parameters
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import Engine, TrainingEngine, open_training_engine
-from dccot.rollout.generate import Watch
-from dccot.rollout.response import Response, Rollout
+from dccot.rollout.generate import Request, Sampler, Watch
+from dccot.rollout.response import Response, Rollout, Verdict
 from dccot.train.batch import Batch, MiniBatch
 from dccot.train.config import RLConfig, check_kv_cache, open_model
 from dccot.train.flops import pair_cost
 from dccot.train.forest import Forest, Packing, layout, pack
-from dccot.train.metrics import TokenMetrics, rollout_metrics, validation_metrics
+from dccot.train.metrics import TokenMetrics, rollout_metrics, staleness_metrics, validation_metrics
 from dccot.train.objectives import ObjectiveConfig, in_mode, objective_loss, trained_on
 from dccot.train.phases import Phases
+from dccot.train.pool import Pool, Started, settle
 from dccot.train.recorder import sample_text
 from dccot.train.rewards import (
     CREDITS,
@@ -66,26 +72,22 @@ from dccot.train.update import StepReport, compute_logprobs
 
 log = logging.getLogger(__name__)
 EQUAL_STEPS = 10  # in a row, until a warning that nothing is learnt
+Question = tuple[Request, RolloutConfig, tuple[int | str, ...]]  # with settings and seed
+TURN = 16  # tokens that every response may write until the ranks tell each other what is finished
 
 
 def train(config: RLConfig, engine: TrainingEngine | None = None) -> None:
     """Run the stage to the end, with its own engine or a given one, whose weights are replaced and which stays up."""
     with Runtime.start(config.timeout_seconds) as runtime, ExitStack() as stack:
-        rl = RL(config, runtime, stack, engine)
-        rl.sync()
+        rl = open_rl(config, runtime, stack, engine)
+        rl.sync(rl.first_step)
         for step in rl.steps():
             metrics = rl.validate(step) if step == 0 else {}
             with rl.profiled(step):
-                batch = rl.new_batch()
+                batch = rl.new_batch(step)
                 while not batch.full:
-                    problems = rl.draw(batch)
-                    rollouts = rl.roll_out(problems, seed=(config.seed, step, batch.rollout_batches))
-                    graded = rl.grade(rollouts)
-                    groups = rl.reward(graded, problems, batch)
-                    kept = rl.filter(groups, batch)
-                    rl.advantage(kept)
-                    rl.agree(groups, kept)
-                    batch.add(groups, kept)
+                    batch.add(*rl.collect(batch))
+                rl.report(batch)
                 rl.release_engine()
                 mini_batches = rl.pack(batch)
                 rl.prepare(forest for mini_batch in reversed(mini_batches) for forest in mini_batch.forests)
@@ -96,7 +98,7 @@ def train(config: RLConfig, engine: TrainingEngine | None = None) -> None:
                 reports = [rl.update(mini_batch, tokens) for mini_batch in mini_batches]
                 trained = [forest for mini_batch in mini_batches for forest in mini_batch.forests]
                 policy = tokens.reduce() | rl.update_metrics(reports, trained)
-                rl.sync()
+                rl.sync(step + 1)
             rl.save_if_bad(step, batch, reports)
             rl.warn_of_equal_rewards(batch)
             if rl.due(step, config.validation.every):
@@ -104,6 +106,29 @@ def train(config: RLConfig, engine: TrainingEngine | None = None) -> None:
             metrics |= rollout_metrics(batch.rolled_out) | policy | rl.data_metrics(batch)
             rl.log(step, metrics, rl.sample(batch) if step % 10 == 0 else None)
             rl.checkpoint(step, rl.state())
+
+
+def turn(rl: RL) -> None:
+    """A part of the way from problems to groups that can be trained on. The training loop takes turns until its batch
+    is full; in the asynchronous mode a thread takes them all the time.
+    """
+    rl.draw()
+    rl.roll_out()
+    graded = rl.grade()
+    rewarded = rl.reward(graded)
+    complete = rl.pool.add(rewarded)
+    groups = [each.group for each in complete]
+    kept = rl.filter(groups)
+    rl.advantage(kept)
+    rl.agree(groups, kept)
+    rl.pool.decide(complete, kept)
+
+
+def open_rl(config: RLConfig, runtime: Runtime, stack: ExitStack, engine: TrainingEngine | None) -> RL:
+    from dccot.train.asynchronous import AsynchronousRL  # which is an RL
+
+    kind = AsynchronousRL if config.rollout.mode == "asynchronous" and config.replay is None else RL
+    return kind(config, runtime, stack, engine)
 
 
 def validation_task(config: RLConfig) -> Task:
@@ -134,6 +159,7 @@ class RL(Trainer[RLConfig]):
         if self.replayed is None:
             problems = prompted(self.task, config.data.train)
             self.prompts = {problem.id: ids for problem, ids in problems}
+            self.problems = {problem.id: problem for problem, _ in problems}
             drawn = config.batch.prompts_rolled_out
             self.stream = ProblemStream([problem for problem, _ in problems], config.seed, drawn)
             self.validation = prompted(validation_task(config), config.data.validation)[: config.validation.problems]
@@ -146,90 +172,172 @@ class RL(Trainer[RLConfig]):
             frozen = replace(config.sharding, master_dtype=dtype, activation_checkpointing=False)
             self.reference = build_model(path, frozen, device=runtime.device).requires_grad_(False).eval()
         self.engine: TrainingEngine | None = None
+        self.own: dict[int, Graded] = {}  # whole responses that this rank holds, by Outline.place
+        self.places, self.last = itertools.count(), Batch(0)
+        self.pool = Pool(
+            config.batch,
+            config.rollout.staleness,
+            whole=config.whole_batches,
+            drained=config.rollout.mode == "synchronous",
+        )
         if self.replayed is None:
             self.judge: Judge = stack.enter_context(self.task.open_judge())
             self.judge.beat = self.phases.beat
-            started = open_training_engine(path, config.engine, engine, logs=self.run.folder, sleeps=True)
-            self.engine = sampler = stack.enter_context(started)
-            self.phases.pending = lambda: list(sampler.pending)
+            self.engine = self.open_engine(path, stack, engine)
+            if self.engine is not None:
+                sampling = self.engine
+                self.phases.pending = lambda: list(sampling.pending)
+                self.sampler = Sampler(sampling, Heartbeat(self.phases))
+                stack.callback(self.sampler.abort)
+            thinking_counts = config.prompt.parallel
+            self.grading = Grading(partial(grade, judge=self.judge, thinking_counts=thinking_counts, part=True))
+            stack.callback(self.grading.close)
         self.saver = RolloutSaver(runtime)
         stack.callback(self.saver.close)
         self.equal_steps = 0
         state = self.resume(stack)
         if self.stream and "stream" in state:
             self.stream.restore(state["stream"])
+            self.pool.drawn = state.get("drawn", 0)
+            if again := state.get("unfinished"):
+                log.info("%d groups that had started and were not trained on begin again", again)
 
-    def new_batch(self) -> Batch:
+    def open_engine(self, path: Path, stack: ExitStack, given: TrainingEngine | None) -> TrainingEngine | None:
+        """In this process; None on a rank that samples nothing."""
+        opened = open_training_engine(path, self.config.engine, given, logs=self.run.folder, sleeps=True)
+        return stack.enter_context(opened)
+
+    def new_batch(self, step: int) -> Batch:
         """An empty one to fill; in a replay, the saved one."""
-        return self.replayed or Batch(self.config.batch.prompts)
+        self.pool.begin(step)
+        for graded in self.last.rolled_out:  # its responses are trained on, or not wanted
+            if isinstance(graded, Outline) and graded.rank == self.runtime.rank:
+                self.own.pop(graded.place, None)
+        self.last = self.replayed or Batch(self.config.batch.prompts, own=self.own)
+        return self.last
 
-    def draw(self, batch: Batch) -> list[Prompted]:
-        """The next problems, each once; an error if the batch has had its share."""
+    def collect(self, batch: Batch) -> tuple[list[Group], list[Group]]:
+        """The next groups in the order drawn, and those of them that the filter kept; both may be empty."""
+        self.limit(batch)
+        turn(self)
+        return self.settled(batch, *self.pool.take())
+
+    def settled(self, batch: Batch, groups: list[Group], kept: list[Group]) -> tuple[list[Group], list[Group]]:
+        """The groups belong to this step; whoever holds a response as a whole notes that too."""
+        for graded in (graded for group in groups for graded in group):
+            whole = batch.whole(graded, self.runtime.rank)
+            settle([graded] if whole is None else [graded, whole], self.phases.step)
+        return groups, kept
+
+    def limit(self, batch: Batch) -> None:
+        """An error if the batch has had its share of problems."""
         config = self.config.batch
-        if batch.rollout_batches == config.max_rollout_batches:
+        if batch.considered >= config.prompts_rolled_out * config.max_rollout_batches:
             raise RuntimeError(
                 f"step {self.phases.step}: {self.config.filter} kept only {batch.kept} of {config.prompts} prompts "
-                f"after {batch.rollout_batches} batches of {config.prompts_rolled_out}; accuracy "
+                f"after {config.max_rollout_batches} batches of {config.prompts_rolled_out}; accuracy "
                 f"{rollout_metrics(batch.rolled_out)['reward/correct']:.1%}: choose easier or harder problems, "
                 "another filter, or raise batch.max_rollout_batches"
             )
-        assert self.stream is not None
-        drawn = {problem.id: problem for problem in self.stream.next_batch()}
-        return [(problem, self.prompts[problem.id]) for problem in drawn.values()]
 
-    def roll_out(self, problems: Sequence[Prompted], seed: tuple[int | str, ...]) -> list[Rollout]:
-        """This replica's share of the responses. Until a step has changed a weight, the run can stop immediately: every
-        rank comes here, and all stop if one was told to.
+    def draw(self) -> None:
+        """Start the next problems, as many as the mode allows."""
+        assert self.stream is not None and self.engine is not None
+        if not self.sampler:
+            self.engine.forget_prefixes()  # the cache must not depend on earlier work
+        pool, seen = self.pool, set()
+        with pool.lock:
+            for _ in range(pool.room()):
+                state, problem = self.stream.state(), self.stream.next()
+                if not (pool.whole and problem.id in seen):  # at the end of an epoch
+                    group = pool.start((problem, self.prompts[problem.id]), state)
+                    batch = (self.config.seed, pool.step, pool.batches)
+                    self._begin(group, seed=batch if pool.whole else (self.config.seed, "group", group.number))
+                seen.add(problem.id)
+            pool.batches += bool(seen)
+
+    def _begin(self, group: Started, seed: tuple[int | str, ...]) -> None:
+        """This replica's share of a group's responses: they go round, as prompts are short and responses long."""
+        assert self.engine is not None
+        (problem, prompt), size = group.problem, self.config.batch.group_size
+        for sample in range(size):
+            if (group.number * size + sample) % self.engine.replicas == self.engine.replica:
+                request = Request(problem.id, sample, prompt, self.config.prompt.parallel, group.number)
+                self.sampler.start(request, self.config.rollout, seed=seed)
+
+    def roll_out(self) -> None:
+        """Sample for a turn: until all is finished where whole batches start, else a few tokens, after which the ranks
+        tell each other what is finished. Until a step has changed a weight, the run can stop immediately: every rank
+        comes here, and all stop if one was told to.
         """
         alone = self.config.engine.tensor_parallel == 1  # the ranks of one replica must take the same steps
-        samples = range(self.config.batch.group_size)
         with self.phases("rollout"):
-            try:
-                found = self._sample(problems, samples, self.config.rollout, seed, Heartbeat(self.phases, stops=alone))
-            except CutShort:
-                found = []
+            for turn in itertools.count():
+                if not self.sampler or (turn == TURN and not self.pool.whole) or (alone and asked.stop):
+                    break
+                self._sample()
             if self.runtime.sum(torch.tensor([asked.stop], dtype=torch.int32)).item():
                 raise Stopped
-        return found
 
-    def grade(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """This rank's rollouts, with their verdicts."""
-        with self.phases("grade"):
-            return self._judged(rollouts)
+    def _sample(self) -> list[tuple[Request, Response]]:
+        """One step of the engine; training's responses are graded in the background, others returned."""
+        others = []
+        for request, response in self.sampler.step():
+            if request.group is None:
+                others.append((request, response))
+            elif self.leads:
+                problem = self.problems[request.problem]
+                rollout = self._rollout(problem, request.sample, response)
+                self.grading.add(request.group, rollout)
+        return others
 
-    def reward(self, rollouts: Sequence[Rollout], problems: Sequence[Prompted], batch: Batch) -> list[Group]:
-        """Outlines of all ranks' responses in groups, in the order in which the problems were drawn. Each response is
-        rewarded once, by the rank that holds it.
-        """
-        first = len(batch.own)
+    def grade(self) -> list[tuple[int, Rollout]]:
+        """This rank's rollouts that are graded by now, with the number of their group."""
+        mine: list[tuple[int, Rollout]] = []
 
-        def rewarded() -> list[Graded]:
-            for rollout in rollouts:
-                rollout.step = self.phases.step
-                self.phases.beat()
-                reward = reward_of(rollout, self.config.reward, self.config.rollout.budget, self.task.reward)
-                workers = worker_rewards_of(rollout, self.task.worker_rewards)
-                batch.own.append(Graded(**vars(rollout), reward=reward, worker_rewards=workers))
+        def due() -> list[Rollout]:
+            mine.extend(self.grading.due(all=not self.sampler))
             return []
 
-        self.runtime.together(rewarded)  # a reward that fails on one rank ends all of them
-        groups: dict[str, list[Graded]] = {problem.id: [] for problem, _ in problems}
         with self.phases("grade"):
-            for outline in self._outlines(batch.own[first:], first):
-                groups[outline.problem].append(outline)
-        return list(groups.values())
+            self.runtime.together(due)  # a judge that fails on one rank ends all of them
+        return mine
 
-    def _outlines(self, mine: Sequence[Graded], first: int = 0) -> list[Outline]:
+    def reward(self, rollouts: Sequence[tuple[int, Rollout]]) -> list[tuple[int, Graded]]:
+        """Outlines of all ranks' responses, with the number of their group. Each response is rewarded once, by the rank
+        that holds it.
+        """
+
+        def rewarded() -> list[tuple[int, Graded]]:
+            mine: list[tuple[int, Graded]] = []
+            for number, rollout in rollouts:
+                self.judge.beat()
+                reward = reward_of(rollout, self.config.reward, self.config.rollout.budget, self.task.reward)
+                workers = worker_rewards_of(rollout, self.task.worker_rewards)
+                place = next(self.places)
+                self.own[place] = Graded(**vars(rollout), reward=reward, worker_rewards=workers)
+                mine.append((number, Outline.of(self.own[place], self.runtime.rank, place)))
+            return mine
+
+        return self.share(rewarded)
+
+    def share(self, work: Callable[[], list[tuple[int, Graded]]]) -> list[tuple[int, Graded]]:
+        """Every rank's result; one that fails ends all of them."""
+        with self.phases("grade"):
+            return [outline for part in self.runtime.together(work) for outline in part]
+
+    def _outlines(self, mine: Sequence[Graded]) -> list[Outline]:
         """All ranks' responses, in an order that no speed decides."""
-        outlines = [Outline.of(graded, self.runtime.rank, first + number) for number, graded in enumerate(mine)]
+        outlines = [Outline.of(graded, self.runtime.rank, number) for number, graded in enumerate(mine)]
         everybody = [outline for part in self.runtime.gather(outlines) for outline in part]
         return sorted(everybody, key=lambda outline: (outline.problem, outline.sample))
 
-    def filter(self, groups: Sequence[Group], batch: Batch) -> list[Group]:
+    def filter(self, groups: Sequence[Group]) -> list[Group]:
         """The groups worth training on. Your own filter may read texts and tokens: rank 0 gets them, and decides."""
-        if self.config.filter in FILTERS:
+        if self.config.filter in FILTERS or not groups:
             return [group for group in groups if keeps(group, self.config.filter)]
-        mine = [[batch.whole(graded, self.runtime.rank) for graded in group] for group in groups]
+        held = Batch(0, own=self.own)
+        mine = [[held.whole(graded, self.runtime.rank) for graded in group] for group in groups]
         parts = self.runtime.exchange([mine, *[None] * (self.runtime.ranks - 1)])
         together = lambda *copies: next(copy for copy in copies if copy is not None)
         whole = [list(map(together, *copies)) for copies in zip(*parts)] if self.runtime.is_main else []
@@ -243,8 +351,15 @@ class RL(Trainer[RLConfig]):
 
     def agree(self, groups: Sequence[Group], kept: Sequence[Group]) -> None:
         """End the run if ranks have decided differently: each would train on a batch of its own."""
+        if not groups:
+            return
         names = {"reward": self._reward_name(), "filter": self.config.filter, "advantage": self.config.advantage}
         require_agreement(groups, kept, self.runtime, names)
+
+    def report(self, batch: Batch) -> None:
+        """Let the judge look at a batch as a whole: no wrong answer, or nothing else, may be the judge's fault."""
+        if self.runtime.is_main and self.replayed is None:
+            self.judge.report([Verdict(graded.verdict) for graded in batch.rolled_out if graded.verdict])
 
     def release_engine(self) -> None:
         """Give the engine's memory to training, until the next sync."""
@@ -283,7 +398,10 @@ class RL(Trainer[RLConfig]):
 
     @property
     def objective(self) -> ObjectiveConfig:
-        return in_mode(self.config.objective, "synchronous")
+        """As `rollout.mode` wants it, by whether tokens can be stale: without staleness every mode is synchronous."""
+        rollout = self.config.rollout
+        stale = "partial" if rollout.mode == "synchronous" else rollout.mode
+        return in_mode(self.config.objective, stale if rollout.staleness else "synchronous")
 
     def _credit(self, packing: Packing, forests: Sequence[Forest], graded: Sequence[Graded]) -> list[Tensor] | None:
         """The advantages of each forest's tokens, 0 where none was sampled; None: all have their response's."""
@@ -334,12 +452,13 @@ class RL(Trainer[RLConfig]):
 
         return self.optimizer_step(mini_batch.forests, loss, self.config.rollout.temperature)
 
-    def sync(self) -> None:
-        """Stream the weights into the engine."""
+    def sync(self, version: int) -> None:
+        """Stream the weights, those after `version` steps, into the engine. Unfinished responses continue with them."""
         with self.phases("sync"):
             if self.engine is not None:
                 self.engine.wake()
-                self.engine.load(full_parameters(self.model, self.engine.dtype))
+                self.engine.load(full_parameters(self.model, self.engine.dtype), None if self.pool.whole else version)
+            self.pool.version = version
 
     def save(self, step: int, batch: Batch, folder: Path | None = None) -> None:
         """Keep the step's rollouts, in the run's rollouts/ or elsewhere; written while the model trains."""
@@ -369,49 +488,78 @@ class RL(Trainer[RLConfig]):
 
     def validate(self, step: int) -> dict[str, float]:
         """Metrics of the policy on held-out problems."""
-        if self.engine is None or not self.validation or not self.config.validation.every:
+        if self.replayed is not None or not self.validation or not self.config.validation.every:
             return {}
         with self.phases("validate"):
             config = replace(self.config.rollout, top_p=self.config.validation.top_p)
-            samples, seed = range(self.config.validation.samples), (self.config.seed, step, "validation")
-            mine = self._sample(self.validation, samples, config, seed, Heartbeat(self.phases))
-            return validation_metrics(self._outlines([Graded(**vars(rollout)) for rollout in self._judged(mine)]))
+            pairs = list(itertools.product(self.validation, range(self.config.validation.samples)))
+            mine = pairs[self.engine.replica :: self.engine.replicas] if self.engine else []
+            parallel, seed = self.config.prompt.parallel, (self.config.seed, step, "validation")
+            asked = [Request(problem.id, sample, prompt, parallel) for (problem, prompt), sample in mine]
+            found = self.answers([(request, config, seed) for request in asked])
+            known = {problem.id: problem for problem, _ in self.validation}
+            rollouts = [self._rollout(known[each.problem], each.sample, response) for each, response in found]
+            graded = self._judged(rollouts if self.leads else [])
+            return validation_metrics(self._outlines([Graded(**vars(rollout)) for rollout in graded]))
+
+    def answers(self, questions: Sequence[Question]) -> list[tuple[Request, Response]]:
+        """Responses to these, while unfinished ones of training continue."""
+        assert self.engine is not None
+        if not self.sampler:
+            self.engine.forget_prefixes()
+        for request, config, seed in questions:
+            self.sampler.start(request, config, seed=seed)
+        found: list[tuple[Request, Response]] = []
+        while len(found) < len(questions):
+            found += self._sample()
+        return found
 
     def data_metrics(self, batch: Batch) -> dict[str, float]:
         sampled = sum(rollout.response.sampled_tokens for rollout in batch.rolled_out)
         seconds = self.phases.seconds.get("rollout")
         trained = [graded for group in batch.groups for graded in group]
-        return {
-            "data/rollout_batches": float(batch.rollout_batches),
+        stale: dict[str, float] = {}
+        if not self.pool.whole:
+            stale = staleness_metrics(batch.groups, self.phases.step, self.pool.max_staleness) | self.pool.metrics()
+        return stale | {
+            "data/rollout_batches": batch.considered / self.config.batch.prompts_rolled_out,
             "data/kept": float(batch.kept),
             "data/surplus": float(batch.kept - len(batch.groups)),
             "data/epoch": float(self.stream.epoch if self.stream else 0),
             "data/trained_reward": sum(graded.reward or 0.0 for graded in trained) / len(trained),
             "speed/rollout_tokens": sampled / seconds if seconds else 0.0,
+            **self._waits(),
+        }
+
+    def _waits(self) -> dict[str, float]:
+        """The share of the step, until now, that the engine did not sample, and that the model waited for responses."""
+        seconds, elapsed = self.phases.seconds, time.perf_counter() - self._start
+        waited = seconds.get("rollout", 0.0) + seconds.get("grade", 0.0)
+        return {
+            "time/engines_wait": 1 - seconds.get("rollout", 0.0) / elapsed,
+            "time/trainer_waits": waited / elapsed,
         }
 
     def state(self) -> dict:
         """What a checkpoint keeps besides weights, optimizer and counters."""
-        return {"stream": self.stream.state()} if self.stream else {}
+        with self.pool.lock:
+            return self.pool.resumes_at(self.stream.state()) if self.stream else {}
 
-    def _sample(
-        self, problems: Sequence[Prompted], samples: range, config: RolloutConfig, seed: tuple, watch: Watch
-    ) -> list[Rollout]:
-        """This replica's share of the responses."""
+    @property
+    def leads(self) -> bool:
+        """The ranks of one replica hold the same responses: one of them counts."""
+        return self.runtime.rank % self.config.engine.tensor_parallel == 0
+
+    def _rollout(self, problem: Problem, sample: int, response: Response) -> Rollout:
         assert self.engine is not None
-        mine = problems[self.engine.replica :: self.engine.replicas]
-        self.engine.forget_prefixes()  # the cache must not depend on earlier work
-        pairs = missing_pairs(mine, samples)
-        prompt, rule = self.config.prompt, self.config.format.rule
-        return list(roll_out(self.engine, mine, pairs, prompt, config, seed=seed, watch=watch, rule=rule))
+        config = self.config
+        return rollout_of(problem, sample, response, self.engine, config.prompt, config.rollout, config.format.rule)
 
     def _reward_name(self) -> str:
         return f"{self.config.task}.reward" if self.task.reward else self.config.reward.kind
 
     def _judged(self, mine: list[Rollout]) -> list[Rollout]:
         """Graded where they were made."""
-        if self.runtime.rank % self.config.engine.tensor_parallel:
-            mine = []  # the ranks of one replica hold the same responses
 
         def graded() -> list[Rollout]:
             grade(mine, self.judge, thinking_counts=self.config.prompt.parallel)
@@ -421,20 +569,14 @@ class RL(Trainer[RLConfig]):
         return mine
 
 
-class CutShort(Exception):
-    """A rollout that is not worth finishing: its step will be restarted."""
-
-
 class Heartbeat(Watch):
-    """Tells the watchdog that the engine makes progress; `stops`: ends the rollout if this rank was told to stop."""
+    """Tells the watchdog that the engine makes progress."""
 
-    def __init__(self, phases: Phases, stops: bool = False):
-        self.phases, self.stops = phases, stops
+    def __init__(self, phases: Phases):
+        self.phases = phases
 
     def stepped(self, engine: Engine) -> None:
         self.phases.beat()
-        if self.stops and asked.stop:
-            raise CutShort
 
 
 def main(argv: Sequence[str] | None = None) -> int:

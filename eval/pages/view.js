@@ -3,7 +3,7 @@
 
    shape of a response   [12, [30, 41, 28], 9]      director wrote 12 tokens, three workers 30, 41 and 28, the director 9 more;
                          a worker that spawned is such a list itself
-   details               one {text, inserted, lengths?, logprobs, entropies?} per segment, in reading order; log-probs in hundredths of a nat */
+   details               one {text, inserted, lengths?, logprobs, entropies?, changes?} per segment, in reading order; log-probs in hundredths of a nat */
 
 const $ = id => document.getElementById(id);
 const ROW_HEIGHT = 58, KEPT_BLOCKS = 24, FLAWS = {

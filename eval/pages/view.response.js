@@ -125,15 +125,20 @@ function tree(row, segments) {
       el("rect", { ...place, style: `fill:${values ? "var(--paper)" : hue(box.worker)};opacity:${values || box.onPath ? 1 : .55}` }));
     if (values) heat(group, place, segments[box.segment].inserted, box.length, values);
     group.append(el("rect", { ...place, class: "outline", style: `fill:none;stroke:${values ? hue(box.worker) : "none"}` }));
+    for (const [token, version] of (segments[box.segment].changes ?? []).slice(1)) {        // other weights from here on
+      const at = x + (segments[box.segment].inserted + token) * wide / Math.max(1, box.length);
+      group.append(el("line", { x1: at, x2: at, y1: y(box.lane) - 3, y2: y(box.lane) + lane + 3, class: "change", "data-version": version }));
+    }
     if (wide > 34) group.append(el("text", { x: x + wide / 2, y: y(box.lane) + 15, "text-anchor": "middle", style: `fill:${values ? "var(--ink)" : "var(--card)"};font-weight:600` }, number(box.length)));
     group.addEventListener("click", () => { const card = $(`segment-${box.segment}`); card.scrollIntoView({ block: "center" }); card.classList.remove("flash"); void card.offsetWidth; card.classList.add("flash"); });
-    group.addEventListener("mousemove", event => tip(event, `${box.name}${box.worker ? `, round ${box.round + 1}` : ""}\n${number(box.length)} tokens${meanOf(segments[box.segment].logprobs)}`));
+    group.addEventListener("mousemove", event => tip(event, `${box.name}${box.worker ? `, round ${box.round + 1}` : ""}\n${number(box.length)} tokens${meanOf(segments[box.segment].logprobs)}${weightsOf(segments[box.segment])}`));
     group.addEventListener("mouseleave", () => tip());
     svg.append(group);
   }
   return el("div", { className: "tree" }, svg);
 }
 
+const weightsOf = segment => segment.changes ? `\nweights after ${segment.changes.map(change => number(change[1])).join(", ")} steps` : "";
 const meanOf = logprobs => logprobs.length ? `, mean log-prob ${fixed(-logprobs.reduce((a, b) => a + b, 0) / logprobs.length / 100, 3)}` : "";
 /** Hundredths of a nat per sampled token of what is being coloured by, or null. */
 function measured(segment) {

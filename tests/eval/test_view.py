@@ -154,6 +154,15 @@ def test_details_hold_texts_tokens_and_logprobs_of_every_segment(tmp_path):
     assert [s["logprobs"] for s in segments] == [[50] * len(s.sampled) for s in expected]
 
 
+def test_details_say_where_other_weights_began_to_write(tmp_path):
+    stale = rollout()
+    first, *_ = stale.response.segments()
+    first.versions = [3] * (len(first.sampled) - 1) + [4]
+    [[*segments]] = unpacked(built(tmp_path, stale, pieces=Pieces(WORDS)), "block-0")
+    assert segments[0]["changes"] == [[0, 3], [len(first.sampled) - 1, 4]]
+    assert all("changes" not in segment for segment in segments[1:])
+
+
 def test_every_response_is_in_its_block(tmp_path):
     page = built(tmp_path, *(rollout(number) for number in range(2 * BLOCK + 1)))
     assert [len(unpacked(page, f"block-{number}")) for number in range(3)] == [BLOCK, BLOCK, 1]

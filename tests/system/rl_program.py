@@ -20,6 +20,7 @@ from dccot.core.runtime import Runtime, free_memory
 from dccot.lab.worlds.exact_task import make_task, write_problems
 from dccot.model.transformer import Transformer
 from dccot.rollout.vllm_engine import VllmEngine
+from dccot.train import rl
 from dccot.train.config import RLConfig
 from dccot.train.rewards import Group
 from dccot.train.rl import train
@@ -60,6 +61,20 @@ def stop_in_a_rollout(out: Path, engine: VllmEngine, runtime: Runtime) -> None:
     train(config, engine)
 
 
+def other_modes(out: Path, engine: VllmEngine) -> None:
+    """Partial rollouts, and prompts that start as they are needed, in turns of 5 tokens: less than a response."""
+    rl.TURN = 5
+    fresh = ("rollout.mode=partial", "rollout.max_staleness=0")
+    train(settings(out, "partial_0", 3, *fresh), engine)
+    needed = ("filter=remove_easy", "batch.surplus=keep", "batch.prompts_rolled_out=24")
+    train(settings(out, "needed", 3, *needed), engine)
+    for stop_after in (2, 3):
+        train(settings(out, "needed_stopped", stop_after, *needed, *fresh), engine)
+    validated = (f"data.validation={out / 'held_out.jsonl'}", "validation.every=3", "validation.samples=2")
+    for stop_after in (2, 5):
+        train(settings(out, "partial_2", stop_after, *needed, "rollout.mode=partial", *validated), engine)
+
+
 def main(out: Path, steps: int) -> None:
     runtime = Runtime.start()
     if runtime.is_main:
@@ -88,6 +103,7 @@ def main(out: Path, steps: int) -> None:
         "validation.problems=2",
     )
     train(settings(out, "filtered", 2, "filter=remove_easy", "batch.prompts=12", *validated), engine)
+    other_modes(out, engine)
     train(settings(out, "own_filter", 1, "filter=rl_program:three_spawn", "batch.prompts=2"), engine)
     try:
         never_right = (f"data.train={out / 'hopeless.jsonl'}", "filter=remove_easy", "batch.max_rollout_batches=2")

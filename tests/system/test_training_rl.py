@@ -14,9 +14,12 @@ from torch.utils.tensorboard import SummaryWriter
 from dccot.core.files import read_jsonl, write_jsonl_atomic
 from dccot.data.prompts import PromptConfig
 from dccot.lab.worlds.arithmetic import make_tokenizer
+from dccot.lab.worlds.exact_task import TEMPERATURE
+from dccot.rollout.response import Response
 from tests.support import programs
 from tests.support.fault_injection.rank import Kill
 from tests.support.fault_injection.run import FaultInjection
+from tests.support.spans import gaps, trained_in
 
 pytestmark = pytest.mark.slow
 
@@ -144,15 +147,53 @@ def test_whole_batches_are_rolled_out_until_the_filter_has_kept_enough_prompts(o
     of 8.
     """
     for step, row in enumerate(metrics(out / "filtered")):
-        trained = [row for _, row in read_jsonl(out / "filtered" / "rollouts" / f"step_{step:06d}.jsonl.gz")]
         groups = {}
-        for rollout in trained:
+        for rollout in trained_in(out / "filtered", step):
             groups.setdefault(rollout["problem"], []).append(rollout["verdict"] == "correct")
         assert len(groups) == 12
         assert all(0 < sum(group) < 4 for group in groups.values())
         assert row["data/rollout_batches"] >= 2
         assert row["data/kept"] - row["data/surplus"] == 12
         assert 0 <= row["data/surplus"] < 8
+
+
+def test_partial_rollouts_without_staleness_are_synchronous_to_the_bit(out):
+    assert weights(out / "partial_0", 3) == weights(out / "whole", 3)
+
+
+def test_prompts_that_start_as_they_are_needed_leave_no_surplus_and_a_stopped_run_ends_in_the_same_bits(out):
+    """Remove-Easy rejects some: as many start in their place, all are finished and considered in the order drawn. The
+    run that was stopped is one of partial rollouts without staleness.
+    """
+    for row in metrics(out / "needed"):
+        assert row["data/surplus"] == row["pool/unfinished"] == row["pool/waiting"] == row["staleness/max"] == 0
+        assert row["pool/started"] > 8
+    assert weights(out / "needed_stopped", 3) == weights(out / "needed", 3)
+
+
+def test_partial_rollouts_train_on_tokens_of_several_versions_none_too_old(out):
+    rows, ages, crossing = metrics(out / "partial_2"), set(), 0
+    assert [row["step"] for row in rows] == list(range(5))
+    for step, row in enumerate(rows):
+        responses = trained_in(out / "partial_2", step)
+        parsed = [Response.from_json(each["response"]) for each in responses]
+        versions = [segment.versions or [step] for response in parsed for segment in response.segments()]
+        ages |= {step - version for each in versions for version in each}
+        crossing += sum(len(set(each)) > 1 for each in versions)
+        assert row["staleness/max"] == max(step - version for each in versions for version in each)
+        assert len(responses) == ROLLOUTS
+        assert row["pool/too_old"] == 0
+    assert ages == {0, 1, 2}
+    assert crossing > 0, "no response continued under new weights"
+    assert sum(row["pool/unfinished"] for row in rows) > 0
+    assert {row["step"] for row in rows if "validation/accuracy" in row} >= {0, 2, 4}, "validated under unfinished ones"
+
+
+def test_every_span_of_partial_rollouts_has_the_log_probs_of_its_versions_weights(out):
+    """By our own model, in the whole tree, with the weights that the run kept of every step."""
+    found = gaps(out / "partial_2", out / "model", TEMPERATURE)
+    assert len(found) > 3
+    assert max(found.values()) < 1e-4
 
 
 def test_a_filter_of_ones_own_sees_the_texts_of_all_ranks(out):

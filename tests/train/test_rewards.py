@@ -100,7 +100,7 @@ def test_a_sequential_baseline_is_graded_on_what_follows_its_thinking(prompt, te
     rl.phases = Phases(rl.runtime)
     asked = Rollout("417", 0, "?", "45", text, flat([1], [], Segment([], [5])), sequential_flaw_of(text))
     with Grader(GradingConfig(workers=1)) as rl.judge:
-        [graded] = rl.grade([asked])
+        [graded] = rl._judged([asked])
     assert reward_of(graded, config.reward, config.rollout.budget) == expected
 
 
@@ -294,7 +294,7 @@ def test_a_batch_keeps_as_many_groups_as_it_wants_over_all_its_rollouts():
         assert not batch.full
         batch.add(groups, groups)
     assert batch.full and batch.groups == [["a"], ["b"], ["c"]]
-    assert (batch.rolled_out, batch.kept, batch.rollout_batches) == (["a", "b", "c", "d"], 4, 2)
+    assert (batch.rolled_out, batch.kept, batch.considered) == (["a", "b", "c", "d"], 4, 4)
 
 
 def spawning(number: int, reward: float, worker_rewards: list[float | None]) -> Graded:

@@ -1,0 +1,242 @@
+"""A fleet that samples for training: its weights are replaced while requests run, and every token tells its version.
+
+    load(parameters, version)       safetensors to `folder` (or NCCL, rollout/vllm_nccl.py), then into every server:
+                                    pause, keeping requests ─► update ─► label with the version ─► compare ─► resume
+
+A server samples only while it has the current weights. One where any of this fails, or that does not answer, is left:
+its calls begin again elsewhere. When it comes back it gets the current weights before its first call, however old its
+own are; so does every server when a trainer starts, whatever an earlier one left there. Weights are compared by
+checksum (`/weight_checker`) whenever a server joins: all must have the same bits.
+
+Requests go to `/inference/v1/generate`, the only route that returns versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import torch
+from torch import Tensor
+
+from dccot.core.config import ConfigError
+from dccot.model.weights import open_tensors
+from dccot.rollout.director import Call, Completion
+from dccot.rollout.engine import EngineConfig, versions_of
+from dccot.rollout.fleet import PATIENCE, Fleet, _Job, _Server
+
+if TYPE_CHECKING:
+    from dccot.rollout.engine import Parameters
+    from dccot.rollout.vllm_nccl import NcclLink
+
+log = logging.getLogger(__name__)
+PUSH_SECONDS = 600.0  # that a server may take for new weights
+
+
+class TrainingFleet(Fleet):
+    route = "/inference/v1/generate"
+
+    def __init__(self, model: str | Path, config: EngineConfig, folder: Path):
+        self.dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+        self.folder, self.version = folder, -1  # where weights are written; the version that every server should have
+        self._given: Path | dict[str, Tensor] | None = None  # the current weights
+        self._links: dict[str, NcclLink] = {}
+        self._nccl = asyncio.Lock()
+        self._labels: dict[str, int] = {}  # server → version that it was given, if all went well
+        self._updates: dict[str, asyncio.Lock] = {}  # by server
+        with open_tensors(model) as tensors:
+            self._names = set(tensors)
+        self._tied = bool(json.loads((Path(model) / "config.json").read_text()).get("tie_word_embeddings"))
+        if config.weight_transfer == "nccl" and not torch.cuda.is_available():
+            raise ConfigError("engine.weight_transfer is nccl, and this machine has no GPU: set it to file")
+        super().__init__(model, config)
+
+    # ---- the caller's side ----
+
+    def load(self, parameters: Parameters, version: int | None = None) -> None:
+        """Give all servers that answer these weights; returns when they sample with them. The others get them when
+        they come back; if none is left, this waits for one.
+        """
+        assert version is not None
+        weights = self._checked(parameters)
+        given = self._write(weights, version) if self.config.weight_transfer == "file" else weights
+        self._wait(self._push_all(given, version))
+        for old in self.folder.glob("version_*.safetensors"):
+            if old != given:
+                old.unlink(missing_ok=True)
+
+    def verify(self, parameters: Parameters) -> None:
+        raise NotImplementedError("servers compare their weights with each other when they get them")
+
+    def sleep(self) -> None:
+        """Servers have GPUs of their own."""
+
+    def wake(self) -> None: ...
+
+    def health(self) -> dict[str, float]:
+        """Per server: 1 if it samples with the current weights, its calls."""
+        told = {}
+        for number, server in enumerate(self._servers):
+            told[f"server_{number}/up"] = float(server.up)
+            told[f"server_{number}/calls"] = float(len(server.tasks))
+            told[f"server_{number}/version"] = float(self._labels.get(server.url, -1))
+        return told
+
+    def state(self) -> str:
+        """One line about every server."""
+        told = [f"{server.url} version {self._labels.get(server.url, '?')}" for server in self._servers]
+        calls = [f"{len(server.tasks)} calls" if server.up else "not used" for server in self._servers]
+        return "; ".join(f"{one}, {other}" for one, other in zip(told, calls))
+
+    def _checked(self, parameters: Parameters) -> dict[str, Tensor]:
+        """All of the model's weights, in the engine's precision if it was chosen."""
+        place = "cpu" if self.config.weight_transfer == "file" else None
+        tensors = {name: tensor.detach().to(place, self.dtype).contiguous() for name, tensor in parameters}
+        if self._tied and "lm_head.weight" in self._names:
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        if missing := sorted(self._names - set(tensors)):
+            raise ValueError(f"{len(missing)} weights of the model were not given: {', '.join(missing[:20])}")
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise ValueError(f"{name} holds {int((~tensor.isfinite()).sum()):,} values that are not finite")
+        return tensors
+
+    def _write(self, tensors: dict[str, Tensor], version: int) -> Path:
+        from safetensors.torch import save_file
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / f"version_{version}.safetensors"
+        save_file(tensors, part := file.with_suffix(".part"))
+        part.rename(file)
+        return file
+
+    # ---- the fleet's side ----
+
+    async def _push_all(self, given: Path | dict[str, Tensor], version: int) -> None:
+        current = [server for server in self._servers if server.up or self._given is None]
+        self._given, self.version = given, version
+        for server in current:
+            server.up = False
+        first = self._labels.get(current[0].url) != version - 1 if current else False
+        if first:  # one gives the weights that the others are compared with
+            await self._push_or_leave(current.pop(0))
+        await asyncio.gather(*(self._push_or_leave(server) for server in current))
+        while not any(server.up for server in self._servers):  # the guards bring one up as soon as it answers
+            await asyncio.sleep(0.1)
+        self._dispatch()
+
+    async def _push_or_leave(self, server: _Server) -> None:
+        server.up = await self._ready(server)
+        if not server.up:
+            server.doubted.set()  # its guard looks at it now
+            self._leave(server)
+
+    async def _ready(self, server: _Server) -> bool:
+        """Give a server the current weights; False if there are none yet or it does not take them."""
+        if self._given is None:
+            return False
+        async with self._update(server):
+            given, version = self._labels.pop(server.url, None), self.version
+            try:
+                if given != version or await self._label(server) != str(version):  # it may have been started again
+                    await self._push(server, self._given, version, compare=given != version - 1)
+            except (httpx.HTTPError, OSError, RuntimeError, ValueError, LookupError) as error:
+                self._links.pop(server.url, None)
+                log.warning("%s did not take the weights of version %d: %s", server.url, version, _said(error))
+                return False
+            self._labels[server.url] = version
+            return version == self.version  # else there are newer ones meanwhile
+
+    def _update(self, server: _Server) -> asyncio.Lock:
+        """Held while a server gets weights."""
+        return self._updates.setdefault(server.url, asyncio.Lock())
+
+    async def _fault(self, server: _Server) -> str | None:
+        """It may be paused, where an earlier trainer died: then it would not answer."""
+        async with self._update(server):
+            await self._ask(server, "/resume")
+            return await super()._fault(server)
+
+    async def _push(self, server: _Server, given: Path | dict[str, Tensor], version: int, compare: bool) -> None:
+        await self._ask(server, "/pause?mode=keep&clear_cache=true")
+        answer = await server.client.post("/start_weight_update", timeout=PATIENCE)
+        if answer.status_code not in (200, 500):  # 500: an update was begun there and never finished
+            answer.raise_for_status()
+        if isinstance(given, Path):
+            await self._ask(server, "/update_weights", {"update_info": {"path": str(given)}})
+        else:
+            await self._broadcast(server, given, new=compare)
+        await self._ask(server, "/finish_weight_update", {"weight_version": str(version)})
+        if compare:
+            await self._compare(server, version)
+        if (label := await self._label(server)) != str(version):
+            raise ValueError(f"it says that it has version {label}")
+        await self._ask(server, "/resume")
+
+    async def _broadcast(self, server: _Server, tensors: dict[str, Tensor], new: bool) -> None:
+        """Over the server's own communicator; one that joins gets a `new` one. A thread that waits for a server that is
+        gone is given up with its communicator.
+        """
+        from dccot.rollout.vllm_nccl import NcclLink
+
+        async with self._nccl:  # one at a time
+            if new or server.url not in self._links:
+                await server.client.post("/shutdown_weight_transfer_engine", timeout=PATIENCE)  # an earlier trainer's
+                answer = await server.client.get("/get_world_size", timeout=PATIENCE)
+                link = NcclLink(server.url, answer.json()["world_size"])
+                joined = self._ask(server, "/init_weight_transfer_engine", {"init_info": link.joins})
+                await asyncio.wait_for(asyncio.gather(joined, asyncio.to_thread(link.join)), PUSH_SECONDS)
+                self._links[server.url] = link
+            link = self._links[server.url]
+            updated = self._ask(server, "/update_weights", {"update_info": link.describe(tensors)})
+            await asyncio.wait_for(asyncio.gather(updated, asyncio.to_thread(link.send, tensors)), PUSH_SECONDS)
+
+    async def _compare(self, server: _Server, version: int) -> None:
+        """Raise if its weights differ from those of a server that has this version already."""
+        others = [other for other in self._servers if self._labels.get(other.url) == version]
+        if not others:
+            return
+        ask = {"action": "checksum"}
+        mine, theirs = [(await self._ask(each, "/weight_checker", ask))["checksums"] for each in (server, others[0])]
+        if wrong := sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)):
+            raise ValueError(f"{len(wrong)} weights differ from those of {others[0].url}: {', '.join(wrong[:5])}")
+
+    async def _label(self, server: _Server) -> str:
+        answer = await server.client.get("/weight_info", timeout=PATIENCE)
+        answer.raise_for_status()
+        return answer.json()["weight_version"]
+
+    async def _ask(self, server: _Server, path: str, body: dict | None = None) -> Any:
+        answer = await server.client.post(path, json=body, timeout=PUSH_SECONDS)
+        answer.raise_for_status()
+        return answer.json()
+
+    def _other_weights(self, server: _Server, prompt_logprobs: list[dict]) -> str | None:
+        """It gets the right ones before it samples."""
+        return None
+
+    def _body(self, call: Call, sampling: dict, priority: int) -> dict:
+        rule = {name: value for name, value in sampling.items() if value is not None}
+        return {"token_ids": call.prompt, "priority": priority, "sampling_params": rule}
+
+    def _completion(self, server: _Server, job: _Job, answer: httpx.Response) -> Completion | Exception:
+        if answer.status_code != 200:
+            return RuntimeError(f"{server.url} refused call {job.key!r}: {answer.text[:300]}")
+        choice = answer.json()["choices"][0]
+        stop = self._sampling.stop_of(job.call, choice["finish_reason"], choice["stop_reason"])
+        logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+        ids, versions = choice["token_ids"], versions_of(choice["weight_versions"])
+        if not 0 < len(ids) == len(logprobs) == len(versions) <= job.call.max_tokens:
+            sizes = f"{len(ids)} ids, {len(logprobs)} log-probs and {len(versions)} versions"
+            raise ValueError(f"nonsense: {sizes} for a call of at most {job.call.max_tokens} tokens")
+        return Completion(ids, logprobs, stop, versions=versions)
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, httpx.HTTPStatusError):
+        return f"{error.request.url.path} answered {error.response.status_code}: {error.response.text[:200]}"
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,105 @@
+"""Asynchronous RL on servers that die, hang, answer nonsense and come back: the whole training loop, servers in memory.
+
+tests/system/test_asynchronous.py does it with real ones.
+"""
+
+import json
+from collections import Counter
+
+import pytest
+
+from dccot.core.config import ConfigError, load_config
+from dccot.lab.worlds.exact_task import make_task, write_problems
+from dccot.model.tokenizer import open_tokenizer
+from dccot.train.config import RLConfig
+from dccot.train.rl import train
+from tests.support.spans import responses_in, trained_in
+from tests.support.stub_servers import stub_servers
+
+pytestmark = pytest.mark.slow
+
+STEPS, STALENESS = 5, 2
+SMALL = (
+    "batch.prompts=4",
+    "batch.prompts_rolled_out=9",
+    "checkpoint.every=2",
+    "profile.steps=[]",
+    "batch.token_budget=2000",
+)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    out = tmp_path_factory.mktemp("stubs")
+    make_task(out)
+    write_problems(out / "problems.jsonl", 200)
+    return out
+
+
+def settings(task, name: str, stubs, *more: str) -> RLConfig:
+    urls = ",".join(stub.url for stub in stubs)
+    given = [f"name={name}", f"steps={STEPS}", "rollout.mode=asynchronous", f"engine.url=[{urls}]", *SMALL, *more]
+    return load_config(RLConfig, task / "rl.yaml", given)
+
+
+def groups_of(run) -> list[list[str]]:
+    """The problems of each step, in order."""
+    rows = [trained_in(run, step) for step in range(STEPS)]
+    assert all(max(Counter((row["problem"], row["sample"]) for row in step).values()) == 1 for step in rows)
+    return [list(dict.fromkeys(row["problem"] for row in step)) for step in rows]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_servers_do_nothing_is_lost_nothing_counts_twice_and_no_token_is_too_old(task, seed, caplog):
+    """Each step trains on the next prompts in the order drawn, all their responses once; no server ever samples with
+    weights that it was not given as a whole.
+    """
+    with stub_servers(seed, 3, open_tokenizer(task / "model")) as stubs:
+        train(settings(task, f"faults_{seed}", stubs))
+    run = task / f"faults_{seed}"
+    assert [stub.violations for stub in stubs] == [[], [], []]
+    happened = Counter(each.split(" ")[0] for stub in stubs for each in stub.happened)
+    assert {"dies", "fails", "hangs", "nonsense"} <= set(happened)
+    with stub_servers(0, 1, open_tokenizer(task / "model"), faults=0.0) as quiet:
+        train(settings(task, f"quiet_{seed}", quiet))
+    assert groups_of(run) == groups_of(task / f"quiet_{seed}")
+    ages = {step - v for step, response in responses_in(run) for s in response.segments() for v in s.versions}
+    assert ages <= set(range(STALENESS + 1))
+    assert len(ages) > 1
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert all(row["pool/too_old"] == 0 for row in rows)
+
+
+def test_without_staleness_nothing_is_sampled_while_the_model_trains(task):
+    with stub_servers(0, 2, open_tokenizer(task / "model"), faults=0.0) as stubs:
+        train(settings(task, "fresh", stubs, "rollout.max_staleness=0", "batch.surplus=keep"))
+    assert {step - v for step, r in responses_in(task / "fresh") for s in r.segments() for v in s.versions} == {0}
+
+
+def test_a_trainer_that_starts_again_gives_every_server_its_weights_first_and_loses_nothing(task):
+    """The servers are as the first trainer left them, one of them in the middle of an update."""
+    with stub_servers(7, 2, open_tokenizer(task / "model"), faults=0.0) as stubs:
+        train(settings(task, "again", stubs, "steps=2"))
+        stubs[1].label, stubs[1].weights, stubs[1].paused, stubs[1].updating = "9", "mixture", True, True
+        train(settings(task, "again", stubs))
+    assert [stub.violations for stub in stubs] == [[], []]
+    assert [stub.label for stub in stubs] == [str(STEPS)] * 2
+    assert len({stub.weights for stub in stubs}) == 1
+    drawn = [problem for step in groups_of(task / "again") for problem in step]
+    with stub_servers(0, 1, open_tokenizer(task / "model"), faults=0.0) as quiet:
+        train(settings(task, "undisturbed", quiet))
+    assert drawn == [problem for step in groups_of(task / "undisturbed") for problem in step]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["rollout.mode=asynchronous"], "rollout.gpus is 0 and engine.url is not set; .* set one of the two"),
+        (["rollout.gpus=2"], "rollout.gpus is 2; a synchronous step .* or set rollout.mode=asynchronous"),
+        (["engine.url=[http://a:1]", "rollout.mode=partial"], "engine.url is set; a partial step"),
+    ],
+)
+def test_servers_belong_to_the_asynchronous_mode(given, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(RLConfig, "configs/rl/stage1.yaml", ["model.path=m", "data.train=t.jsonl", *given])
