@@ -127,8 +127,9 @@ class Runtime:
             mine, failed = [], error
         sent = failed if isinstance(failed, PluginError | None) else RuntimeError(f"rank {self.rank}: {failed!r}")
         everybody = self.gather([mine, sent])
-        if first := failed or next((theirs for _, theirs in everybody if theirs), None):
-            raise first
+        for rank, (_, theirs) in enumerate(everybody):  # the first one's error, on all of them
+            if theirs is not None:
+                raise failed if rank == self.rank and failed else theirs
         return [theirs for theirs, _ in everybody]
 
     def broadcast(self, value: Any) -> Any:
