@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dccot.core.files import cache_folder, write_atomic
 from dccot.kernels.mask import TreeMask
-from dccot.kernels.reference import dense_attention
+from dccot.kernels.reference import dense_attention, dense_mask
 from dccot.kernels.tuning import ATTENTION_KERNELS, CHOSEN, Tile, architecture, shape_of, tile_for
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,8 @@ _CHOICES: dict[tuple, Choice | None] = {}  # of this process; None: the table
 def backend_for(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> str:
     """The backend for tensors on a GPU; its tiles are in force."""
     if torch.compiler.is_compiling() or isinstance(q, FakeTensor) or os.environ.get("DCCOT_TUNE") == "0":
+        return "triton"
+    if mask.share is not None:  # a part of the queries: other backends are compared on whole forests
         return "triton"
     shape = shape_of(q, k, mask)
     if shape not in _CHOICES and (found := stored(shape, q.device)):
@@ -157,7 +159,7 @@ def _ours(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> Tens
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> Tensor:
-    return dense_attention(q, k, v, mask.visible_until, scale)
+    return dense_attention(q, k, v, mask.own(dense_mask(mask.visible_until)), scale)
 
 
 def _with_gradients(attend: Attend, tensors: list[Tensor], mask: TreeMask, scale: float) -> list[Tensor]:

@@ -128,8 +128,9 @@ def _lists(visited: np.ndarray, full: np.ndarray, own: Tiles, streamed: Tiles) -
     last = np.cumsum(counts[order])
     first = last - counts[order]
     tiles = np.append(tiles, 0)  # kernels read one tile ahead
-    listed = first, first + fulls[order], last, streamed.start[tiles], streamed.stop[tiles]
-    return Lists(own.start[order], own.stop[order], *listed, own.row[order], streamed.row[tiles])
+    begin, end, row = (np.append(each, 0)[tiles] for each in streamed)  # one more: a share may have no tile at all
+    listed = first, first + fulls[order], last, begin, end
+    return Lists(own.start[order], own.stop[order], *listed, own.row[order], row)
 
 
 class Programs(NamedTuple):

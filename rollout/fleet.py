@@ -245,10 +245,12 @@ class Fleet:
         return None
 
     async def _close(self) -> None:
-        tasks = [*self._guards, *(task for server in self._servers for task in server.tasks.values())]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Cancels more than once: in Python 3.11, `wait_for` loses a cancellation that comes with its result."""
+        calls = lambda: (task for server in self._servers for task in server.tasks.values())
+        while running := [task for task in (*self._guards, *calls()) if not task.done()]:
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running, timeout=RETRY)
         for server in self._servers:
             await server.client.aclose()
 

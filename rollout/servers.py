@@ -45,7 +45,8 @@ FOR_TRAINING: dict[str, Any] = {
     "middleware": "dccot.serve.weights.Guard",
 }
 FOR_SERVERS = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}  # the routes that replace weights
-END_SECONDS = 20.0
+END_SECONDS = 20.0  # that a server may take to end
+HEALTH_SECONDS = 30.0  # that one may take to say that it is ready
 
 
 def command(model: str | Path, config: EngineConfig, *, host: str, port: int, on_gpu: bool) -> list[str]:
@@ -143,7 +144,10 @@ class Servers:
                     last = " ".join(self._log(number).read_text(errors="replace").splitlines()[-3:])[-600:]
                     raise ConfigError(f"server {number} ended with code {code}: {last} ({self._log(number)})")
                 with contextlib.suppress(httpx.HTTPError):
-                    if httpx.get(f"{self.urls[number]}/health", timeout=5, trust_env=False).status_code == 200:
+                    if (
+                        httpx.get(f"{self.urls[number]}/health", timeout=HEALTH_SECONDS, trust_env=False).status_code
+                        == 200
+                    ):
                         waiting.discard(number)
             time.sleep(0.2)
 

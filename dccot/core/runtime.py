@@ -269,14 +269,14 @@ def say_once(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def require_shared(folder: Path, runtime: Runtime, patience: float = SHARED_SECONDS) -> None:
+def require_shared(folder: Path, runtime: Runtime) -> None:
     """Reject a folder that not all ranks share. A network file system may take a while to show a new file."""
     if runtime.ranks == 1:
         return
     name = runtime.broadcast(f".seen-by-all-{uuid.uuid4().hex}")
     if runtime.is_main:
         (folder / name).touch()
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + SHARED_SECONDS
     runtime.barrier()
     while not (seen := (folder / name).exists()) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from dccot.core import runtime as settings
 from dccot.core.config import ConfigError
 from dccot.core.runtime import Runtime, require_shared
 
@@ -16,6 +17,7 @@ if __name__ == "__main__":
         (home / "run").mkdir(parents=True)
         os.chdir(home)
         try:
-            require_shared(Path("run"), runtime, patience=0.5)
+            settings.SHARED_SECONDS = 0.5
+            require_shared(Path("run"), runtime)
         except ConfigError as refused:
             print(refused, flush=True)

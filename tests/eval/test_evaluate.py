@@ -142,10 +142,11 @@ def test_ranks_that_do_not_share_the_folder_are_refused(speaker, sums, tmp_path)
     program = tmp_path / "program.py"
     home = "os.mkdir(os.environ['RANK'])\nos.chdir(os.environ['RANK'])"
     run = "sys.exit(main([*sys.argv[1:], '--out', 'out']))"
-    program.write_text(f"import os, sys\nfrom dccot.eval.evaluate import main\n{home}\n{run}")
+    impatient = "import dccot.core.runtime\ndccot.core.runtime.SHARED_SECONDS = 2.0"
+    program.write_text(f"import os, sys\n{impatient}\nfrom dccot.eval.evaluate import main\n{home}\n{run}")
     command = [*TORCHRUN, program, speaker, "--problems", sums, "--budget", "100", "engine.context=1024"]
     done = programs.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 1 and done.stderr.count("dccot: out of rank 0 on ") == 2, done.stderr
+    assert done.returncode == 1 and done.stderr.count("dccot: out of rank 0 on ") == 1, done.stderr
     assert "is not the folder of rank 1 on " in done.stderr
 
 

@@ -203,7 +203,7 @@ def test_a_run_is_asked_as_it_was_trained(tmp_path):
 
 
 def test_a_plain_model_is_asked_as_in_the_paper(model):
-    assert settings_of(model) == (PromptConfig(), RolloutConfig())
+    assert settings_of(model) == (PromptConfig(spawning=""), RolloutConfig())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from dccot.serve.launch import VARIABLE, from_environment, main, overrides
 from tests.serve.conftest import NAME
 from tests.support.hub import Hub, use_here
 
-NOTHING = {"workers": None, "budget": None, "max_n": None, "max_requests": None}
+NOTHING = {"workers": None, "depth": None, "budget": None, "max_n": None, "max_requests": None}
 
 
 def test_a_run_is_asked_as_it_was_trained_whatever_its_system_message_holds(tmp_path, monkeypatch):

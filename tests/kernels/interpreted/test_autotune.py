@@ -8,7 +8,7 @@ import torch
 
 from dccot.kernels import autotune, tuning
 from dccot.kernels.autotune import Choice, keep, machine, stored, tune
-from dccot.kernels.reference import dense_attention
+from dccot.kernels.reference import dense_attention, dense_mask
 from dccot.kernels.tree_attention import TreeMask, tree_attention
 from dccot.kernels.tuning import CHOSEN, INTERPRETER, Tile, shape_of
 
@@ -45,7 +45,7 @@ def clock_with(**fastest: str):
 
 
 def dense(q, k, v, mask, scale):
-    return dense_attention(q, k, v, mask.visible_until, scale)
+    return dense_attention(q, k, v, dense_mask(mask.visible_until), scale)
 
 
 def test_each_kernel_gets_its_own_fastest_tile_and_others_the_first(tensors):
