@@ -110,28 +110,27 @@ class RewardConfig:
     cutoff: NonNegative = 2000  # L_cutoff
     worker_cost: Probability = 0.0  # taken off for every worker spawned: a price on needless width
 
+    def penalty(self, response: Response, budget: int) -> float:
+        """What a response's length and its workers cost; `budget` is L_max."""
+        workers = sum(1 for _ in response.threads()) if self.worker_cost else 0
+        return length_penalty(response.longest_path, self, budget) + self.worker_cost * workers
+
 
 def length_penalty(longest_path: int, config: RewardConfig, budget: int) -> float:
     """ℓ of a response with this longest path; `budget` is L_max."""
     return config.length_penalty * max(0, longest_path - config.cutoff) / (budget - config.cutoff)
 
 
-def penalty(response: Response, config: RewardConfig, budget: int) -> float:
-    """What a response's length and its workers cost."""
-    workers = sum(1 for _ in response.threads()) if config.worker_cost else 0
-    return length_penalty(response.longest_path, config, budget) + config.worker_cost * workers
-
-
 def correctness_format(rollout: Rollout, config: RewardConfig, budget: int) -> float:
     if not rollout.correct:
         return 0.0
     full = 1.0 if rollout.well_formed else config.correct_only
-    return max(0.0, full - penalty(rollout.response, config, budget))
+    return max(0.0, full - config.penalty(rollout.response, budget))
 
 
 def high_length_penalty(rollout: Rollout, config: RewardConfig, budget: int) -> float:
     if rollout.correct and rollout.well_formed:
-        return 1.0 - penalty(rollout.response, config, budget)
+        return 1.0 - config.penalty(rollout.response, budget)
     return config.correct_only if rollout.correct else 0.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dccot.lab.worlds.countdown import CountdownWorld, make_countdown
 from dccot.lab.worlds.lists import ListsConfig, make_lists
 from dccot.lab.worlds.parts import PartsConfig, make_parts
 from dccot.lab.worlds.world import WorldConfig, make_world
@@ -25,3 +26,9 @@ def lists(context: Context, config: ListsConfig) -> None:
 def parts(context: Context, config: PartsConfig) -> None:
     """Problems of 2 to 12 parts, or of sums of sums, base demonstrations and an untrained model."""
     make_parts(config, context.folder)
+
+
+@kind(CountdownWorld, alone=True)
+def countdown(context: Context, config: CountdownWorld) -> None:
+    """Countdown problems, searches written down and, if its shape is configured, an untrained model."""
+    make_countdown(config, context.folder)
