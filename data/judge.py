@@ -62,6 +62,7 @@ class Judge(Protocol):
 
     def report(self, verdicts: Sequence[Verdict]) -> None:
         """Tell the user if a batch's verdicts look wrong."""
+        return
 
     def judge(self, text: str, gold: Gold) -> Verdict:
         """The verdict on a single answer."""
@@ -74,6 +75,7 @@ class Judge(Protocol):
 
     def close(self) -> None:
         """Stop everything the judge has started."""
+        return
 
     def __enter__(self) -> Self:
         return self
