@@ -121,9 +121,6 @@ class TrainingEngine(Engine, Protocol):
         version sampled each token. Without one, nothing may be pending.
         """
 
-    def verify(self, parameters: Parameters) -> None:
-        """Raise if the engine's weights differ from these."""
-
     def sleep(self) -> None:
         """Release memory for training; `wake`, then `load`, before the next step."""
 

@@ -69,9 +69,6 @@ class TrainingFleet(Fleet):
             if old != given:
                 old.unlink(missing_ok=True)
 
-    def verify(self, parameters: Parameters) -> None:
-        raise NotImplementedError("servers compare their weights with each other when they get them")
-
     def sleep(self) -> None:
         """Servers have GPUs of their own."""
 

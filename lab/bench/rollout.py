@@ -141,6 +141,8 @@ def sync_rows(folder: Path, quick: bool) -> list[dict]:
     model = Transformer(read_config(folder / "first"))
     load_weights(model, folder / "first")
     config = EngineConfig(dtype="float32", kv_cache_gb=0.5)
+    from dccot.rollout.vllm_engine import VllmEngine
+
     with ExitStack() as stack:
         engine = stack.enter_context(open_training_engine(folder / "first", config))
 
@@ -152,6 +154,7 @@ def sync_rows(folder: Path, quick: bool) -> list[dict]:
 
         sync = fastest({"sync": lambda: engine.load(full_parameters(model))}, 1 if quick else 3)["sync"]
         disk = fastest({"disk": through_disk}, 1 if quick else 2)["disk"]
+        assert isinstance(engine, VllmEngine)
         engine.verify(full_parameters(model))
     parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     return [
