@@ -412,6 +412,6 @@ def _kind_of(name: str) -> Kind:
 
 def _config_file(beside: Path, name: str, stage: str) -> Path:
     try:
-        return beside / name if (beside / name).is_file() else find_config(name)
+        return beside / name if os.path.isfile(beside / name) else find_config(name)
     except ConfigError as error:
         raise ConfigError(f"stage {stage}: {error}") from None

@@ -101,9 +101,9 @@ def find_config(path: str | Path) -> Path:
     """The YAML file itself, or the one installed with the package when called from outside a checkout."""
     inside = Path(path).parts[1:] if Path(path).parts[:1] == ("configs",) else Path(path).parts
     for candidate in (Path(path), *(Path(root, *inside) for root in dccot.configs.__path__)):
-        if candidate.is_file():
+        if os.path.isfile(candidate):  # False for names that no file can have
             return candidate
-    raise ConfigError(f"no configuration file {str(path)!r}; configs/ holds the ones that come with dccot")
+    raise ConfigError(f"no configuration file {shown(str(path), 300)}; configs/ holds the ones that come with dccot")
 
 
 def load_config(
@@ -190,8 +190,8 @@ def read_yaml(path: Path, _above: tuple[str, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: base is {bases!r}; it must be a file name or a list of them")
     merged: dict[str, Any] = {}
     for base in [bases] if isinstance(bases, str) else bases:
-        if not isinstance(base, str) or not (path.parent / base).is_file():
-            raise ConfigError(f"{path}: base {base!r} was not found next to it")
+        if not isinstance(base, str) or not os.path.isfile(path.parent / base):
+            raise ConfigError(f"{path}: base {shown(base)} was not found next to it")
         if len(_above) > 20:
             raise ConfigError(f"{path}: base files name each other in a circle: {' → '.join([*_above[-3:], base])}")
         merged = _merge(merged, read_yaml(path.parent / base, (*_above, base)))
