@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dccot.core.files import cache_folder, write_atomic
 from dccot.kernels.mask import TreeMask
-from dccot.kernels.reference import dense_attention, dense_mask
+from dccot.kernels.reference import attention_errors, with_gradients
 from dccot.kernels.tuning import ATTENTION_KERNELS, CHOSEN, Tile, architecture, shape_of, tile_for
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ def tune(
         def step(attend: Attend = attend, again: bool = name != "triton") -> None:
             if again:  # a block's backward recomputes everything except our own attention
                 attend(q, k, v, mask, scale)
-            _with_gradients(attend, [q, k, v, grad], mask, scale)
+            with_gradients(lambda q, k, v: attend(q, k, v, mask, scale), [q, k, v, grad])
 
         with _in_force(shape, tiles):
             took = _measure(name, agrees, attend, clock, step)
@@ -158,32 +158,14 @@ def _ours(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> Tens
     return tree_attention(q, k, v, mask, scale=scale, backend="triton")
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> Tensor:
-    return dense_attention(q, k, v, mask.own(dense_mask(mask.visible_until)), scale)
-
-
-def _with_gradients(attend: Attend, tensors: list[Tensor], mask: TreeMask, scale: float) -> list[Tensor]:
-    """Output and gradients of q, k and v, for q, k, v and a gradient of the output."""
-    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
-    with torch.enable_grad():
-        out = attend(q, k, v, mask, scale)
-        return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])]
-
-
 def _oracle(q: Tensor, k: Tensor, scale: float, causal: bool) -> Callable[[Attend], bool]:
-    """Whether attention over a small forest is within twice (gradients: three times) the rounding of dense PyTorch."""
+    """Whether attention over a small forest is as exact as dense PyTorch, up to a factor."""
     ends = torch.full_like(SAMPLE, len(SAMPLE)) if causal else SAMPLE
     mask, generator = TreeMask(ends, q.device), torch.Generator().manual_seed(0)
     sizes = [(len(ends), heads, q.shape[-1]) for heads in (q.shape[1], k.shape[1], k.shape[1], q.shape[1])]
     tensors = [torch.randn(size, generator=generator).to(q) for size in sizes]
-    exact = _with_gradients(_dense, [x.double() for x in tensors], mask, scale)
-    rounded = _with_gradients(_dense, tensors, mask, scale)
-
-    def agrees(attend: Attend) -> bool:
-        found = zip((2, 3, 3, 3), _with_gradients(attend, tensors, mask, scale), rounded, exact, strict=True)
-        return all(bool((a - x).abs().max() <= factor * (b - x).abs().max() + 1e-6) for factor, a, b, x in found)
-
-    return agrees
+    errors = attention_errors(mask.visible_until, tensors, scale)
+    return lambda attend: all(share <= 1 for share in errors(lambda q, k, v: attend(q, k, v, mask, scale)).values())
 
 
 @contextmanager

@@ -6,8 +6,12 @@ log-prob    log_softmax(h Wᵀ / T)                 with the whole M×V logit ma
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v → output
 
 
 def dense_mask(visible_until: Tensor) -> Tensor:
@@ -23,6 +27,34 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: flo
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def with_gradients(attend: Attend, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Output and gradients of q, k and v, for q, k, v and a gradient of the output."""
+    given = [x.detach().requires_grad_() for x in tensors[:3]]
+    with torch.enable_grad():
+        out = attend(*given)
+        return [out.detach(), *torch.autograd.grad(out, given, tensors[3])]
+
+
+def attention_errors(
+    visible_until: Tensor, tensors: Sequence[Tensor], scale: float, rounding: float = 1e-6
+) -> Callable[[Attend], dict[str, float]]:
+    """A function that tells how far attention over these tensors is from dense fp64, as shares of what is allowed:
+    twice the error of dense PyTorch in the same precision, for gradients three times, plus `rounding` for trees so
+    small that dense PyTorch makes none.
+    """
+    visible = dense_mask(visible_until)
+    dense = lambda q, k, v: dense_attention(q, k, v, visible, scale)
+    exact, rounded = with_gradients(dense, [x.double() for x in tensors]), with_gradients(dense, tensors)
+    errors = lambda found: [float((a - x).abs().max()) for a, x in zip(found, exact, strict=True)]
+    allowed = [factor * error + rounding for factor, error in zip((2, 3, 3, 3), errors(rounded), strict=True)]
+
+    def shares(attend: Attend) -> dict[str, float]:
+        found = errors(with_gradients(attend, tensors))
+        return {part: a / b for part, a, b in zip(("out", "dq", "dk", "dv"), found, allowed, strict=True)}
+
+    return shares
 
 
 def dense_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from dccot.core.files import write_atomic
 from dccot.kernels.lm_head import linear_logprob
 from dccot.kernels.mask import TreeMask
-from dccot.kernels.reference import dense_logprob
+from dccot.kernels.reference import Attend, attention_errors, dense_logprob, with_gradients
 from dccot.kernels.tree_attention import tree_attention
 from dccot.lab.bench import trees
 from dccot.lab.bench.harness import table
@@ -57,25 +57,17 @@ def _nvidia_smi() -> str:
     return "; ".join((done.stdout or done.stderr).strip().splitlines())
 
 
-def attention_with_gradients(tensors: Sequence[Tensor], mask: TreeMask, backend: str) -> list[Tensor]:
-    """Output and gradients of q, k and v, for q, k, v and a gradient of the output."""
-    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
-    out = tree_attention(q, k, v, mask, backend=backend)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])]
+def own_attention(mask: TreeMask) -> Attend:
+    return lambda q, k, v: tree_attention(q, k, v, mask, backend="triton")
 
 
 def check_attention(visible_until: Tensor, tensors: Sequence[Tensor], rounding: float = 1e-6) -> float:
-    """Against the fp64 oracle: at most twice (gradients three times) the error of dense PyTorch in the same precision,
-    plus `rounding`, for trees so small that dense PyTorch makes none. Returns the largest ratio of the two."""
-    mask, dtype, worst = TreeMask(visible_until), tensors[0].dtype, 0.0
-    exact = attention_with_gradients([x.double() for x in tensors], mask, "dense")
-    ours, dense = (attention_with_gradients(tensors, mask, backend) for backend in ("triton", "dense"))
-    for part, factor, a, b, truth in zip(("out", "dq", "dk", "dv"), (2, 3, 3, 3), ours, dense, exact, strict=True):
-        error, allowed = ((x - truth).abs().max().item() for x in (a, b))
-        assert a.dtype == dtype
-        assert error <= factor * allowed + rounding, f"{part}: error {error:.2e}, dense {dtype} {allowed:.2e}"
-        worst = max(worst, error / (allowed + 1e-6))
-    return worst
+    """Of the Triton kernels, the largest error as a share of what is allowed (`attention_errors`); at most 1."""
+    errors = attention_errors(visible_until, tensors, tensors[0].shape[-1] ** -0.5, rounding)
+    found = errors(own_attention(TreeMask(visible_until)))
+    for part, share in found.items():
+        assert share <= 1, f"{part}: error {share:.2g} times what dense PyTorch in {tensors[0].dtype} would allow"
+    return max(found.values())
 
 
 def attention(context: Context) -> str:
@@ -93,13 +85,13 @@ def attention(context: Context) -> str:
         visible_until = shapes[tree].to(context.device)
         mask, name = TreeMask(visible_until), f"{tree}, {len(visible_until):,} tokens, heads {size[0]}/{size[1]}"
         tensors = [x.detach() for x in attention_inputs(len(visible_until), *size, context.device, dtype)]
-        ratio, times = check_attention(visible_until, tensors), 4 if context.cuda else 2
-        first, *others = (attention_with_gradients(tensors, mask, "triton") for _ in range(times))
+        share, times = check_attention(visible_until, tensors), 4 if context.cuda else 2
+        first, *others = (with_gradients(own_attention(mask), tensors) for _ in range(times))
         same = all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
         assert same, f"{tree}, {size}, {dtype}: the same inputs gave different bits"
-        worst = max(worst, ratio)
-        lines.append(f"{name} of {size[2]}, {dtype}: {ratio:.2f}")
-    error = f"error at most {worst:.2f} × that of dense PyTorch in the same precision"
+        worst = max(worst, share)
+        lines.append(f"{name} of {size[2]}, {dtype}: {share:.2f}")
+    error = f"error at most {worst:.2f} of what is allowed (2 × dense PyTorch's in the same precision, gradients 3 ×)"
     return "\n".join([f"{len(lines)} cases, {error}; the same bits every time", *lines])
 
 

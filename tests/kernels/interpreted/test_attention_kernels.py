@@ -11,11 +11,12 @@ from kernel_forests import SHAPES, forests
 
 from dccot.kernels import attention_triton, tuning
 from dccot.kernels.mask import Share, split
+from dccot.kernels.reference import with_gradients
 from dccot.kernels.schedule import Plan
 from dccot.kernels.tree_attention import TreeMask, tree_attention
 from dccot.kernels.tuning import Tile
-from dccot.lab.gpu_check.kernels import attention_with_gradients as with_gradients
 from dccot.lab.gpu_check.kernels import check_attention as check
+from dccot.lab.gpu_check.kernels import own_attention
 
 BRANCHES = torch.tensor([75] * 13 + [31] * 18 + [50] * 19 + [75] * 25)
 SHARED_PROMPT = torch.tensor([113] * 33 + [73] * 40 + [113] * 40)
@@ -74,7 +75,7 @@ def test_split_lists_give_the_same_results(processors, dtype, monkeypatch):
 def test_a_gpu_larger_than_the_forest_splits_all_three_kernels_and_gives_the_same_bits_twice(monkeypatch):
     monkeypatch.setattr(attention_triton, "_processors", lambda _: 50)
     mask, tensors = TreeMask(SHAPES["plain causal"]), inputs(77, 2, 32, FP32)
-    first, second = (with_gradients(tensors, mask, "triton") for _ in range(2))
+    first, second = (with_gradients(own_attention(mask), tensors) for _ in range(2))
     plans = [plan for plan in mask._derived.values() if isinstance(plan, Plan)]
     assert len(plans) == 3 and all(plan.slots > 1 for plan in plans)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -124,12 +125,12 @@ def test_the_shares_of_two_ranks_add_up_to_the_whole(tma, monkeypatch):
     monkeypatch.setattr(attention_triton, "_processors", lambda _: 20)
     monkeypatch.setattr(tuning, "INTERPRETER", tuple(replace(tile, tma=tma) for tile in tuning.INTERPRETER))
     q, k, v, grad = inputs(75, 2, 32, FP32)
-    whole, ranges, slots = with_gradients([q, k, v, grad], TreeMask(BRANCHES), "triton"), split(BRANCHES, 2), 0
+    whole, ranges, slots = with_gradients(own_attention(TreeMask(BRANCHES)), [q, k, v, grad]), split(BRANCHES, 2), 0
     keys = [torch.zeros_like(k), torch.zeros_like(v)]
     for rank in range(2):
         mask = TreeMask(BRANCHES, share=Share(ranges, rank))
         own = mask.row >= 0
-        *rows, dk, dv = with_gradients([q[own], k, v, grad[own]], mask, "triton")
+        *rows, dk, dv = with_gradients(own_attention(mask), [q[own], k, v, grad[own]])
         for part, expected in zip(rows, whole[:2], strict=True):
             torch.testing.assert_close(part, expected[own], rtol=1e-5, atol=1e-5)
         keys = [keys[0] + dk, keys[1] + dv]
