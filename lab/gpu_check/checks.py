@@ -205,10 +205,11 @@ def only_runner(results: Sequence[Result]) -> str | None:
 def to_paste(results: Sequence[Result], device: str) -> str:
     """Everything that matters in one line."""
     counts = Counter(result.verdict for result in results)
-    failed = [result.check.label for result in results if result.verdict == "failed"]
+    summary = lambda result: result.found.splitlines()[0][:120]
+    failed = [f"{each.check.label} ({summary(each)})" for each in results if each.verdict == "failed"]
     environment = next((result.found.splitlines()[0] for result in results if result.check.name == "environment"), "")
     parts = [f"dccot {__version__}{_commit()}", device, environment, f"{counts['passed']} passed"]
-    parts += [f"failed: {' '.join(failed)}" if failed else "0 failed", f"runner: {only_runner(results) or 'auto'}"]
+    parts += [f"failed: {', '.join(failed)}" if failed else "0 failed", f"runner: {only_runner(results) or 'auto'}"]
     return "gpu-check | " + " | ".join(part for part in parts if part)
 
 
@@ -238,8 +239,8 @@ def page(results: Sequence[Result], device: str, model: str, seconds: float) -> 
 
 
 def _commit() -> str:
-    here = Path(__file__).resolve().parent
-    done = subprocess.run(["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty", "--exclude=*"]
+    done = subprocess.run(command, capture_output=True, text=True)
     return f" at {done.stdout.strip()}" if done.returncode == 0 else ""
 
 

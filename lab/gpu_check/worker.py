@@ -37,6 +37,7 @@ def work(context: Context, names: list[str]) -> int:
     for name in names:
         module, check, label = name.split(":")
         began, found = time.perf_counter(), {}
+        print(f"{label} …", flush=True)  # the last line of the log is what the console shows
         try:
             found["found"] = getattr(importlib.import_module(module), check)(context)
         except BaseException as error:

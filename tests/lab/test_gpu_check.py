@@ -138,7 +138,10 @@ def test_the_report_says_what_a_failure_means_and_ends_with_a_line_to_paste():
     assert "| `sleep_and_wake-v2` | memory that the sleeping pool does not restore | engine.sleep_level=1" in report
     assert "Only with the model runner v1 did all checks of the engine pass" in report
     last = report.splitlines()[-1]
-    assert last.startswith("gpu-check | dccot ") and "failed: sleep_and_wake-v2 logprob_gap-v2 | runner: v1" in last
+    assert (
+        last.startswith("gpu-check | dccot ")
+        and "failed: sleep_and_wake-v2 (found), logprob_gap-v2 (found) | runner: v1" in last
+    )
 
 
 def test_every_check_has_advice():
