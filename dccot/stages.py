@@ -381,7 +381,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), quick: bool = F
     file = find_config(path)
     tree = read_yaml(file)
     require(bool(tree.get("quick")) or not quick, f"{file} has no quick version: leave out --quick")
-    names = [name for section in ("prepare", "stages") if isinstance(tree.get(section), dict) for name in tree[section]]
+    sections = [tree[section] for section in ("prepare", "stages") if isinstance(tree.get(section), dict)]
+    names = [str(name) for section in sections for name in section]
     extra: dict[str, list[str]] = {name: [] for name in ("", *names)}
     for override in overrides:
         first, dot, rest = override.partition(".")
