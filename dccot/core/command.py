@@ -38,7 +38,7 @@ CONTINUE = 75  # EX_TEMPFAIL of sysexits.h
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
-class Stopped(BaseException):
+class Stopped(KeyboardInterrupt):
     """The command was told to stop and has stopped; the same command resumes."""
 
 
@@ -100,7 +100,7 @@ def run_cleanly(work: Callable[[], object]) -> int:
             raise
         _say(f"dccot: {line}")
         return LACKING if lacks else 1
-    except (KeyboardInterrupt, Stopped) as stopped:
+    except KeyboardInterrupt as stopped:
         if os.environ.get("RANK", "0") == "0":
             print("\nstopped; rerun the same command to resume", file=sys.stderr)
         return CONTINUE if isinstance(stopped, Stopped) else 130

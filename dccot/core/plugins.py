@@ -67,7 +67,9 @@ class Plugin:
             return self.function(*arguments, **more)
         try:
             return self.function(*arguments, **more)
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:  # a signal's
+            raise
+        except BaseException as error:
             # without this frame: it begins where the plug-in does
             own = error.__traceback__.tb_next if error.__traceback__ else None
             trace = "".join(traceback.format_exception(type(error), error, own))

@@ -2,13 +2,14 @@
 
 import math
 import sys
+from asyncio import CancelledError
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 import torch
 
-from dccot.core.command import run_cleanly
+from dccot.core.command import Stopped, run_cleanly
 from dccot.core.config import ConfigError, lookup
 from dccot.core.plugins import Plugin, PluginError, frozen
 
@@ -22,7 +23,9 @@ def raises(error: BaseException):
     return my_reward
 
 
-@pytest.mark.parametrize("error", [ValueError("no\nluck"), SystemExit(0), KeyError("x"), RecursionError("deep")])
+@pytest.mark.parametrize(
+    "error", [ValueError("no\nluck"), SystemExit(0), KeyError("x"), RecursionError("deep"), CancelledError()]
+)
 def test_whatever_a_plugin_raises_ends_the_command_with_its_traceback_then_one_line_and_code_two(error, capsys):
     assert run_cleanly(lambda: Plugin("reward", raises(error))(1, on=ON)) == 2
     *trace, line = capsys.readouterr().err.splitlines()
@@ -31,9 +34,10 @@ def test_whatever_a_plugin_raises_ends_the_command_with_its_traceback_then_one_l
     assert type(error).__name__ in "".join(trace) and "core/plugins.py" not in "".join(trace)
 
 
-def test_a_signal_that_arrives_in_a_plugin_is_not_its_error():
-    with pytest.raises(KeyboardInterrupt):
-        Plugin("reward", raises(KeyboardInterrupt()))(on=ON)
+@pytest.mark.parametrize("signalled", [KeyboardInterrupt, Stopped])
+def test_a_signal_that_arrives_in_a_plugin_is_not_its_error(signalled):
+    with pytest.raises(signalled):
+        Plugin("reward", raises(signalled()))(on=ON)
 
 
 @pytest.mark.parametrize(
