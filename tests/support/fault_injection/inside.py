@@ -82,11 +82,11 @@ def _bad_weight(settings: Settings, engine: VllmEngine) -> Trial:
     """A weight that is not finite is caught before the engine computes with it, on both ranks."""
 
     class Spoiled(rl.RL):
-        def sync(self):
+        def sync(self, *more):
             if self.phases.step == 1:
                 with torch.no_grad():
                     next(self.model.parameters()).to_local()[0, 0] = float("inf")
-            super().sync()
+            super().sync(*more)
 
     before, rl.RL = rl.RL, Spoiled
     said = _error_of(lambda: rl.train(settings("bad_weight"), engine))
@@ -102,7 +102,7 @@ def _stalled_engine(settings: Settings, engine: VllmEngine) -> Trial:
     said = _error_of(lambda: rl.train(settings("stalled"), engine))
     engine.config.stall_seconds = usual
     rank = os.environ["RANK"]
-    signs = (f"rank {rank}: no call finished", "pending: p", f"rank {rank}, step 0, phase rollout")
+    signs = (f"rank {rank}: no call finished", "pending: ", "/p", f"rank {rank}, step 0, phase rollout")
     good = all(sign in said for sign in signs)
     return Trial.once("engine stalled", "error names rank, phase and pending request ids", good, said)
 
@@ -113,10 +113,10 @@ def _stuck_collective(settings: Settings, engine: VllmEngine) -> Trial:
     """
 
     class Slow(rl.RL):
-        def _judged(self, mine):
+        def grade(self):
             if self.runtime.rank == 1:
                 time.sleep(TIMEOUT_SECONDS + 5)
-            return super()._judged(mine)
+            return super().grade()
 
     rl.RL = Slow
     said = _error_of(lambda: rl.train(settings("stuck"), engine))
