@@ -29,7 +29,7 @@ from dccot.core.run import METRICS, RECIPE, Run
 from dccot.core.statistics import ByProblem, Estimate, over_problems
 from dccot.eval import latency, paper, plots, tables
 from dccot.eval.document import Block, Cell, Figure, Grid, Heading, Row, Table, render, show, write_markdown
-from dccot.eval.results import BENCHMARKS, SUMMARY, Evaluation, rows_of
+from dccot.eval.results import BENCHMARKS, DAMAGED, SUMMARY, Evaluation, rows_of
 
 ERRORS = (
     "± is the standard error of the mean with problems as the independent unit, however many responses each has; "
@@ -145,9 +145,10 @@ def _latency(folder: Path) -> list[Block]:
     try:
         found = json.loads((folder / latency.REPORT).read_text())
         rows = [latency.cells(level) for level in found["levels"]]
-        timings = [row for _, row in read_jsonl(folder / "timings.jsonl")]
-    except (ValueError, KeyError, FileNotFoundError) as error:
-        what = f"{folder} is not what `dccot eval latency` writes ({type(error).__name__}: {error})"
+        if not (timings := [row for _, row in read_jsonl(folder / "timings.jsonl")]):
+            raise ValueError("timings.jsonl has no row")
+    except DAMAGED as error:
+        what = f"{folder / latency.REPORT} is not what `dccot eval latency` writes ({type(error).__name__}: {error})"
         raise BadData(f"{what}; run it again") from None
     corner, *columns = rows[0]
     how = "the same problems both ways. Pairs of figures are parallel / sequential."

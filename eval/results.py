@@ -20,7 +20,7 @@ from math import comb
 from pathlib import Path
 
 from dccot.core.command import print_table
-from dccot.core.config import one_of, read_yaml, require
+from dccot.core.config import one_of, read_yaml
 from dccot.core.files import BadData, write_atomic
 from dccot.core.run import Run
 from dccot.core.statistics import ByProblem, Estimate, mean, over_problems
@@ -29,6 +29,7 @@ from dccot.eval.majority import majority_of_three
 from dccot.rollout.response import UNJUDGED, Finish, Verdict
 
 SUMMARY = "summary.json"
+DAMAGED = (ValueError, KeyError, TypeError, RecursionError, OSError)  # what reading such a file may raise
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ class Evaluation:
             return cls(found["name"], found["model"], found["method"], found["budget"], results)
         except FileNotFoundError:
             raise BadData(f"{path} does not exist; `dccot eval` writes it when all responses are there") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except DAMAGED as error:
             what = f"{path} is not what `dccot eval` writes ({type(error).__name__}: {error})"
             raise BadData(f"{what}; run it again") from None
 
@@ -272,10 +273,15 @@ class Evaluation:
 
 def rows_of(run: Path) -> dict[str, Evaluation]:
     """Name in the tables → evaluation, as the report stage of the recipe in `run` has it."""
-    recipe = read_yaml(Run(run).recipe_file)
-    reports = [stage for stage in recipe["stages"].values() if stage["run"] == "report"]
-    require(bool(reports), f"{Run(run).recipe_file} has no report stage, which says what the rows are")
-    found = {name: Evaluation.load(run / stage) for stage, name in reports[0]["set"]["rows"].items()}
+    file = Run(run).recipe_file
+    try:
+        stages = read_yaml(file)["stages"].values()
+        rows = next(stage["set"]["rows"] for stage in stages if stage["run"] == "report")
+    except (KeyError, TypeError, AttributeError):
+        raise BadData(f"{file} is not what a recipe writes; start the recipe again, which writes it anew") from None
+    except StopIteration:
+        raise BadData(f"{file} has no report stage, which says what the rows are") from None
+    found = {name: Evaluation.load(run / stage) for stage, name in rows.items()}
     for name, evaluation in found.items():
         evaluation.name = name
     return found

@@ -40,6 +40,7 @@ from dccot.core.files import (
     write_atomic,
     write_jsonl_atomic,
 )
+from dccot.core.plugins import shown
 from dccot.core.provenance import Checksums, differences, record
 from dccot.core.runtime import Runtime, on_rank_zero
 
@@ -329,7 +330,7 @@ class Run:
                 return self.checkpoint_folder(earlier)
         if step is None or not (found.hf / "config.json").is_file():
             there = ", ".join(map(str, self.steps())) or "none"
-            problem = f"names {name!r}, which has no weights" if name else "is empty"
+            problem = f"names {shown(name)}, which has no weights" if name else "is empty"
             raise FileNotFoundError(f"{self.latest} {problem}; choose a checkpoint as {self}@STEP (there are {there})")
         return found
 

@@ -294,6 +294,7 @@ def test_a_summary_survives_the_disk_and_a_damaged_one_is_named(tmp_path):
     evaluation.save(tmp_path)
     assert Evaluation.load(tmp_path) == evaluation
     assert result.estimate("maj3_accuracy") is None
-    (tmp_path / "summary.json").write_text('{"name": "x"')
-    with pytest.raises(BadData, match=r"summary\.json is not what `dccot eval` writes"):
-        Evaluation.load(tmp_path)
+    for damaged in ('{"name": "x"', "null", "[" * 100_000):
+        (tmp_path / "summary.json").write_text(damaged)
+        with pytest.raises(BadData, match=r"summary\.json is not what `dccot eval` writes"):
+            Evaluation.load(tmp_path)

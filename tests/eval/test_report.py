@@ -419,3 +419,14 @@ def test_the_command_tells_runs_apart_by_what_they_hold(training, tmp_path, caps
     assert main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     printed = capsys.readouterr().err
     assert "holds neither summary.json" in printed and printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", ["", "null", "[1]", "{", "[" * 100_000], ids=range(5))
+@pytest.mark.parametrize("file", ["summary.json", "metrics.jsonl", "latency.json", "recipe.yaml"])
+def test_a_damaged_file_is_named_in_one_line(file, content, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / file).write_text(content)
+    (tmp_path / "run" / "timings.jsonl").touch()
+    assert main([str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("dccot: ") and file in line
