@@ -1,14 +1,20 @@
-"""What every request passes before it reaches a route, ours or one of vLLM's: the key, and a limit on its size.
+"""What every request passes before it reaches a route, ours or one of vLLM's: the key, and limits on its size.
 
 vLLM asks for the key below /v1, /v2, /inference and /cohere only: /invocations, /tokenize, /pause and others answer
 without. Where a key is set, this server asks for it everywhere but on the page and where a load balancer looks.
+
+Values are counted because vLLM tries each message as everything that a message may be, and reports all that is wrong
+with it: a body of 1 MB that holds `{}` 350,000 times took 23 seconds and 8 GB, while every other request waited.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
@@ -16,10 +22,10 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 from dccot.serve.request import MAX_BODY, Refused
 
 OPEN = ("/", "/health", "/ping")
-
-
-class TooLarge(Exception):
-    pass
+MAX_VALUES = 2000  # in the JSON of a request; six hundred turns of a conversation
+IDS = ("prompt", "tokens", "token_ids")  # fields whose integers are not counted
+TOO_LARGE = f"the request has more than {MAX_BODY:,} bytes"
+TOO_MANY = f"the request holds more than {MAX_VALUES:,} values (keys, and items of lists): send less at once"
 
 
 class Gate(AuthenticationMiddleware):
@@ -33,40 +39,54 @@ class Gate(AuthenticationMiddleware):
         preflight = scope.get("method") == "OPTIONS"
         if self.api_tokens and not preflight and path not in OPEN and not self.verify_token(headers):
             return await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
-        sent = False
-
-        async def noting(message: Message) -> None:
-            nonlocal sent
-            sent = True
-            await send(message)
-
-        try:
-            if (length := headers.get("content-length", "0")).isdecimal() and int(length) > MAX_BODY:
-                raise TooLarge
-            await self.app(scope, _limited(receive), noting)
-        except TooLarge:
-            if not sent:
-                await _drain(receive)
-                refused = Refused(f"the request has more than {MAX_BODY:,} bytes", status=413)
-                await JSONResponse(refused.body, 413, {"Connection": "close"})(scope, receive, send)
+        if (length := headers.get("content-length", "0")).isdecimal() and int(length) > MAX_BODY:
+            await _drain(receive)
+            refused = Refused(TOO_LARGE, status=413)
+            return await JSONResponse(refused.body, 413, {"Connection": "close"})(scope, receive, send)
+        await self.app(scope, _limited(receive), send)
 
 
 async def _drain(receive: Receive) -> None:
     """Read on for a while: a client that is still sending does not see the answer."""
-    left = 4 * MAX_BODY
+    left = 8 * MAX_BODY
     while left > 0 and (message := await receive()).get("more_body"):
         left -= len(message["body"])
 
 
 def _limited(receive: Receive) -> Receive:
-    size = 0
+    body = bytearray()
 
     async def limited() -> Message:
-        nonlocal size
         message = await receive()
-        size += len(message.get("body", b""))
-        if size > MAX_BODY:
-            raise TooLarge
+        if message["type"] == "http.request":
+            body.extend(message.get("body", b""))
+            if len(body) > MAX_BODY:
+                raise HTTPException(413, TOO_LARGE)
+            if not message.get("more_body") and holds_too_many(body):
+                raise HTTPException(400, TOO_MANY)
         return message
 
     return limited
+
+
+def holds_too_many(body: bytes | bytearray) -> bool:
+    """Whether a JSON text has more than MAX_VALUES values; one that cannot be read is left to who reads it next."""
+    if body.count(b",") + body.count(b"[") + body.count(b"{") < MAX_VALUES:
+        return False
+    try:
+        left: list[Any] = [json.loads(body)]
+    except (ValueError, RecursionError):
+        return False
+    count = 0
+    while left and count <= MAX_VALUES:
+        each = left.pop()
+        if isinstance(each, dict):
+            count += len(each)
+            left += [value for key, value in each.items() if not (key in IDS and _are_ids(value))]
+        elif isinstance(each, list) and (count := count + len(each)) <= MAX_VALUES:
+            left += each
+    return count > MAX_VALUES
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is int for each in value)

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from dccot.core.config import ConfigError
 from dccot.data.prompts import ASSISTANT, BOS, USER, PromptConfig, UnusablePrompt
 
-MAX_BODY = 8 * 2**20  # bytes
+MAX_BODY = 2 * 2**20  # bytes; the text of 131,072 tokens has about 0.5 MB
 MAX_STOP = 1000  # characters of a stop string, which is looked for after every token
 KINDS = {400: "BadRequestError", 404: "NotFoundError", 413: "BadRequestError", 503: "ServiceUnavailableError"}
 NEUTRAL: dict[str, tuple] = {  # fields that are not supported, with the values that ask for nothing

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import pytest
 
+from dccot.serve.gate import holds_too_many
 from dccot.serve.request import MAX_BODY
 from tests.serve.conftest import BUDGET, CONTEXT
 from tests.support.servers import KEY
@@ -116,8 +117,9 @@ FIELDS = "messages model n seed temperature max_tokens stop stream stream_option
 BODIES = [
     *(b'{"messages": [{"role": "user", "content": "x"}], "%s": %s}' % (field.encode(), nested(depth))
       for field in FIELDS.split() for depth in (300, 900, 100_000)),
-    b'{"messages": [{"role": "user", "content": "x"}], "stop": "%s"}' % (b"s" * 7_000_000),
-    b'{"messages": [{"role": "user", "content": "x"}], "%s": 1}' % (b"k" * 7_000_000),
+    b'{"messages": [{"role": "user", "content": "x"}], "stop": "%s"}' % (b"s" * 2_000_000),
+    b'{"messages": [{"role": "user", "content": "x"}], "%s": 1}' % (b"k" * 2_000_000),
+    b'{"messages": [%s{}]}' % (b"{}," * 600_000),
 ]  # fmt: skip
 
 
@@ -134,15 +136,35 @@ def test_deep_json_and_huge_stop_strings_are_refused_and_a_bystander_gets_its_an
 def test_what_vllm_answers_is_limited_and_survives_nonsense_too_while_a_bystander_gets_its_answer(server):
     alone = chat(server, seed=12, return_token_ids=True)[1]["choices"]
     stop = json.dumps({"prompt": "x", "max_tokens": 8, "stop": ["s" * 2_000_000]}).encode()
+    many = b'{"prompt": [%s], "messages": [%s], "input": [%s]}' % ((b"{}," * 200_000 + b"{}",) * 3)
     deep = [b'{"prompt": %s, "messages": %s, "input": %s}' % ((nested(depth),) * 3) for depth in (300, 100_000)]
     with ThreadPoolExecutor(2) as pool:
         bystander = pool.submit(lambda: [chat(server, seed=12, return_token_ids=True) for _ in range(5)])
         for path in ASKING.split():
-            for body in (stop, *deep, b"\xff", b"[]", b'"'):
+            for body in (stop, many, *deep, b"\xff", b"[]", b'"'):
                 with suppress(urllib.error.URLError):  # some answer, and hang up, before they have read it all
                     assert 200 <= send(server, path, body)[0] <= 501
             assert send(server, path, b" " * (MAX_BODY + 1))[0] == 413
+        status, answer = send(server, "/v1/chat/completions/render", many)
+        assert status == 400 and "more than 2,000 values" in answer["error"]["message"]
         assert all((status, answer["choices"]) == (200, alone) for status, answer in bystander.result())
+
+
+@pytest.mark.parametrize(
+    ("body", "refused"),
+    [
+        ({"messages": [{}] * 2001}, True),
+        ({"messages": [{"role": "user", "content": ["a,b", "{[,"] * 300}]}, False),
+        ({"messages": [{"role": "user", "content": "{,[" * 5000}]}, False),
+        ({"prompt": list(range(100_000)), "max_tokens": 1}, False),
+        ({"prompt": [0.5] * 2001}, True),
+        ({"prompt": [[1, 2]] * 1000}, True),
+        ({"messages": list(range(2001))}, True),
+        (dict.fromkeys(map(str, range(2001))), True),
+    ],
+)
+def test_values_are_counted_but_for_token_ids_and_what_is_inside_texts(body, refused):
+    assert holds_too_many(json.dumps(body).encode()) == refused
 
 
 def test_the_models_list_says_what_this_is_and_an_unknown_model_is_not_found(server):

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import resource
 import socket
+import statistics
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +19,8 @@ import httpx
 import psutil
 
 from dccot.lab.worlds import bigram as tiny
+from dccot.serve.gate import MAX_BODY, MAX_VALUES
+from tests.serve.test_requests import WITHOUT_KEY
 from tests.support.fault_injection.faults import Trial
 from tests.support.servers import KEY, Server, dccot_serve, eventually
 
@@ -73,6 +80,89 @@ def disconnects(crowd: Crowd) -> None:
         crowd.open(request(stream=True, seed=seed), read=200).close()
 
 
+Attack = tuple[str, bytes, str]  # path, body, key
+NESTED = b"[" * 900 + b"]" * 900
+CHAT, COMPLETIONS, RENDER = "/v1/chat/completions", "/v1/completions", "/v1/chat/completions/render"
+
+
+def filled(start: bytes, item: bytes, end: bytes) -> bytes:
+    """As large as a request may be."""
+    return start + item * ((MAX_BODY - len(start) - len(end)) // len(item)) + end
+
+
+ASK = b'{"messages": [{"role": "user", "content": "x"}], '
+ATTACKS: dict[str, list[Attack]] = {
+    "ordinary requests": [(CHAT, json.dumps(ASKED | {"seed": 3}).encode(), KEY)],
+    "huge stop strings": [
+        (CHAT, filled(ASK + b'"stop": "', b"s", b'"}'), KEY),
+        (COMPLETIONS, filled(b'{"prompt": "x", "max_tokens": 8, "stop": "', b"s", b'"}'), KEY),
+    ],
+    "nested JSON": [
+        (path, filled(start + b'"%s": [' % field, NESTED + b",", b"1]}"), KEY)
+        for path, start, field in [(CHAT, ASK, b"x"), (CHAT, b"{", b"messages"), (COMPLETIONS, b"{", b"prompt")]
+    ],
+    "millions of values": [
+        (path, filled(b'{"%s": [' % field, item, b"{}]}"), KEY)
+        for path, field in [
+            (CHAT, b"messages"),
+            (RENDER, b"messages"),
+            (COMPLETIONS, b"prompt"),
+            ("/tokenize", b"prompt"),
+        ]
+        for item in (b"1,", b"{},")
+    ],
+    "long texts": [
+        (CHAT, filled(b'{"messages": [{"role": "user", "content": "', b"s", b'"}]}'), KEY),
+        (COMPLETIONS, filled(b'{"max_tokens": 1, "prompt": "', b"s ", b'"}'), KEY),
+        (COMPLETIONS, filled(b'{"max_tokens": 1, "prompt": [', b"1,", b"1]}"), KEY),
+    ],
+    "the largest of what is let in": [
+        (path, json.dumps({"messages": [{}] * (MAX_VALUES - 2)}).encode(), KEY) for path in (CHAT, RENDER)
+    ],
+    "large requests without the key": [(path, filled(b'"', b"s", b'"'), "") for path in (CHAT, COMPLETIONS, "/pause")],
+    "every route without the key": [(route.split()[1], b"{}", "") for route in WITHOUT_KEY],
+}
+
+
+def sent(server: Server, attack: Attack) -> int:
+    path, body, key = attack
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        return httpx.post(f"{server.address}{path}", content=body, headers=headers, timeout=600).status_code
+    except httpx.HTTPError:  # hung up before it had read everything
+        return 0
+
+
+def beside(server: Server, name: str, attacks: Sequence[Attack], rounds: int = 5) -> Trial:
+    """How much longer a bystander's answers take while a client sends the attacks, one after another, than before."""
+
+    def asked() -> float:
+        start = time.monotonic()
+        for seed in range(4):
+            answer(server, seed)
+        return time.monotonic() - start
+
+    ratios, statuses, stop = [], Counter[int](), threading.Event()
+
+    def attack() -> None:
+        for each in itertools.cycle(attacks):
+            if stop.is_set():
+                return
+            statuses[sent(server, each)] += 1
+
+    for _ in range(rounds):
+        alone = asked()
+        stop.clear()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(attack)
+            ratios.append(asked() / alone)
+            stop.set()
+    ratio = statistics.median(ratios)
+    said = ", ".join(f"{count} × {status}" for status, count in sorted(statuses.items()))
+    seen = f"a bystander took {ratio:.1f} times as long as alone ({min(ratios):.1f} to {max(ratios):.1f}); {said}"
+    return Trial.once(f"beside {name}", seen, ratio <= 2, seen)
+
+
 STORMS: dict[str, Callable[[Crowd], None]] = {
     f"{CONNECTIONS:,} idle connections": idle,
     f"{HALF_OPEN} requests that never end": half_open,
@@ -113,6 +203,7 @@ def storms(out: Path, under: Sequence[str]) -> list[Trial]:
         expected = answer(server)
         with ThreadPoolExecutor(16) as pool:  # warm: buffers, caches, threads
             list(pool.map(lambda seed: answer(server, seed), range(64)))
+        trials += [beside(server, name, attacks) for name, attacks in ATTACKS.items()]
         with many_descriptors():
             for name, storm in STORMS.items():
                 trials.append(_weathered(server, name, storm, expected))
