@@ -12,8 +12,6 @@ together, FlexAttention on the same tiles (`flash`) and, where the tree is plain
 
 from __future__ import annotations
 
-import fcntl
-import json
 import logging
 import os
 import statistics
@@ -28,7 +26,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dccot.core.files import cache_folder, write_atomic
+from dccot.core.files import change_cache, read_cache
 from dccot.kernels.mask import TreeMask
 from dccot.kernels.reference import attention_errors, with_gradients
 from dccot.kernels.tuning import ATTENTION_KERNELS, CHOSEN, Tile, architecture, shape_of, tile_for
@@ -206,29 +204,14 @@ def machine(device: torch.device) -> str:
 
 
 def stored(shape: tuple, device: torch.device) -> Choice | None:
-    found = _read().get(machine(device), {}).get(str(shape))
+    found = read_cache(FILE).get(machine(device), {}).get(str(shape))
     return _parse(found) if found else None
 
 
 def keep(shape: tuple, device: torch.device, choice: Choice) -> Choice:
     """Store a choice unless another process was faster; returns what is stored, so that all ranks use the same."""
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f".{FILE}.lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        everything = _read()
-        first = everything.setdefault(machine(device), {}).setdefault(str(shape), asdict(choice))
-        write_atomic(folder / FILE, json.dumps(everything, indent=1) + "\n")
-    return _parse(first)
-
-
-def _read() -> dict[str, Any]:
-    file = cache_folder() / FILE
-    try:
-        return json.loads(file.read_text()) if file.is_file() else {}
-    except ValueError:
-        log.warning("%s is damaged: tiles are measured again", file)
-        return {}
+    of_machine = lambda everything: everything.setdefault(machine(device), {})
+    return _parse(change_cache(FILE, lambda found: of_machine(found).setdefault(str(shape), asdict(choice))))
 
 
 def _parse(found: dict[str, Any]) -> Choice:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dccot.core.config import Address, ConfigError, Positive, Share
-from dccot.core.files import cache_folder, write_atomic
+from dccot.core.files import change_cache, read_cache
 from dccot.rollout.director import Call, Completion, Stop
 from dccot.rollout.tags import SPAWN_OPEN
 
@@ -59,14 +59,11 @@ class EngineConfig:
 
 def checked_runner(machine: str) -> str | None:
     """The only runner with which all of gpu-check's engine checks passed on machines like this one, if it is one."""
-    file = cache_folder() / RUNNERS
-    return json.loads(file.read_text()).get(machine) if file.is_file() else None
+    return read_cache(RUNNERS).get(machine)
 
 
 def keep_checked_runner(machine: str, runner: str | None) -> None:
-    file = cache_folder() / RUNNERS
-    known = json.loads(file.read_text()) if file.is_file() else {}
-    write_atomic(file, json.dumps(known | {machine: runner}, indent=1) + "\n")
+    change_cache(RUNNERS, lambda known: known.update({machine: runner}))
 
 
 class EngineStalled(RuntimeError):

@@ -24,9 +24,10 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO, TypeVar
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_LINE_BYTES = 8 << 20  # a rollout of 100,000 tokens with log-probs takes about 3 MB
 LEASE_SECONDS = 120.0  # after which a file server releases the locks of a dead machine; NFSv4 does after 90
@@ -133,6 +134,35 @@ def cache_folder() -> Path:
     """For what was found out about this machine: DCCOT_CACHE, or dccot/ in the user's cache."""
     users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("DCCOT_CACHE") or Path(users) / "dccot")
+
+
+def read_cache(name: str) -> dict[str, Any]:
+    """What a JSON file of cache_folder() holds; nothing if it is damaged, since all of it can be found out again."""
+    file = cache_folder() / name
+    try:
+        return json.loads(file.read_text()) if file.is_file() else {}
+    except (OSError, ValueError) as error:
+        log.warning("%s is damaged (%s): what it held is found out again", file, error)
+        return {}
+
+
+def change_cache(name: str, change: Callable[[dict[str, Any]], T]) -> T:
+    """What `change` returns for the content of such a file, which is kept as changed; processes take turns.
+
+    Where a cache cannot be written, as in a home that is read-only or full, nothing is kept.
+    """
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / f".{name}.lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            found = read_cache(name)
+            result = change(found)
+            write_atomic(folder / name, json.dumps(found, indent=1) + "\n")
+            return result
+    except OSError as error:
+        log.warning("%s cannot be kept (%s): it will be found out again", folder / name, error)
+        return change(read_cache(name))
 
 
 def wait_for_lock(

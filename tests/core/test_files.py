@@ -16,7 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dccot.core import files
-from dccot.core.files import MAX_LINE_BYTES, BadData, JsonlWriter, read_jsonl, write_jsonl_atomic
+from dccot.core.files import (
+    MAX_LINE_BYTES,
+    BadData,
+    JsonlWriter,
+    change_cache,
+    read_cache,
+    read_jsonl,
+    write_jsonl_atomic,
+)
 
 
 def read(path, **options):
@@ -204,3 +212,16 @@ def test_atomic_write_replaces_all_or_nothing(tmp_path):
     with path.open() as reader:  # whoever is reading keeps the old file
         write_jsonl_atomic(path, [{"a": 3}])
         assert reader.read() == '{"a": 1}\n{"a": 2}\n'
+
+
+def test_a_cache_that_is_damaged_or_cannot_be_written_costs_nothing_but_what_it_held(tmp_path, monkeypatch, caplog):
+    add = lambda found: found.setdefault("key", len(found))
+    monkeypatch.setenv("DCCOT_CACHE", str(tmp_path / "cache"))
+    assert change_cache("x.json", add) == 0 and read_cache("x.json") == {"key": 0}
+    (tmp_path / "cache" / "x.json").write_text("{")
+    assert read_cache("x.json") == {} and "is damaged" in caplog.text
+    assert change_cache("x.json", add) == 0 and read_cache("x.json") == {"key": 0}
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DCCOT_CACHE", str(tmp_path / "file" / "cache"))
+    assert change_cache("x.json", add) == 0 and read_cache("x.json") == {}
+    assert "cannot be kept" in caplog.text
