@@ -33,6 +33,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import count, takewhile
 
 from dccot.core.config import NonNegative, NonNegativeFloat, Positive, Share
 from dccot.rollout.response import Finish, Response, Segment
@@ -120,6 +121,12 @@ class _Writer:
     read: list[int] = field(default_factory=list)  # up to its last fork
     running: int = 0  # threads of its last fork
     cut_by: Finish | None = None  # what ended one of them early
+    ended: bool = False
+
+
+def _tokens(worker: Thread[Segment]) -> list[int]:
+    """As the thread above reads it."""
+    return [token for segment in worker.segments() for token in segment.tokens]
 
 
 @dataclass
@@ -154,6 +161,28 @@ class Director:
             return self._fork(writer, call.prompt + completion.ids)
         return self._end(writer, call.limit if completion.stop is Stop.LENGTH else None)
 
+    def read_so_far(self, call: Call, written: list[int]) -> list[list[int]]:
+        """Of the fork that a worker's call belongs to, until all of it is written: what is read before it, the texts of
+        the workers that are finished up to the first that is not, and if that one writes the call, its text so far."""
+        above = self._writers[call.thread].above
+        if above is None or not above.running or above.cut_by is not None:
+            return []
+        path = (*above.path, len(above.thread.forks) - 1)
+        finished = takewhile(lambda i: self._writers[(*path, i)].ended, count(1))
+        texts = [above.read, *(_tokens(self._writers[(*path, i)].thread) for i in finished)]
+        if len(texts) == call.thread[-1]:
+            texts.append(_tokens(self._writers[call.thread].thread) + call.inserted + written)
+        return texts
+
+    def overdue(self, call: Call, written: int, factor: float) -> bool:
+        """Whether a worker that has written so much in this call is the last one of its fork that writes, and `factor`
+        times longer than the longest of the others."""
+        worker = self._writers[call.thread]
+        if worker.above is None or worker.above.running > 1 or len(worker.above.thread.forks[-1]) == 1:
+            return False
+        longest = max(other.path() for other in worker.above.thread.forks[-1] if other is not worker.thread)
+        return worker.thread.path() + len(call.inserted) + written > factor * longest
+
     def _fork(self, writer: _Writer, read: list[int]) -> list[Call]:
         number = len(writer.thread.forks)
         if number == self.config.max_rounds:
@@ -177,7 +206,7 @@ class Director:
 
     def _end(self, writer: _Writer, cut_by: Finish | None) -> list[Call]:
         """The thread is written; the one that spawned it continues when all of its fork are."""
-        above = writer.above
+        above, writer.ended = writer.above, True
         if above is None:
             self.response.finish, self.done = cut_by or Finish.ANSWERED, True
             return []
@@ -191,7 +220,7 @@ class Director:
         above.total -= sum(worker.total() for worker in fork)
         if above.cut_by is not None:
             return self._end(above, above.cut_by)
-        read = above.read + [token for worker in fork for segment in worker.segments() for token in segment.tokens]
+        read = above.read + [token for worker in fork for token in _tokens(worker)]
         following = self._call(above, read, list(self.tags.spawn_close))
         return [following] if following.max_tokens >= 1 else self._end(above, following.limit)
 

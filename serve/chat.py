@@ -32,15 +32,18 @@ from dccot.data.prompts import PromptConfig, special_tokens
 from dccot.rollout.director import Director, RolloutConfig
 from dccot.rollout.response import Finish, Response
 from dccot.rollout.tags import all_tags
+from dccot.serve.admission import Admission
 from dccot.serve.launch import ServeConfig
+from dccot.serve.load import WAITING, EngineLoad
 from dccot.serve.request import ChatRequest, Refused, prompt_text
-from dccot.serve.session import Session, Vocabulary
+from dccot.serve.session import Manner, Session, Vocabulary
 from dccot.serve.stream import Channels, Piece, ReadingOrder, answer_tokens
 
 CHARACTERS_PER_TOKEN = 32  # messages longer than this many times the model's context are rejected before tokenising
 
 RUNNING = Gauge("dccot_responses_running", "responses that are being written", multiprocess_mode="livesum")
 RESPONSES = Counter("dccot_responses", "responses by how they ended: stop, length, cancelled, error", ["finish"])
+CUT = Counter("dccot_workers_cut", "workers that were not waited for: max_worker_tokens, straggler_factor")
 REFUSED = Counter("dccot_requests_refused", "requests that were not run, by HTTP status", ["status"])
 
 
@@ -48,12 +51,13 @@ def _histogram(name: str, about: str, buckets: Iterable[float]) -> Histogram:
     return Histogram(f"dccot_{name}", about, buckets=tuple(buckets))
 
 
-SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 ROUNDS = _histogram("rounds", "rounds of workers per response", (0, 1, 2, 3, 4, 6, 8))
 WORKERS = _histogram("workers", "workers per response", (0, 2, 3, 6, 9, 12, 18, 24))
 LONGEST_PATH = _histogram("longest_path_tokens", "tokens on a response's longest path", (2**p for p in range(5, 17)))
 PARALLELISM = _histogram("parallelism", "tokens over those on the longest path", (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4))
 FIRST_TOKEN = _histogram("time_to_first_token_seconds", "from the request to the first sampled token", SECONDS)
+JOIN = _histogram("join_seconds", "from the end of a fork's last worker to the next token", SECONDS)
 ANSWER = _histogram("time_to_answer_seconds", "from the request to the end of its response", SECONDS)
 
 
@@ -68,9 +72,16 @@ class Chat:
         self._reserved = [token for token in special_tokens(self.vocabulary.tokenizer) if token not in tags]
         self._by_priority = engine.vllm_config.scheduler_config.policy == "priority"
         self._order = itertools.count()
+        self.load = EngineLoad(engine)
+        self.admission = Admission(self.load.crowded)
+        self.load.changed = self._admit
         self._tokenising = ThreadPoolExecutor(1, "dccot-tokenising")
         self.arriving, self.running = 0, 0  # requests that are being read; responses that are being written
         self.usual_seconds = 1.0  # that a response takes, lately
+
+    def _admit(self) -> None:
+        self.admission.admit()
+        WAITING.set(self.admission.waiting)
 
     def about(self) -> dict:
         """What this server adds to vLLM, for /v1/models."""
@@ -80,6 +91,7 @@ class Chat:
             "prompt": self.config.prompt.kind,
             **{name: getattr(rollout, name) for name in ("workers", "depth", "budget", "temperature", "top_p")},
             "max_n": self.config.max_n,
+            "branching": self.config.branching,
         }
 
     @contextmanager
@@ -102,14 +114,19 @@ class Chat:
         ids = await loop.run_in_executor(self._tokenising, self._prompt_ids, request, prompt)
         self._refuse_if_busy(request.n)  # others may have arrived meanwhile
         seed = secrets.randbits(63) if request.seed is None else request.seed
-        order = next(self._order) if self._by_priority else 0  # started responses go before new ones
+        order = next(self._order) if self._by_priority else None  # started responses go before new ones
+        branching, factor = request.branching or self.config.branching, request.straggler_factor
+        manner = Manner(branching, self.config.prefill_joins, request.max_worker_tokens, factor)
         name = f"chatcmpl-{uuid.uuid4().hex}"
-        piecewise = request.stream or bool(request.stop)
+        piecewise = request.stream or bool(request.stop) or factor is not None
         sessions = []
         for sample in range(request.n):
             director = Director(ids, rollout, self.vocabulary.tags, self.context, prompt.parallel)
             sessions.append(
-                Session(self.engine, director, rollout, self.vocabulary, name, seed, sample, order, piecewise)
+                Session(
+                    *(self.engine, director, rollout, self.vocabulary, name, seed, sample),
+                    *(self.admission, manner, order, piecewise),
+                )
             )
         return Job(self, request, name, sessions)
 
@@ -224,6 +241,9 @@ class Job:
         self.chat.usual_seconds += 0.1 * (seconds - self.chat.usual_seconds)
         RESPONSES.labels(self._finish(choice.index)[0]).inc()
         _observe(session.director.response)
+        for join in session.joins:
+            JOIN.observe(join)
+        CUT.inc(len(session.cut))
         ANSWER.observe(seconds)
         if session.first_token is not None:
             FIRST_TOKEN.observe(session.first_token)
@@ -272,7 +292,8 @@ class Job:
         finish, reason = self._finish(index)
         message["reasoning_content"] = message["reasoning"]
         choice = {"index": index, "message": message, "logprobs": None, "finish_reason": finish, "stop_reason": reason}
-        response = self.sessions[index].director.response
+        response, cut = self.sessions[index].director.response, self.sessions[index].cut
+        choice |= {"cut_workers": cut} if cut else {}
         return choice | ({"token_ids": response.as_read} if self.request.return_token_ids else {})
 
     async def chunks(self) -> AsyncIterator[list[dict]]:
@@ -292,7 +313,8 @@ class Job:
         if delta:
             return self._chunk(index, delta, **({"token_ids": ids} if self.request.return_token_ids else {}))
         finish, reason = self._finish(index)
-        return self._chunk(index, {}, finish_reason=finish, stop_reason=reason)
+        cut = {"cut_workers": cut} if (cut := self.sessions[index].cut) else {}
+        return self._chunk(index, {}, finish_reason=finish, stop_reason=reason, **cut)
 
     def _chunk(self, index: int, delta: dict, **more: object) -> dict:
         choice = {"index": index, "delta": delta, "finish_reason": None, **more}

@@ -20,9 +20,10 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import get_args
 
 from dccot.core.command import positive, run_cleanly
-from dccot.core.config import ConfigError, Positive, load_config, require
+from dccot.core.config import ConfigError, NonNegative, Positive, load_config, require
 from dccot.core.run import Run
 from dccot.core.runtime import KEEP_FREED_MEMORY, START_UP
 from dccot.data.prompts import PromptConfig
@@ -32,13 +33,12 @@ from dccot.model.tokenizer import open_tokenizer, tokenizer_folder
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import ONE_PROCESS, as_flags, vllm_options
 from dccot.rollout.tags import width
+from dccot.serve.admission import Branching
 
 VARIABLE = "DCCOT_SERVE"
 DIED = 70  # exit code of a server whose engine has died: EX_SOFTWARE of sysexits.h
-OWN = {name: f"rollout.{name}" for name in ("workers", "depth", "budget")} | {
-    "max_n": "max_n",
-    "max_requests": "max_requests",
-}
+OWN = {name: f"rollout.{name}" for name in ("workers", "depth", "budget")}
+OWN |= {name: name for name in ("max_n", "max_requests", "branching", "prefill_joins")}
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": "ignore"}
 # where a large model is read from a slow disk; vLLM gives up after 600 seconds
 ENGINE_START = {"VLLM_ENGINE_READY_TIMEOUT_S": str(int(START_UP))}
@@ -53,6 +53,9 @@ class ServeConfig:
     rollout: RolloutConfig = dataclasses.field(default_factory=lambda: RolloutConfig(budget=12000))
     max_n: Positive = 16  # choices per request
     max_requests: Positive = 256  # choices that run at once; further requests get a 503
+    branching: Branching = "eager"  # when workers start: at once, one after another (never), or by load (adaptive)
+    # while slower workers write, finished ones that the director will read are prefilled from so many tokens on; 0: not
+    prefill_joins: NonNegative = 256
 
     def check(self) -> None:
         few = f"max_requests is {self.max_requests}; it must be at least max_n, {self.max_n}"
@@ -78,6 +81,10 @@ def parser() -> argparse.ArgumentParser:
     add("--budget", type=positive, metavar="N", help="most tokens on the longest path; default: the run's, or 12000")
     add("--max-n", type=positive, metavar="N", help="choices per request, at most; default 16")
     add("--max-requests", type=positive, metavar="N", help="choices at once; more are answered 503; default 256")
+    when = "when workers start: at once (eager, the default), one after another, or by the engine's load"
+    add("--branching", choices=get_args(Branching), help=when)
+    joins = "prefill finished workers while others write if they have N tokens; default 256; 0: never"
+    add("--prefill-joins", type=int, metavar="N", help=joins)
     return made
 
 

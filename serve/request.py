@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from dccot.core.config import ConfigError
 from dccot.data.prompts import ASSISTANT, BOS, USER, PromptConfig, UnusablePrompt
+from dccot.serve.admission import Branching
 
 MAX_BODY = 2 * 2**20  # bytes; the text of 131,072 tokens has about 0.5 MB
 MAX_STOP = 1000  # characters of a stop string, which is looked for after every token
@@ -110,6 +111,9 @@ class ChatRequest(Strict):
     stream_options: StreamOptions = StreamOptions()
     reasoning_effort: Literal["none"] | None = None  # "none": without workers
     return_token_ids: bool = False
+    branching: Branching | None = None  # when workers start
+    max_worker_tokens: Count | None = None  # what a worker writes beyond is not waited for
+    straggler_factor: float | None = Field(None, gt=1)  # nor the last one, once so many times longer than the others
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -70,6 +70,12 @@ CALLED = {
     "vllm.plugins.endpoint_plugins.interface:EndpointPlugin.init_state": ("engine_client", "state", "args"),
     "vllm.exceptions:GracefulHTTPError": ("message", "http_status"),
     "vllm.v1.engine.exceptions:EngineDeadError": (),
+    "vllm.v1.metrics.loggers:AggregateStatLoggerBase.record": (
+        "scheduler_stats",
+        "iteration_stats",
+        "mm_cache_stats",
+        "engine_idx",
+    ),
     "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware": ("app", "tokens"),
     "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware.verify_token": ("headers",),
     "vllm.entrypoints.openai.models.serving:OpenAIServingModels.show_available_models": (),
@@ -146,6 +152,12 @@ READ = {
     "vllm.model_executor.models.llama:LlamaForCausalLM": ("packed_modules_mapping", "lm_head"),
     "vllm.engine.protocol:EngineClient": ("model_config", "vllm_config", "renderer"),
     "vllm.platforms:current_platform": ("is_cpu",),
+    "vllm.config:SchedulerConfig": ("policy", "max_num_seqs"),
+    "vllm.v1.engine.async_llm:AsyncLLM": ("logger_manager",),
+    "vllm.v1.metrics.loggers:StatLoggerManager": ("stat_loggers",),
+    "vllm.v1.metrics.stats:SchedulerStats": ("num_running_reqs", "num_waiting_reqs", "kv_cache_usage"),
+    "vllm.v1.metrics.stats:IterationStats": ("inter_token_latencies_iter", "time_to_first_tokens_iter"),
+    "vllm.v1.metrics.stats:RequestStateStats": ("first_token_latency",),
 }
 ENVIRONMENT = (
     "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CONFIGURE_LOGGING", "VLLM_NO_USAGE_STATS", "VLLM_PLUGINS",

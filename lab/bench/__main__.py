@@ -26,6 +26,7 @@ BENCHMARKS = {
     "token": "dccot.lab.bench.token",
     "eval": "dccot.lab.bench.grading",
     "serve": "dccot.lab.bench.serve",
+    "load": "dccot.lab.bench.load",
     "rl": "dccot.lab.bench.rl",
 }
 KERNEL_BENCHMARKS = ("attention", "logprob")  # have their own options

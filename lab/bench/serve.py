@@ -82,13 +82,13 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def server(command: list[str], folder: Path) -> Iterator[tuple[str, psutil.Process]]:
+def server(command: list[str], folder: Path, **sizes: int) -> Iterator[tuple[str, psutil.Process]]:
     """A server process in a group of its own; its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log, address = folder / f"{port}.log", f"http://127.0.0.1:{port}"
-    arguments = [sys.executable, "-m", *command, *as_flags({"host": "127.0.0.1", "port": port, **SIZES})]
+    arguments = [sys.executable, "-m", *command, *as_flags({"host": "127.0.0.1", "port": port, **SIZES, **sizes})]
     environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
     with open(log, "w") as out:
         process = subprocess.Popen(arguments, stdout=out, stderr=out, env=environment, start_new_session=True)

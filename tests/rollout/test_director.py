@@ -106,6 +106,40 @@ def test_sequential_mode_is_one_call_without_a_stop():
     assert machine.response.finish is Finish.BUDGET
 
 
+# ---- a fork while it is being written ----
+
+
+def test_what_is_read_so_far_of_a_fork_begins_what_the_director_reads():
+    machine = director(prompt=[1, 2], budget=1000)
+    first, second, third = spawn(machine)
+    assert machine.read_so_far(second, [51, 52]) == [first.prompt[:-3]]  # the first worker is not finished
+    machine.finished(third, written(6, Stop.TAG))
+    machine.finished(first, written(4, Stop.TAG))
+    early = machine.read_so_far(second, [51, 52])
+    assert [len(text) for text in early] == [len(first.prompt) - 3, 3 + 4, 3 + 2]
+    ended = Completion([51, 52, 53], [-0.1] * 3, Stop.TAG)
+    [join] = machine.finished(second, ended)
+    assert join.prompt[: sum(map(len, early))] == [token for text in early for token in text]
+    assert machine.read_so_far(second, []) == []
+    assert machine.read_so_far(join, []) == []
+
+
+def test_a_worker_is_overdue_when_it_is_the_last_and_so_many_times_longer():
+    machine = director(budget=1000)
+    first, second, third = spawn(machine)
+    machine.finished(first, written(17, Stop.TAG))  # with its tag of three 20 tokens
+    assert not machine.overdue(third, 500, 2.0)
+    machine.finished(second, written(7, Stop.TAG))
+    assert not machine.overdue(third, 37, 2.0)
+    assert machine.overdue(third, 38, 2.0)
+
+
+def test_the_only_worker_of_a_fork_and_the_director_are_never_overdue():
+    machine = director(workers=1, budget=1000)
+    assert not machine.overdue(only(machine.start()), 900, 1.1)
+    assert not machine.overdue(only(spawn(machine)), 900, 1.1)
+
+
 # ---- the budget ----
 
 

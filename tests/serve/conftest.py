@@ -24,6 +24,7 @@ from tests.support.servers import KEY, dccot_serve, vllm_serve
 
 CONTEXT, BUDGET = 1024, 160
 NAME, QUESTION = "tiny", "how many are there"
+PREFILLING = "branching=adaptive prefill_joins=1"  # the second server reads workers before their fork has ended
 OTHER_EOS = "z"  # ends the model's text as well, because its folder says so
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -74,7 +75,7 @@ def servers(hub, chat_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("servers")
     options = f"--budget {BUDGET} --max-n 4 --max-requests 8".split()
     started = [dccot_serve(f"someone/{NAME}", folder / "dccot", *options, **environment(hub.url, hub.home))]
-    started += [vllm_serve(chat_model, folder / "plain", plugin=f"rollout.budget={BUDGET}")]
+    started += [vllm_serve(chat_model, folder / "plain", plugin=f"rollout.budget={BUDGET} {PREFILLING}")]
     try:
         yield [server.ready() for server in started]
     finally:

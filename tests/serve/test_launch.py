@@ -6,11 +6,11 @@ import shlex
 from dccot.lab.worlds import bigram as tiny
 from dccot.model.folder import resolve_model
 from dccot.rollout.engine import EngineConfig, as_flags, vllm_options
-from dccot.serve.launch import VARIABLE, from_environment, main, overrides
+from dccot.serve.launch import OWN, VARIABLE, from_environment, main, overrides
 from tests.serve.conftest import NAME
 from tests.support.hub import Hub, use_here
 
-NOTHING = {"workers": None, "depth": None, "budget": None, "max_n": None, "max_requests": None}
+NOTHING = dict.fromkeys(OWN)
 
 
 def test_a_run_is_asked_as_it_was_trained_whatever_its_system_message_holds(tmp_path, monkeypatch):

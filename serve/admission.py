@@ -1,0 +1,129 @@
+"""When a worker may start: at once, one after another, or by the engine's load.
+
+    eager      every worker at once
+    never      the workers of a response one after another
+    adaptive   worker 1 at once, the others while a larger batch still makes the engine faster
+
+A step of the engine takes `base + per_sequence · n` seconds for n sequences. One more makes it longer by `per_sequence`
+for each of them, so the share `per_sequence · n / step` of what the new one gains is lost by the others: nearly nothing
+in a small batch, all of it where the step grows as the batch does. A worker waits while that share is above `CROWDED`,
+while sequences queue in the engine, or while its KV cache is nearly full. The line is fitted to the latest steps.
+
+Nothing starves: a response always has a call that runs, and its next worker starts when none does. Of the responses
+with waiting workers the one with the fewest running calls goes first, then the oldest; within a response, workers start
+in the order in which they are read. What a call samples depends on its own seed and text, not on when it ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Literal
+
+Branching = Literal["eager", "never", "adaptive"]
+Start = tuple[tuple[int, ...], Callable[[], object]]  # a call's path, and what starts it
+
+CROWDED = 0.8  # of what one more sequence gains, at most this share may be lost by the others
+FULL = 0.9  # of the KV cache: beyond it running sequences are soon preempted, and computed again
+MEMORY = 0.998  # weight of a step after one more: half of it is gone after 350
+
+
+@dataclass
+class StepTime:
+    """Seconds of a step against its number of sequences: a line through the latest steps."""
+
+    weight: float = 0.0
+    sequences: float = 0.0  # weighted means
+    seconds: float = 0.0
+    _variance: float = 0.0
+    _covariance: float = 0.0
+
+    def learn(self, sequences: int, seconds: float) -> None:
+        if self.weight > 20:
+            seconds = min(seconds, 3 * (self.base + self.per_sequence * sequences))  # something else took the machine
+        self.weight = MEMORY * self.weight + 1
+        share = 1 / self.weight
+        more, longer = sequences - self.sequences, seconds - self.seconds
+        self.sequences += share * more
+        self.seconds += share * longer
+        self._variance = (1 - share) * (self._variance + share * more * more)
+        self._covariance = (1 - share) * (self._covariance + share * more * longer)
+
+    @property
+    def per_sequence(self) -> float:
+        """Where batches have hardly varied, a tenth of the step is taken to grow with them."""
+        if not self.weight:
+            return 0.0
+        doubt = 0.25 + (0.05 * self.sequences) ** 2
+        slope = (self._covariance + doubt * 0.1 * self.seconds / self.sequences) / (self._variance + doubt)
+        return min(max(slope, 0.0), self.seconds / self.sequences)
+
+    @property
+    def base(self) -> float:
+        return self.seconds - self.per_sequence * self.sequences
+
+    def crowding(self, sequences: float) -> float:
+        """The share of what one more sequence gains that the others lose."""
+        growing = self.per_sequence * sequences
+        return growing / (self.base + growing) if growing else 0.0
+
+
+@dataclass
+class _Branches:
+    """The calls of one response."""
+
+    policy: Branching
+    running: int = 1
+    waiting: list[Start] = field(default_factory=list)
+
+
+class Admission:
+    """Who may start, for all responses of a server; `crowded(n)`: whether n running calls are enough for the engine."""
+
+    def __init__(self, crowded: Callable[[int], bool]):
+        self._crowded = crowded
+        self._responses: dict[Hashable, _Branches] = {}  # the oldest first
+        self.running, self.waiting = 0, 0  # calls
+
+    def begin(self, response: Hashable, policy: Branching) -> None:
+        """The director of a new response runs."""
+        self._responses[response] = _Branches(policy)
+        self.running += 1
+
+    def ended(self, response: Hashable, following: list[Start]) -> None:
+        """A call has ended. Of those that follow, the first starts at once in its place, the others in their turn."""
+        branches = self._responses[response]
+        branches.running -= 1
+        self.running -= 1
+        branches.waiting += following
+        self.waiting += len(following)
+        if following:
+            self._start(branches, following[0])
+        self.admit()
+
+    def leave(self, response: Hashable) -> None:
+        branches = self._responses.pop(response)
+        self.running -= branches.running
+        self.waiting -= len(branches.waiting)
+        self.admit()
+
+    def admit(self) -> None:
+        """Start what may start now."""
+        if not self.waiting:
+            return
+        held = [branches for branches in self._responses.values() if branches.waiting]
+        for branches in held:
+            while branches.waiting and (branches.policy == "eager" or not branches.running):
+                self._start(branches, min(branches.waiting))
+        while held := [branches for branches in held if branches.waiting and branches.policy == "adaptive"]:
+            if self._crowded(self.running):
+                return
+            fewest = min(held, key=lambda branches: branches.running)
+            self._start(fewest, min(fewest.waiting))
+
+    def _start(self, branches: _Branches, first: Start) -> None:
+        branches.waiting.remove(first)
+        branches.running += 1
+        self.waiting -= 1
+        self.running += 1
+        first[1]()
