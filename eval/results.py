@@ -86,7 +86,7 @@ class Sample:
     verdict: str
     well_formed: bool
     answered: bool  # it ended by itself
-    rounds: int
+    widths: list[int]  # workers of each fork, at any depth
     longest_path: int
     total_tokens: int
 
@@ -94,7 +94,7 @@ class Sample:
     def from_row(cls, row: dict) -> Sample:
         """From a line of a rollout JSONL."""
         lengths, answered = row["lengths"], row["response"]["finish"] == Finish.ANSWERED
-        form = row["flaw"] is None, answered, len(lengths["workers"])
+        form = row["flaw"] is None, answered, [len(fork) for fork in lengths["workers"]]
         written = lengths["longest_path"], lengths["total_tokens"]
         return cls(row["problem"], row["sample"], row["text"], row["verdict"], *form, *written)
 
@@ -108,7 +108,8 @@ MEASURES: dict[str, tuple[str, Callable[[Sample], float]]] = {
     "longest_path": ("longest path", lambda s: s.longest_path),
     "total_tokens": ("total tokens", lambda s: s.total_tokens),
     "parallelism": ("parallelism", lambda s: s.total_tokens / max(1, s.longest_path)),
-    "spawned": ("spawned (%)", lambda s: float(s.rounds > 0)),
+    "spawned": ("spawned (%)", lambda s: float(len(s.widths) > 0)),
+    "width": ("workers per fork", lambda s: mean(s.widths) if s.widths else 0.0),
     "well_formed": ("well-formed (%)", lambda s: float(s.well_formed)),
     "truncated": ("truncated (%)", lambda s: float(not s.answered)),
 }
@@ -118,7 +119,7 @@ LABELS |= {f"maj3_{name}": f"maj@3 {LABELS[name]}" for name in ("longest_path", 
 
 def shown(measure: str, estimate: Estimate) -> tuple[str, str]:
     """Value and standard error in human-readable form; the error is empty if there is none."""
-    scale, decimals = (100, 2) if "%" in LABELS[measure] else (1, 2) if measure == "parallelism" else (1, 0)
+    scale, decimals = (100, 2) if "%" in LABELS[measure] else (1, 2) if measure in ("parallelism", "width") else (1, 0)
     numbers = estimate.value, estimate.stderr
     value, error = ("" if math.isnan(number) else f"{scale * number:.{decimals}f}" for number in numbers)
     return value, error

@@ -263,14 +263,14 @@ def papers_totals(titles: Titles) -> list[Row]:
 
 
 def responses_table(evaluations: Sequence[Evaluation], titles: Titles) -> Table:
-    measures = ("total_tokens", "parallelism", "spawned", "well_formed", "truncated")
+    measures = ("total_tokens", "parallelism", "spawned", "width", "well_formed", "truncated")
     rows: list[Row] = []
     for name, title in titles.items():
         ours = [evaluation for evaluation in evaluations if name in evaluation.results]
         for number, evaluation in enumerate(ours):
             result = evaluation.results[name]
             count = Cell(f"{evaluation.budget:,}"), Cell(f"{result.problems}×{result.samples}")
-            measured = [_cell(measure, result.by_problem[measure]) for measure in measures]
+            measured = [_cell(measure, result.by_problem.get(measure)) for measure in measures]
             cells = [_words(title), _words(evaluation.method), *count, *measured]
             rows.append(Row(evaluation.name, cells, begins_block=number == 0 and bool(rows)))
     columns = ("Benchmark", "method", "budget", "responses", *(LABELS[measure] for measure in measures))
@@ -279,17 +279,18 @@ def responses_table(evaluations: Sequence[Evaluation], titles: Titles) -> Table:
 
 
 def kinds_table(evaluations: Sequence[Evaluation], titles: Titles, kind: str) -> Table:
-    """Accuracy, longest path and spawn rate by kind of problem, the first group of `kind` in its id."""
-    measures = ("accuracy", "longest_path", "spawned")
+    """Accuracy, length and workers by kind of problem, the first group of `kind` in its id; numbers in their order."""
+    measures = ("accuracy", "longest_path", "total_tokens", "spawned", "width")
     rows = []
     for name, title in titles.items():
         ours = [evaluation for evaluation in evaluations if name in evaluation.results]
         problems = ours[0].results[name].by_problem["longest_path"]
         kinds = {problem: found[1] for problem in problems if (found := re.search(kind, problem))}
-        for each in sorted(set(kinds.values())):
+        for each in sorted(set(kinds.values()), key=lambda kind: (int(kind) if kind.isdecimal() else 0, kind)):
             for number, evaluation in enumerate(ours):
                 table = evaluation.results[name].by_problem
-                means = [{p: v for p, v in table[measure].items() if kinds.get(p) == each} for measure in measures]
+                measured = (table.get(measure, {}) for measure in measures)
+                means = [{p: v for p, v in values.items() if kinds.get(p) == each} for values in measured]
                 cells = [_words(title), _words(each), *map(_cell, measures, means)]
                 rows.append(Row(evaluation.name, cells, begins_block=number == 0))
     columns = ("Benchmark", "kind", *(LABELS[measure] for measure in measures))

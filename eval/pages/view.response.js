@@ -171,15 +171,17 @@ function toolbar(segments) {
 function colour(name) { state.colour = name; showDetail(listed[at]); }
 
 function texts(row, segments) {
-  const found = [];
-  let workers = null;
-  for (const box of boxes(columns.shape[row])) {
+  const found = [], all = boxes(columns.shape[row]), who = box => box.who.join(".");
+  const spawners = new Set(all.filter(box => box.spawned !== undefined).map(box => who(all[box.spawned])));
+  let workers = null, block = null;                         // side by side; one that spawned has a line for itself
+  for (const box of all) {
     const segment = segments[box.segment], card = el("div", { className: "card", id: `segment-${box.segment}`, style: `--hue:${hue(box.worker)}` },
       el("h3", {}, box.name, el("span", {}, `${number(box.length)} tokens${meanOf(segment.logprobs)}`)), body(segment));
-    if (!box.worker) { found.push(card); workers = null; continue; }
-    if (!workers) { workers = el("div", { className: "workers" }); found.push(workers); }
-    workers.append(card);
-    workers.style.setProperty("--across", Math.min(workers.children.length, Math.max(1, Math.floor($("detail").clientWidth / 230))));
+    const mine = spawners.has(who(box)) ? who(box) : `below ${box.who.slice(0, -1).join(".")}`;
+    if (box.worker && mine !== block) { workers = el("div", { className: "workers", style: `margin-left:${18 * (box.who.length - 1)}px` }); found.push(workers); }
+    block = box.worker ? mine : null;
+    (box.worker ? workers.append(card) : found.push(card));
+    if (box.worker) workers.style.setProperty("--across", Math.min(workers.children.length, Math.max(1, Math.floor($("detail").clientWidth / 230))));
   }
   return found;
 }

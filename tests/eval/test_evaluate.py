@@ -271,7 +271,7 @@ def test_an_answer_that_could_not_be_judged_counts_as_wrong_and_is_shown_apart()
     rows = {"a": [("correct", 100, 150), ("wrong", 200, 250), ("crashed", 300, 350)]}
     rows["b"] = [("correct", 400, 400), ("correct", 400, 400), ("correct", 700, 700)]
     samples = [
-        Sample(problem, i, "", verdict, True, longest != 700, 1, longest, total)  # the last one did not end by itself
+        Sample(problem, i, "", verdict, True, longest != 700, [3], longest, total)  # the last one did not end by itself
         for problem, found in rows.items()
         for i, (verdict, longest, total) in enumerate(found)
     ]
@@ -288,7 +288,7 @@ def test_an_answer_that_could_not_be_judged_counts_as_wrong_and_is_shown_apart()
 
 
 def test_a_summary_survives_the_disk_and_a_damaged_one_is_named(tmp_path):
-    samples = [Sample(problem, 0, "", "wrong", True, True, 1, 3, 4) for problem in ("a", "ä|b")]
+    samples = [Sample(problem, 0, "", "wrong", True, True, [3], 3, 4) for problem in ("a", "ä|b")]
     result = summarise(Benchmark("x", "X", 1), samples, {"a": [0], "ä|b": [0]})
     evaluation = Evaluation("n", "m", "parallel", 10, {"x": result})
     evaluation.save(tmp_path)

@@ -21,7 +21,16 @@ from dccot.eval.latency import Timing
 from dccot.eval.latency import save as save_latency
 from dccot.eval.plots import smoothed
 from dccot.eval.report import chains, main, write_report
-from dccot.eval.results import BENCHMARKS, Benchmark, BenchmarkResult, Evaluation, Sample, share_error, summarise
+from dccot.eval.results import (
+    BENCHMARKS,
+    MEASURES,
+    Benchmark,
+    BenchmarkResult,
+    Evaluation,
+    Sample,
+    share_error,
+    summarise,
+)
 from dccot.model.folder import explain_best, resolve_model
 
 TITLES = {name: BENCHMARKS[name].title for name in paper.COLUMNS}
@@ -34,7 +43,7 @@ PAPERS_TABLE_2 = {  # as printed
 
 
 def rolled_out(problem: str, *responses: tuple[str, int]) -> list[Sample]:
-    return [Sample(problem, i, "", verdict, True, True, 1, n, 2 * n) for i, (verdict, n) in enumerate(responses)]
+    return [Sample(problem, i, "", verdict, True, True, [3, 2], n, 2 * n) for i, (verdict, n) in enumerate(responses)]
 
 
 def evaluation(name, method="parallel", accuracy=0.0, length=100.0, benchmarks=("arithmetic",), seed=0) -> Evaluation:
@@ -198,13 +207,25 @@ def test_a_benchmark_that_one_evaluation_lacks_is_a_dash():
 
 
 def test_kinds_of_problems_are_averaged_apart():
-    ids = ("t-sum-1", "t-sum-2", "t-chain-1")
-    values = {"accuracy": (1.0, 0.0, 0.25), "longest_path": (10, 30, 7), "spawned": (1.0, 1.0, 0.0)}
+    ids = ("t-10-1", "t-10-2", "t-9-1")
+    values = {
+        "accuracy": (1.0, 0.0, 0.25),
+        "longest_path": (10, 30, 7),
+        "spawned": (1.0, 1.0, 0.0),
+        "width": (9, 10, 0),
+    }
     table = {measure: dict(zip(ids, found)) for measure, found in values.items()}
     found = Evaluation("ours", "", "parallel", 100, {"t": BenchmarkResult("t", "Test", 1, {}, table)})
-    chain, total = tables.kinds_table([found], {"t": "Test"}, "-([a-z]+)-").rows
-    assert texts(chain) == ["Test", "chain", "25.00", "7", "0.00"]
-    assert texts(total) == ["Test", "sum", "50.00", "20", "100.00"]
+    nine, ten = tables.kinds_table([found], {"t": "Test"}, "-([0-9]+)-").rows  # numbers in their order
+    assert texts(nine) == ["Test", "9", "25.00", "7", "–", "0.00", "0.00"]  # total tokens were not measured
+    assert texts(ten) == ["Test", "10", "50.00", "20", "–", "100.00", "9.50"]
+
+
+def test_the_width_of_a_response_is_the_mean_over_its_forks():
+    lengths = {"longest_path": 9, "total_tokens": 20, "workers": [[4, 3], [2, 2, 2], [1]]}
+    row = {"lengths": lengths, "response": {"finish": "answered"}, "flaw": None, "verdict": "correct"}
+    sample = Sample.from_row({**row, "problem": "a", "sample": 0, "text": ""})
+    assert MEASURES["width"][1](sample) == 2.0
 
 
 # ---- both kinds of error ----

@@ -216,6 +216,16 @@ def test_workers_of_workers_have_lanes_of_their_own(browser):
         [0, 10, 0],
         [None, None, None],
     ]
+    lines = browser.js(
+        """const [shape, shown] = [arguments[0], columns.shape[0]];
+        columns.shape[0] = shape;
+        const found = texts(0, boxes(shape).map(() => ({ text: "", logprobs: [] })));
+        columns.shape[0] = shown;
+        return found.map(line => [...line.querySelectorAll("h3")].map(title => title.firstChild.textContent));""",
+        shape,
+    )
+    below = [["worker 2.1", "worker 2.2"]]  # texts side by side; one that spawned has a line for itself
+    assert lines == [["director"], ["worker 1"], ["worker 2"], *below, ["worker 2"], ["worker 3"], ["director"]]
 
 
 def test_texts_verdict_and_form_are_shown(browser, rollouts):
