@@ -36,6 +36,27 @@ def test_lengths_rounds_and_balance_by_hand(tmp_path):
     assert report.measures["longest_path"] == [director + 4 + end, director + 1 + later + 2 + end]
 
 
+INNER = "<spawn_workers><worker_1>three four</worker_1></spawn_workers>"
+CHOSEN = f"<worker_1>one</worker_1><worker_2>x <task_1>c</task_1>{INNER}y</worker_2>"
+DEEP = (
+    f"<think>do <task_1>a</task_1><task_2>b</task_2><spawn_workers>{CHOSEN}</spawn_workers>so</think><answer>1</answer>"
+)
+
+
+@pytest.mark.parametrize(
+    ("workers", "depth", "ill_formed", "widths", "depths"),
+    [
+        ([1, 8], 2, {}, {2: 1, 1: 1}, {2: 1}),
+        ([1, 8], 1, {"tag_in_worker": 1}, {}, {}),
+        ([2, 8], 2, {"tasks": 1}, {}, {}),
+    ],
+)
+def test_width_and_depth_are_read(tmp_path, workers, depth, ill_formed, widths, depths):
+    row = {"id": "a", "question": "q", "completion": DEEP}
+    report = check_set(sft_file(tmp_path, [row]), workers=workers, depth=depth)
+    assert (report.ill_formed, report.widths, report.depths) == (ill_formed, widths, depths)
+
+
 @pytest.mark.parametrize(
     "text, share",
     [

@@ -62,6 +62,19 @@ def test_the_prompt_is_the_papers_to_the_letter_and_its_ids_spell_it_with_at_mos
     assert tokenizer.decode(ids).removeprefix(CHAT[0]) == PAPER[kind].removeprefix(CHAT[0])
 
 
+def test_a_parallel_prompt_says_how_many_workers_may_be_chosen_and_how_deep():
+    papers, sequential = PromptConfig().text("Q"), PromptConfig("sequential").text("Q")
+    assert PromptConfig().allowing(3, 1).text("Q") == papers
+    rules = (
+        " Before you spawn workers, list their tasks within <task_i></task_i> tags, i.e. <task_1>task 1</task_1>"
+        "<task_2>task 2</task_2>...: one worker starts for each task, from 1 to 8 at a time."
+        " A worker can spawn workers of its own in the same way, up to 2 levels deep."
+    )
+    before, after = papers.split(f" {STEPS}")
+    assert PromptConfig().allowing([1, 8], 2).text("Q") == f"{before}{rules} {STEPS}{after}"
+    assert PromptConfig("sequential").allowing([1, 8], 2).text("Q") == sequential
+
+
 def test_length_filter_counts_tokens_and_names_the_problem():
     tokenizer = tokenizer_with(CHAT)
     short, long = Problem("7", "2+2?", "4"), Problem("417", "2+2?" * 500, "4")

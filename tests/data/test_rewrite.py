@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -23,7 +24,15 @@ from dccot.data import sft_set
 from dccot.data.endpoints import Endpoint, EndpointConfig, Unusable, _drop_odd_waits
 from dccot.data.judge import Grader, GradingConfig
 from dccot.data.problems import Problem
-from dccot.data.sft_set import RewriteConfig, SequentialConfig, accept, load_solutions, prompt_text, rewrite_attempts
+from dccot.data.sft_set import (
+    RewriteConfig,
+    SequentialConfig,
+    accept,
+    instruction_for,
+    load_solutions,
+    prompt_text,
+    rewrite_attempts,
+)
 from dccot.rollout.tags import flaw_of, parse
 from tests.support import programs
 from tests.support.rounds import rounds_of
@@ -376,6 +385,20 @@ def test_source_rows_without_a_solution_are_named(tmp_path):
     write_jsonl_atomic(tmp_path / "s.jsonl", [{"id": "1", "question": "?", "gold": "2"}])
     with pytest.raises(BadData, match=r"s\.jsonl:1: no field 'solution'"):
         load_solutions(tmp_path / "s.jsonl")
+
+
+def test_the_instruction_and_acceptance_go_by_width_and_depth(grader):
+    ours, asked = prompt_text("rewrite.txt"), instruction_for([1, 8], 2)
+    assert instruction_for(3, 1) == ours and asked.startswith(ours)
+    for words in ("from 1 to 8", "<task_1>", "up to the block", "2 levels deep"):
+        assert words in asked and words not in ours
+    assert "exactly workers 1 to 5" in instruction_for(5, 1) and "{{" not in asked + instruction_for(5, 3)
+    deep = WELL_FORMED.replace("<spawn_workers>", "<task_1>a</task_1><spawn_workers>", 1) % 7
+    one = re.sub(r"<worker_[23]>.*?</worker_[23]>", "", deep, flags=re.S)
+    problem = Problem("1", "?", "7")
+    assert accept(problem, one, grader, [1, 8], 2) is None
+    assert accept(problem, one, grader) == "ill-formed: worker_order"
+    assert accept(problem, one, grader, [2, 8]) == "ill-formed: tasks"
 
 
 def test_worked_example_of_our_instruction_obeys_its_own_rules(grader):

@@ -35,7 +35,7 @@ prompt: {kind: parallel, open_think: true}
 data: {train: private/train.jsonl}
 objective: {kind: cispo}
 optimizer: {learning_rate: 8.0e-05}
-rollout: {budget: 384, workers: 3}
+rollout: {budget: 384, workers: [2, 12], depth: 2}
 """
 
 
@@ -117,7 +117,7 @@ def test_results_are_those_of_these_weights_and_of_their_ancestors_with_standard
     ]
     assert "- Measured on AIME of the test and on nothing else." in card
     assert "- 2 answers could not be judged; they count as wrong." in card
-    assert "at most 384 tokens" in card
+    assert "Trained with 2 to 12 workers, 2 levels deep and at most 384 tokens" in card
 
 
 def test_a_checkpoint_can_be_named_by_its_step_and_has_its_own_results(runs, tmp_path):
