@@ -47,10 +47,10 @@ class ModelPath:
 class TrainingConfig:
     """What SFT and RL have in common."""
 
-    name: str = ""
-    output: str = "runs"
-    seed: Seed = 0
-    steps: Positive = 1
+    name: str = ""  # of the folder below `output`
+    output: str = "runs"  # folder of all runs
+    seed: Seed = 0  # of the order of data and of every response
+    steps: Positive = 1  # to train, from the start of the run
     replay: Annotated[str, Replayed] | None = None  # train on this file of a run's bad/ or rollouts/ in every step
     max_bad_steps: NonNegative = 5  # consecutive steps that may be skipped for non-finite numbers
     timeout_seconds: Seconds = 1800.0  # of a collective
@@ -73,8 +73,8 @@ class TrainingConfig:
 
 @dataclass
 class SFTData:
-    train: Annotated[str, Demonstrations] = ""
-    validation: str | None = None
+    train: Annotated[str, Demonstrations] = ""  # JSONL of examples: question, completion
+    validation: str | None = None  # of the same form, for the loss
     max_tokens: Positive = 10_000  # including the prompt and every duplicate; longer examples are dropped
 
 
@@ -116,7 +116,7 @@ class SFTConfig(TrainingConfig):
 @dataclass
 class RLData:
     train: str = ""  # JSONL or parquet of problems
-    validation: str | None = None
+    validation: str | None = None  # JSONL or parquet of problems
     preset: Literal[tuple(PRESETS)] | None = None  # type: ignore[valid-type]  # field names of a known set, e.g. deepscaler
 
 
@@ -143,7 +143,7 @@ class RLBatch:
     # drop: whole batches start (the paper); keep: prompts start as they are needed, what is left serves the next step
     surplus: Literal["drop", "keep"] = "drop"
     token_budget: Positive = 32_768  # of one micro-batch on one rank, or on a group of ranks that share it
-    share_prompts: bool = True
+    share_prompts: bool = True  # responses to one prompt hold it once in a micro-batch
 
     def check(self) -> None:
         said, most = f"batch.prompts is {self.prompts}", self.prompts_rolled_out * self.max_rollout_batches
@@ -158,8 +158,8 @@ class RLBatch:
 @dataclass
 class RLValidation:
     every: NonNegative = 20  # steps, and once before the first; 0: never
-    samples: Positive = 50
-    top_p: Share = 0.95
+    samples: Positive = 50  # per problem
+    top_p: Share = 0.95  # of validation; training samples with rollout.top_p
     problems: Positive | None = None  # use only the first N of data.validation; None: all
     max_prompt_tokens: Positive | None = None  # None: as prompt.max_prompt_tokens
 

@@ -48,8 +48,8 @@ class ProfileConfig:
     steps: list[NonNegative] = field(default_factory=list)  # steps to trace, on every rank
     # phases to trace; a rollout produces millions of events
     phases: list[Literal[PROFILED]] = field(default_factory=lambda: ["update", "sync"])  # type: ignore[valid-type]
-    shapes: bool = False
-    memory: bool = False
+    shapes: bool = False  # record the shapes of tensors
+    memory: bool = False  # record allocations
 
 
 class Phases:

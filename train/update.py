@@ -25,14 +25,15 @@ from dccot.train.forest import Forest
 
 @dataclass
 class OptimizerConfig:
-    learning_rate: PositiveFloat = 2e-6
+    learning_rate: PositiveFloat = 2e-6  # of AdamW
+    # of AdamW
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = field(default_factory=lambda: [0.9, 0.999])
-    weight_decay: NonNegativeFloat = 0.01
+    weight_decay: NonNegativeFloat = 0.01  # of AdamW
     max_grad_norm: PositiveFloat = 1.0  # clip the gradient's norm over all shards to this
     warmup_steps: NonNegative = 0  # linear, then constant
     # step from which the rate falls linearly, to 0 at decay_to; None: never (the paper)
     decay_from: NonNegative | None = None
-    decay_to: int | None = None
+    decay_to: int | None = None  # step at which the rate is 0
 
     def check(self) -> None:
         first, last = self.decay_from, self.decay_to
