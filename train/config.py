@@ -233,7 +233,7 @@ def open_model(config: RLConfig | SFTConfig) -> tuple[Path, ModelConfig, PreTrai
     return folder, model, tokenizer
 
 
-# nats; of bf16 alone SmolLM2-135M has 0.026 (docs/running.md)
+# nats; of bf16 alone SmolLM2-135M has 0.026 (docs/troubleshooting.md)
 MAX_KV_CACHE_GAP = 0.05
 
 
