@@ -134,7 +134,8 @@ def test_loss_and_gradients_are_the_real_ones(nano, groups, objective, tmp_path)
 def test_rewards_and_advantages_are_the_real_ones(nano, groups):
     problem, config = nano.Problem.draw(random.Random(3)), RewardConfig(length_penalty=0.5, cutoff=12)
     shown = [nano.demonstration(problem, parallel) for parallel in (True, False)]
-    wrong = nano.demonstration(nano.Problem.draw(random.Random(4)), True)
+    wrong = nano.demonstration(nano.Problem(((1,) * 5,) * 3), True)
+    assert problem.gold != 15
     rewards = []
     for response, verdict, flaw in (
         (shown[0], "correct", None),
