@@ -366,7 +366,7 @@ class RL:
     prompts: int = 24
     group_size: int = 8  # responses per prompt, whose rewards are compared
     budget: int = 30  # of the longest path
-    rate: float = 1e-4
+    rate: float = 2e-4
     objective: Callable[[Tensor, Tensor, Tensor], Tensor] = dapo
     kl_coefficient: float = 0.001
 
