@@ -148,7 +148,9 @@ def test_hostile_requests_to_any_route_are_limited_and_a_bystander_gets_its_answ
     [
         ({"messages": [{}] * 2001}, True),
         ({"messages": [{"role": "user", "content": ["a,b", "{[,"] * 300}]}, False),
-        ({"messages": [{"role": "user", "content": "{,[" * 5000}]}, False),
+        ({"messages": [{"role": "user", "content": '{,["\\' * 5000}]}, False),
+        ({"x": ['{"', '\\"[', "\\\\"] * 300, "y": [[]] * 1000}, False),
+        ({"x": ['{"', '\\"[', "\\\\"] * 300, "y": [[]] * 1100}, True),
         ({"prompt": list(range(100_000)), "max_tokens": 1}, False),
         ({"prompt": [0.5] * 2001}, True),
         ({"prompt": [[1, 2]] * 1000}, True),
