@@ -13,8 +13,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from fastapi import HTTPException
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
