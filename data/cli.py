@@ -10,10 +10,8 @@ dccot data check runs/data/sft.jsonl                                     report 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -21,20 +19,19 @@ from typing import Any
 
 from rich.console import Console
 
-from dccot.core.command import positive, run_cleanly
+from dccot.core.command import Parser, conclude, positive, run_cleanly
 from dccot.core.config import load_config, to_yaml
-from dccot.core.progress import Progress
+from dccot.core.progress import Progress, first_rank
 from dccot.data.problems import PRESETS, Fields, fetch, load_problems
 from dccot.rollout.tags import width
 
 
-def parser() -> argparse.ArgumentParser:
-    about = "Problem sets and the SFT set."
-    top = argparse.ArgumentParser(description=about, epilog="example: dccot data fetch aime24 math500")
+def parser() -> Parser:
+    top = Parser("Problem sets and the SFT set.", "dccot data fetch aime24 math500")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[Namespace], None], about: str, example: str) -> Callable[..., Any]:
-        made = commands.add_parser(name, help=about, epilog=f"example: dccot data {name} {example}")
+        made = commands.add_parser(name, help=about, description=about, example=f"dccot data {name} {example}")
         made.set_defaults(run=run)
         return made.add_argument
 
@@ -78,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
 def _fetch(arguments: Namespace) -> None:
     for name in arguments.names:
         path = fetch(name, arguments.folder)
-        print(f"{path}: {len(load_problems(path)):,} problems")
+        conclude(f"{path}: {len(load_problems(path)):,} problems", f"dccot data problems {path}")
 
 
 def _problems(arguments: Namespace) -> None:
@@ -91,35 +88,38 @@ def _problems(arguments: Namespace) -> None:
 def _sequential(arguments: Namespace) -> None:
     from dccot.data.sft_set import SequentialConfig, solve_sequentially
 
-    _run(SequentialConfig, arguments, "solved", lambda config, show: solve_sequentially(config, progress=show))
+    work = lambda config, show: solve_sequentially(config, progress=show)
+    _run(SequentialConfig, arguments, "solved", work, "dccot data rewrite configs/data/rewrite.yaml source={}")
 
 
 def _rewrite(arguments: Namespace) -> None:
     from dccot.data.sft_set import RewriteConfig, rewrite
 
-    _run(RewriteConfig, arguments, "rewritten", lambda config, show: asyncio.run(rewrite(config, show)))
+    _run(RewriteConfig, arguments, "rewritten", lambda config, show: asyncio.run(rewrite(config, show)), TRAIN)
 
 
 def _import(arguments: Namespace) -> None:
     from dccot.data.import_sft import ImportConfig, import_sft
 
-    _run(ImportConfig, arguments, "checked", import_sft, source=arguments.source)
+    _run(ImportConfig, arguments, "checked", import_sft, TRAIN, source=arguments.source)
 
 
-def _run(
-    kind: type, arguments: Namespace, title: str, work: Callable[[Any, Callable[..., None]], Any], **settings: str
-) -> None:
+Work = Callable[[Any, Callable[..., None]], Any]
+TRAIN = "dccot sft configs/sft.yaml model.path=MODEL data.train={}"
+
+
+def _run(kind: type, arguments: Namespace, title: str, work: Work, following: str, **settings: str) -> None:
     """Do the work with a progress bar on rank 0 and print its summary; or only print the configuration."""
     file = None if settings else arguments.config
     config: Any = load_config(kind, file, arguments.overrides, settings.items())
     if arguments.print_config:
         print(to_yaml(config), end="")
         return
-    is_main, console = os.environ.get("RANK", "0") == "0", Console(stderr=True, highlight=False)
+    is_main, console = first_rank(), Console(stderr=True, highlight=False)
     with Progress(title, active=is_main, console=console) as progress:
         summary = work(config, lambda done, total, text="": progress.show(done, text, total=total))
     if summary is not None:
-        print(f"{summary}\n→ {config.output}")
+        conclude(f"{summary}\n→ {config.output}", following.format(config.output))
 
 
 def _check(arguments: Namespace) -> None:

@@ -14,8 +14,8 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -39,6 +39,17 @@ class Fields:
     question: str = "question"
     gold: str = "gold"
     gold_after: str | None = None  # the gold is the text after this mark in its field, without commas
+
+
+@dataclass
+class Columns:
+    """What a configuration says of a file whose fields are called otherwise."""
+
+    question: str | None = None  # name of the column with the question; None: question
+    gold: str | None = None  # name of the column with the right answer; None: gold
+
+    def named(self) -> dict[str, str]:
+        return {name: found for name in ("question", "gold") if (found := getattr(self, name))}
 
 
 @dataclass(frozen=True)
@@ -79,17 +90,20 @@ def load_problems(
     *,
     fields: Fields | None = None,
     preset: str | None = None,
+    columns: Mapping[str, str] | None = None,
     strict: bool = False,
     report: Report = print,
 ) -> list[Problem]:
     """Problems of a JSONL or parquet file in file order. Bad rows and repeated ids are reported and skipped; `strict`
-    raises.
+    raises. `columns` rename fields in rows that have them; others may be as `dccot data fetch` wrote them.
 
     `preset` sets the field names of a raw file of that set; a count that differs from the set's is reported. A file
     with no usable row is always an error.
     """
     path, known = Path(path), hub_set(preset) if preset else None
     fields = fields or (known.fields if known else Fields())
+    renamed = replace(fields, **columns) if columns else fields
+    faults: list[str] = []
     problems: dict[str, Problem] = {}
     skipped = 0
     if not path.is_file():
@@ -97,7 +111,7 @@ def load_problems(
         raise BadData(f"no problem file {str(path)!r}{hint}")
     for place, index, row in read_rows(path, strict, report):
         try:
-            problem = problem_in(row, fields, index)
+            problem = problem_in(row, renamed if renamed.question in row else fields, index)
             if problem.id in problems:
                 raise BadData(f"id {problem.id!r} occurs twice")
             problems[problem.id] = problem
@@ -105,14 +119,16 @@ def load_problems(
             if strict:
                 raise BadData(f"{place}: {fault}") from None
             skipped += 1
+            faults.append(f"{place}: {fault}")
             if skipped <= 20:
                 report(f"{place}: {fault}; row skipped")
     found = f"{path}: {len(problems):,} problems"
     if skipped:
         report(f"{found}, {skipped:,} rows skipped")
     if not problems:
-        wanted = f"it needs the fields {fields.id}, {fields.question}, {fields.gold}"
-        raise BadData(f"{path}: no usable row; {wanted} (another name: fields.question=…, fields.gold=…)")
+        why = f"no usable row ({faults[0]})" if faults else "no usable row"
+        named = "columns with other names: data.question=… data.gold=…"
+        raise BadData(f"{path}: {why}; a row has {fields.question} and {fields.gold}, {named}")
     if known and known.count not in (None, len(problems)):
         report(f"{found}, {preset} usually has {known.count:,}; compare results with that in mind")
     return list(problems.values())

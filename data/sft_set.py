@@ -45,7 +45,7 @@ from dccot.core.provenance import record
 from dccot.core.runtime import Runtime, require_shared
 from dccot.data.endpoints import Endpoint, EndpointConfig, Refused, Reply
 from dccot.data.judge import GradingConfig, Judge, Verdict, verdict_of
-from dccot.data.problems import Problem
+from dccot.data.problems import Columns, Problem
 from dccot.data.prompts import PromptConfig
 from dccot.data.rollouts import missing_pairs, roll_out, sample_to_file
 from dccot.data.task import TaskName, task_of
@@ -69,15 +69,16 @@ def _silent(done: int, total: int, text: str) -> None: ...
 class SequentialConfig:
     # a Hugging Face folder, or a run (its newest checkpoint)
     model: Annotated[str, required("name a Hugging Face folder or a run, e.g. model=runs/base")] = ""
-    problems: Annotated[str, required("name a JSONL or parquet file")] = ""  # JSONL or parquet
-    output: str = "runs/data/sequential.jsonl"  # file of the correct solutions
+    problems: Annotated[str, required("name a JSONL or parquet file")] = ""
+    output: str = "runs/data/sequential.jsonl"
     task: TaskName = "math"  # or your own: my_package.my_module:MyTask
     shuffle: Seed | None = None  # put the problems into a random order, drawn with this seed, before `first`; None: no
     first: int | None = 15_000  # use only the first N problems; None: all
-    attempts: Positive = 3  # per problem, until one is correct
+    attempts: Positive = 3
     # of the output: as the problems come, or all solved at the first attempt, then at the second, …
     order: Literal["problems", "attempts"] = "problems"
-    seed: Seed = 0  # of the responses
+    seed: Seed = 0
+    data: Columns = field(default_factory=Columns)
     prompt: PromptConfig = field(default_factory=lambda: PromptConfig("raw_sequential"))
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(budget=24_000, top_p=0.95))
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -188,11 +189,10 @@ OPENED = re.compile(rf"{THINK_OPEN}(?:\s|\\n)*\Z")  # in a file, the paper's tem
 
 @dataclass
 class RewriteConfig:
-    # sequential solutions, as `dccot data sequential` writes them
     source: Annotated[str, required("name the file that `dccot data sequential` wrote")] = ""
-    output: str = "runs/data/sft.jsonl"  # file of the SFT set
+    output: str = "runs/data/sft.jsonl"
     first: int | None = 4000  # use only the first N solutions; None: all
-    attempts: Positive = 3  # per solution, until a rewriting passes the checks
+    attempts: Positive = 3
     workers: Width = 3  # of every block; [1, 8]: as many as tasks are listed before it
     depth: Positive = 1  # levels of workers
     concurrency: Positive = 16  # concurrent requests

@@ -18,7 +18,7 @@ serving all follow it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +28,7 @@ from pydantic import AfterValidator
 from dccot.core.config import lookup, require
 from dccot.core.run import Run
 from dccot.data.judge import GradingConfig, Judge, open_judge
-from dccot.data.problems import Problem, load_problems
+from dccot.data.problems import Columns, Problem, load_problems
 from dccot.data.prompts import PromptConfig, Prompted, UnusablePrompt
 from dccot.rollout.director import RolloutConfig
 
@@ -48,6 +48,8 @@ class Task:
     # (problem, solution, attempt=…) → the solution in the parallel format; None: a stronger model rewrites it
     rewrite: Callable[..., str] | None = None
 
+    columns: Mapping[str, str] = {}  # question, gold → their names in a file of problems (`data.question`, `data.gold`)
+
     def __init__(self, prompt: PromptConfig | None = None, grading: GradingConfig | None = None):
         prompt = prompt or PromptConfig()
         self.prompting = replace(prompt, instruction=prompt.instruction or self.instruction)
@@ -57,7 +59,7 @@ class Task:
         self, path: str | Path, *, preset: str | None = None, strict: bool = False, report: Report = print
     ) -> list[Problem]:
         """The problems of a file. Bad rows are reported and skipped; `strict` raises."""
-        return load_problems(path, preset=preset, strict=strict, report=report)
+        return load_problems(path, preset=preset, columns=self.columns, strict=strict, report=report)
 
     def prompts(
         self, problems: Iterable[Problem], tokenizer: Any, *, strict: bool = False, report: Report = print
@@ -105,10 +107,15 @@ TaskName = Annotated[str, AfterValidator(_known_task)]
 
 
 def task_of(config: Any) -> Task:
-    """The task that a configuration names, with its `prompt`, `rollout` limits and `grading` where it has them."""
+    """The task that a configuration names, with its `prompt`, `rollout` limits, `grading` and the names of its `data`
+    where it has them.
+    """
     prompt, limits = getattr(config, "prompt", None) or PromptConfig(), getattr(config, "rollout", None)
     prompt = prompt.allowing(limits.workers, limits.depth) if limits else prompt
-    return find_task(config.task)(prompt, getattr(config, "grading", None))
+    task = find_task(config.task)(prompt, getattr(config, "grading", None))
+    data = getattr(config, "data", None)
+    task.columns = data.named() if isinstance(data, Columns) else {}
+    return task
 
 
 def settings_of(model: str | Path) -> tuple[PromptConfig, RolloutConfig]:

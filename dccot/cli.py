@@ -1,7 +1,7 @@
 """`dccot COMMAND …`: one entry point for everything, without remembering module names.
 
-Each command is a module with `main(argv) -> int` and its own --help. Warnings from dependencies go to a log file, not
-to the terminal.
+Each command is a module with `main(argv) -> int`, or a function of one, and its own --help. Warnings from dependencies
+go to a log file, not to the terminal.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dccot import __version__
-from dccot.core.command import quiet
+from dccot.core.command import as_typed, quiet
 
 COMMANDS = {
     "demo": ("dccot.lab.worlds.demo", "the whole paper in miniature, on a CPU: base → SFT → RL → evaluation → report"),
     "pipeline": ("dccot.pipeline", "all stages of a training recipe, one after another"),
-    "sft": ("dccot.train.sft", "supervised fine-tuning"),
-    "rl": ("dccot.train.rl", "one stage of reinforcement learning"),
+    "sft": ("dccot.train.launch:sft", "supervised fine-tuning"),
+    "rl": ("dccot.train.launch:rl", "one stage of reinforcement learning"),
     "rollout": ("dccot.rollouts", "generate responses to a file of problems"),
     "eval": ("dccot.eval.evaluate", "accuracy and longest path on benchmarks; `dccot eval latency` for wall-clock"),
     "report": ("dccot.eval.report", "tables, plots and training curves of runs as one HTML page"),
@@ -35,12 +35,24 @@ COMMANDS = {
     "gpu-check": ("dccot.lab.gpu_check.checks", "check a machine with GPUs: independent checks, one report"),
     "bench": ("dccot.lab.bench.__main__", "every benchmark, or one of them"),
 }
+INSTEAD = {  # what others call it
+    "train": ["sft", "rl", "pipeline"],
+    "finetune": ["sft"],
+    "grpo": ["rl"],
+    "evaluate": ["eval"],
+    "generate": ["rollout", "solve"],
+    "chat": ["solve", "serve"],
+    "download": ["data fetch"],
+    "fetch": ["data fetch"],
+    "check": ["pipeline RECIPE --check", "gpu-check", "model check"],
+    "push": ["export RUN FOLDER --push NAME/MODEL"],
+}
 
 
 def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items()]
-    explained = "`dccot COMMAND --help` explains each, with an example."
+    explained = as_typed("`dccot COMMAND --help` explains each, with an example.")
     return "\n".join(["usage: dccot COMMAND …", "", *lines, "", explained])
 
 
@@ -63,13 +75,19 @@ def dispatch(argv: list[str]) -> int:
         print(__version__)
         return 0
     if argv[0] not in COMMANDS:
-        near = difflib.get_close_matches(argv[0], COMMANDS, n=1, cutoff=0.4)
-        hint = f"did you mean `dccot {near[0]}`?" if near else "`dccot --help` lists the commands."
+        near = INSTEAD.get(argv[0]) or difflib.get_close_matches(argv[0], COMMANDS, n=1, cutoff=0.4)
+        hint = f"did you mean `dccot {'` or `dccot '.join(near)}`?" if near else "`dccot --help` lists the commands."
+        hint = as_typed(hint)
         print(f"dccot: no command {argv[0]!r}; {hint}", file=sys.stderr)
         return 2
     quiet()
     sys.argv = [f"dccot {argv[0]}", *argv[1:]]  # what --help and error messages show
-    return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:]) or 0
+    return command(argv[0])(argv[1:]) or 0
+
+
+def command(name: str) -> Callable[[Sequence[str] | None], int]:
+    module, _, function = COMMANDS[name][0].partition(":")
+    return getattr(importlib.import_module(module), function or "main")
 
 
 if __name__ == "__main__":

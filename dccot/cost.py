@@ -17,7 +17,6 @@ assumed utilisation. `--from` takes lengths, solve rates and the ratio of measur
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import heapq
 import json
@@ -29,19 +28,18 @@ from pathlib import Path
 import numpy as np
 
 from dccot import plan as one_run
-from dccot.core.command import positive, print_table, run_cleanly
+from dccot.core.command import Parser, positive, print_table, run_cleanly
 from dccot.core.config import ConfigError, load_config
 from dccot.core.run import Run
 from dccot.data.sft_set import RewriteConfig, SequentialConfig
 from dccot.eval.results import BENCHMARKS
 from dccot.memory import parameters, trained_parameters
-from dccot.model.config import ModelConfig
+from dccot.model.config import ModelConfig, block_parameters
 from dccot.plan import GPUS, Gpu
 from dccot.recipe import StagePlan
 from dccot.rollout.tags import Width, most_workers
 from dccot.stages import EvalStage, load_recipe
 from dccot.train.config import RLConfig, SFTConfig
-from dccot.train.flops import block_parameters
 
 PROBLEMS = {"aime24": 30, "amc23": 40, "hmmt25": 30, "math500": 500, "minerva": 272, "olympiadbench": 674}
 
@@ -356,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not any(word.endswith(".yaml") for word in words[:1]):
         return one_run.main(words)
-    parser = argparse.ArgumentParser(description="Hours, disk and API tokens of a recipe, by a model.")
+    parser = Parser("Hours, disk and API tokens of a recipe, by a model.", "dccot plan configs/paper.yaml --gpus 8")
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for `dccot pipeline`")
     parser.add_argument(
@@ -367,7 +365,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--from", dest="run", type=Path, help="a finished RL stage whose metrics calibrate the model")
     parser.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_intermixed_args(words)
+    arguments = parser.read(words)
 
     def work() -> None:
         a = load_config(Assumptions, None, arguments.assume)

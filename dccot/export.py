@@ -10,7 +10,6 @@ private unless `--public` is given.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -18,20 +17,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from huggingface_hub import HfApi, ModelCard, ModelCardData
+from typing import TYPE_CHECKING, Any
 
 import dccot
-from dccot.core.command import run_cleanly
+from dccot.core.command import Parser, conclude, run_cleanly
 from dccot.core.config import require
 from dccot.core.run import Run
 from dccot.data.task import settings_of
 from dccot.eval.results import LABELS, SUMMARY, Evaluation, shown
-from dccot.model.folder import find_model, resolve_model
+from dccot.model.folder import find_model, require_inside, resolve_model
 from dccot.model.tokenizer import open_tokenizer
-from dccot.model.weights import require_inside
 from dccot.rollout.tags import in_words
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard
 
 MEASURES = ("accuracy", "maj3_accuracy", "longest_path", "total_tokens", "well_formed")
 SETTINGS = {  # of a stage → its column
@@ -186,6 +185,8 @@ def limits(newest: Ancestor, evaluations: Sequence[tuple[str, Evaluation]]) -> l
 
 def card(run: Run, model: Path, licence: str | None) -> ModelCard:
     """README.md of the exported folder."""
+    from huggingface_hub import ModelCard, ModelCardData
+
     origin = "a model card is made from a run of `dccot sft` or `dccot rl`, not from a model alone"
     require(run.config_file.is_file(), f"{run} has no config.yaml: {origin}")
     ancestors, (prompt, _) = lineage(run), settings_of(run.folder)
@@ -227,6 +228,8 @@ def export(path: Path, folder: Path, licence: str | None = None) -> Path:
 
 def push(folder: Path, repository: str, public: bool) -> str:
     """Upload the folder; returns its URL. The token comes from the environment (HF_TOKEN) or from `hf auth login`."""
+    from huggingface_hub import HfApi
+
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
     address = api.create_repo(repository, private=not public, exist_ok=True)
     api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Model exported by dccot")
@@ -234,8 +237,7 @@ def push(folder: Path, repository: str, public: bool) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    about, example = "Export a trained model with a model card.", "example: dccot export runs/demo/stage4 FOLDER"
-    parser = argparse.ArgumentParser(prog="dccot export", description=about, epilog=example)
+    parser = Parser("Export a trained model with a model card.", "dccot export runs/demo/stage4 FOLDER")
     parser.add_argument(
         "run", type=Path, help="a run, or one of its checkpoints: runs/hlp, runs/hlp@180, runs/hlp@best"
     )
@@ -243,11 +245,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--license", help="of the weights, as hubs spell it: apache-2.0, mit, …")
     parser.add_argument("--push", metavar="NAME/MODEL", help="also upload it to a hub")
     parser.add_argument("--public", action="store_true", help="with --push: make it public")
-    arguments = parser.parse_args(argv)
+    arguments = parser.read(argv)
 
     def work() -> None:
         folder = export(arguments.run, arguments.folder, arguments.license)
-        print(f"exported to {folder}; its README.md is the model card")
+        conclude(f"exported to {folder}; its README.md is the model card", f"dccot serve {folder}")
         if arguments.push:
             print(f"pushed to {push(folder, arguments.push, arguments.public)}")
 

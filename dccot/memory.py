@@ -36,16 +36,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 
-import torch
-
-from dccot.kernels.lm_head import BLOCK_ELEMENTS, DEFAULT_CHUNK_ROWS
-from dccot.kernels.mask import largest_share
-from dccot.model.config import ModelConfig
-from dccot.model.lora import LoraConfig
-from dccot.model.sharding import DTYPES, ShardingConfig
-from dccot.model.transformer import Transformer
+from dccot.kernels.sizes import BLOCK_ELEMENTS, DEFAULT_CHUNK_ROWS, largest_share
+from dccot.model.config import ModelConfig, parameter_shapes
+from dccot.model.settings import BYTES, LoraConfig, ShardingConfig
 from dccot.rollout.tags import most_workers
 from dccot.train.config import RLConfig, SFTConfig
 
@@ -116,12 +111,6 @@ def outside_torch(config: RLConfig | SFTConfig, ranks: int) -> dict[str, float]:
     return {"CUDA context": CONTEXT, "NCCL": NCCL * (ranks > 1), "CUDA graphs of the sleeping engine": GRAPHS * engine}
 
 
-@cache
-def parameter_shapes(model: ModelConfig) -> Shapes:
-    with torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in Transformer(model).named_parameters()}
-
-
 def adapter_shapes(model: ModelConfig, lora: LoraConfig) -> Shapes:
     targets = [each for each in parameter_shapes(model).items() if each[0].split(".")[-2] in lora.targets]
     return {
@@ -171,7 +160,7 @@ class TrainingMemory:
 
     @cached_property
     def persistent(self) -> dict[str, int]:
-        shard, master = count(self.trained, shards=self.shards), DTYPES[self.sharding.master_dtype].itemsize
+        shard, master = count(self.trained, shards=self.shards), BYTES[self.sharding.master_dtype]
         frozen = self.width * parameters(self.model, shards=self.shards)
         return {
             "master weights": master * shard + (frozen if self.lora.rank else 0),
@@ -211,7 +200,7 @@ class TrainingMemory:
 
     @property
     def width(self) -> int:
-        return DTYPES[self.sharding.compute_dtype].itemsize
+        return BYTES[self.sharding.compute_dtype]
 
     @property
     def waits(self) -> bool:

@@ -22,13 +22,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from dccot.core.command import launch_parser, log_to_terminal, run_cleanly
+from dccot.core.command import conclude, launch_parser, log_to_terminal, run_cleanly
 from dccot.core.config import ConfigError, one_of, to_yaml
 from dccot.core.files import write_atomic
 from dccot.core.provenance import record
-from dccot.core.runtime import PATIENCE, Runtime, free_memory, on_rank_zero, set_timeout
+from dccot.core.runtime import PATIENCE, Runtime, free_memory, gpus, on_rank_zero, set_timeout
 from dccot.preflight import changes, checked_recipe, made_from
 from dccot.recipe import Recipe, StagePlan
 from dccot.stages import Context, SharedEngine, load_recipe
@@ -108,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     again = "do a finished stage again; may be repeated"
     parser.add_argument("--redo", action="append", default=[], metavar="STAGE", help=again)
     parser.add_argument("--until", metavar="STAGE", help="stop after this stage; later ones are not checked either")
-    arguments = parser.parse_intermixed_args(argv)
+    arguments = parser.read(argv)
     log_to_terminal()
 
     def work() -> None:
@@ -117,10 +115,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(to_yaml(recipe), end="")
             print("".join(f"\n# ---- stage {plan.name}\n{to_yaml(plan.load())}" for plan in plans), end="")
         elif arguments.check:
-            ranks = int(os.environ.get("WORLD_SIZE", "0")) or torch.cuda.device_count() or 8
+            ranks = int(os.environ.get("WORLD_SIZE", "0")) or gpus() or 8
+            if not gpus():
+                print(f"no GPU here: checked for {ranks} ranks, as `dccot plan` plans them; memory is not", flush=True)
             print(checked_recipe(recipe, first_stages(plans, arguments.until), ranks, arguments.redo))
         else:
             run_recipe(arguments.config, arguments.overrides, arguments.redo, arguments.quick, arguments.until)
+            trained = [f"dccot eval {plan.folder} --bench aime24" for plan in plans if plan.kind.trains][-1:]
+            conclude(f"{recipe.folder} is complete", *trained, f"tensorboard --logdir {recipe.folder}")
 
     return run_cleanly(work)
 

@@ -15,12 +15,11 @@ Memory is arithmetic on shapes, per rank (P parameters, S ranks that share one c
 `dccot rehearse` checks this against the training step itself: steady memory is exact, the peak of a step within 10%.
 
 Speeds are estimates: sampling is bound by reading weights and KV cache, training by matrix products at the assumed
-utilisation.
+utilisation. Exits with 1 if the run does not fit.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,13 +27,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from dccot.core.command import Parser
 from dccot.core.config import ConfigError, load_config, require
 from dccot.core.run import Run
+from dccot.core.runtime import gpus
 from dccot.memory import TrainingMemory, largest_batch, outside_torch, parameters
 from dccot.model.config import ModelConfig, parse_config, read_config
-from dccot.model.sharding import DTYPES
+from dccot.model.folder import find_model
+from dccot.model.settings import BYTES
 from dccot.rollout.engine import EngineConfig
 from dccot.train.config import RLConfig, SFTConfig
 
@@ -190,7 +190,7 @@ def engine_at_work(model: ModelConfig, engine: EngineConfig) -> float:
 def training_peak(model: ModelConfig, config: RLConfig, ranks: int) -> float:
     """Bytes per rank while training, independent of the GPU, if there is one."""
     plan = make_plan(model, config, ranks, GPUS["H100"])
-    return plan.training_peak - (0 if torch.cuda.is_available() else sum(plan.outside.values()))
+    return plan.training_peak - (0 if gpus() else sum(plan.outside.values()))
 
 
 def checkpoint_bytes(total: int, config: Any) -> float:
@@ -199,7 +199,7 @@ def checkpoint_bytes(total: int, config: Any) -> float:
     """
     keep, every, width = config.checkpoint.keep, config.checkpoint.keep_hf_every, config.sharding.compute_dtype
     folders = (config.steps - 1) // every if every else keep - 1
-    return total * (12.0 * keep + DTYPES[width].itemsize * folders + 4)
+    return total * (12.0 * keep + BYTES[width] * folders + 4)
 
 
 def rollout_bytes(responses: int, budget: int, compressed: bool) -> float:
@@ -241,18 +241,15 @@ def advice(plan: Plan, gpu: Gpu, token_budget: int) -> list[str]:
 
 
 def read_shape(name: str) -> ModelConfig:
-    if name in SHAPES:
-        return parse_config(SHAPES[name], name)
+    if known := {size.upper(): shape for size, shape in SHAPES.items()}.get(name.upper()):
+        return parse_config(known, name)
     if not (Path(name) / "config.json").is_file() and not Run(name).latest.is_file():
         raise ConfigError(f"{name!r} is neither one of {', '.join(SHAPES)} nor a folder with a config.json")
-    from dccot.model.folder import find_model
-
     return read_config(find_model(name))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    example = "example: dccot plan 7B --gpus 8 --gpu H100"
-    parser = argparse.ArgumentParser(description="Memory per rank and expected speed of an RL run.", epilog=example)
+    parser = Parser("Memory per rank and expected speed of an RL run.", "dccot plan 7B --gpus 8 --gpu H100")
     default = "configs/rl/stage4.yaml"
     parser.add_argument("model", help=f"a checkpoint, a run, or one of {', '.join(SHAPES)}")
     parser.add_argument("config", nargs="?", default=default, help=f"RL configuration (default: {default})")
@@ -264,11 +261,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--replicate", type=int, help=copies)
     parser.add_argument("--context-parallel", type=int, help="GPUs that share a micro-batch (default: as configured)")
     parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_intermixed_args(argv)
+    arguments = parser.read(argv)
     given = {"engine.tensor_parallel": arguments.tensor_parallel, "sharding.replicate": arguments.replicate}
     given["sharding.context_parallel"] = arguments.context_parallel
     settings = [f"{key}={value}" for key, value in given.items() if value is not None] + arguments.overrides
     gpu = GPUS[arguments.gpu]
+    if arguments.config and "=" in arguments.config:  # the first of the settings
+        settings, arguments.config = [arguments.config, *settings], default
     try:
         config = load_config(RLConfig, arguments.config, ["model.path=unused", "data.train=unused", *settings])
         model = read_shape(arguments.model)
@@ -288,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{plan.parameters / 1e9:.2f}B parameters on {arguments.gpus} × {arguments.gpu} ", end="")
         show(plan, gpu, config.batch.token_budget)
         print("→ " + "\n→ ".join(hints))
-    return 0
+    return 0 if fits(plan, gpu) else 1
 
 
 def show(plan: Plan, gpu: Gpu, token_budget: int) -> None:

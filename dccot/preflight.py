@@ -28,12 +28,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dccot.core.config import ConfigError, one_of, require, to_plain, with_new_names
-from dccot.core.files import BadData, checksum, read_jsonl
+from dccot.core.files import BadData, checksum
 from dccot.core.provenance import code_version, describe_code, differences
 from dccot.core.run import Checkpoint
+from dccot.core.runtime import gpu_bytes
 from dccot.data.task import find_task
 from dccot.memory import trained_parameters
 from dccot.model.config import ModelConfig, read_config
@@ -43,6 +42,7 @@ from dccot.plan import GB, GPUS, idle, remedy_for_idle, rollout_bytes, run_bytes
 from dccot.recipe import SHARED, Need, Recipe, StagePlan
 from dccot.stages import EvalStage
 from dccot.train.config import RLConfig, SFTConfig, check_context, open_folder
+from dccot.train.launch import check_demonstrations
 
 WRITTEN = "checkpoints, rollouts and evaluations"
 HINT = "restore it, change it for later stages only (STAGE.key=…), give the recipe another name, or:"
@@ -126,7 +126,7 @@ def check_recipe(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: C
             else:
                 found.stages += 1
                 for need in needs:
-                    if message := _missing(need, recipe, made):
+                    if message := _missing(need, recipe, made, _columns(config)):
                         found.fault(plan.name, need.key, message)
                 _estimate(found, plan, config, _shape(plan, plans), ranks)
         made[plan.name] = plan.kind.trains, config
@@ -157,7 +157,15 @@ def _compare(found: Checked, plan: StagePlan, config: Any, mark: dict[str, Any])
         found.other_code.append(plan.name)
 
 
-def _missing(need: Need, recipe: Recipe, made: dict[str, tuple[bool, Any]]) -> str | None:
+Names = tuple[tuple[str, str], ...]  # field of a row → name of its column
+
+
+def _columns(config: Any) -> Names:
+    data: Any = getattr(config, "data", None)
+    return tuple(sorted(data.named().items())) if data else ()
+
+
+def _missing(need: Need, recipe: Recipe, made: dict[str, tuple[bool, Any]], columns: Names) -> str | None:
     """What is wrong with something a stage needs; None if it exists or will."""
     for name in SHARED:
         if f"{{{name}}}" in need.path:
@@ -171,14 +179,14 @@ def _missing(need: Need, recipe: Recipe, made: dict[str, tuple[bool, Any]]) -> s
         return _step_is_kept(maker, step, config) if step else None
     if maker in recipe.all_stages():
         return f"{need.path} is produced by stage {maker}, which runs later"
-    return _fault_of(need.what, need.path, recipe.task)
+    return _fault_of(need.what, need.path, recipe.task, columns)
 
 
 @cache
-def _fault_of(what: str, path: str, task: str) -> str | None:
+def _fault_of(what: str, path: str, task: str, columns: Names) -> str | None:
     """The same file is needed by many stages and read once."""
     try:
-        CHECKS[what](path, task)
+        CHECKS[what](path, task, columns)
     except (ConfigError, BadData, OSError, ValueError) as error:
         return " ".join(str(error).split())
     return None
@@ -196,21 +204,22 @@ def _step_is_kept(stage: str, step: str, config: Any) -> str | None:
     return f"{stage} will not keep step {step}: it has {config.steps} steps and checkpoint.keep_hf_every is {every}"
 
 
-def _examples(path: str, task: str) -> None:
-    made = "`dccot data rewrite` and `dccot data import-sft` write such sets"
-    require(Path(path).is_file(), f"no SFT set {path!r}; {made}")
-    row = next((row for _, row in read_jsonl(path, report=lambda message: None)), None)
-    lacking = [name for name in ("question", "completion") if row is None or not isinstance(row.get(name), str)]
-    has = "an SFT row has id, question and completion"
-    require(not lacking, f"{path} holds no row with {' and '.join(lacking)}; {has}")
+def _problems(path: str, task: str, columns: Names) -> None:
+    asked = find_task(task)()
+    asked.columns = dict(columns)
+    asked.problems(path, report=lambda message: None)
 
 
-CHECKS: dict[str, Callable[[str, str], object]] = {
-    "model": lambda path, task: read_config(find_model(path)),
-    "problems": lambda path, task: find_task(task)().problems(path, report=lambda message: None),
-    "examples": _examples,
-    "file": lambda path, task: require(Path(path).is_file(), f"no file {path!r}"),
-    "data set": lambda path, task: require_hub_data(path) if is_hub_id(path) else CHECKS["file"](path, task),
+def _file(path: str, *_: Any) -> None:
+    require(Path(path).is_file(), f"no file {path!r}")
+
+
+CHECKS: dict[str, Callable[[str, str, Names], object]] = {
+    "model": lambda path, *_: read_config(find_model(path)),
+    "problems": _problems,
+    "examples": lambda path, task, columns: check_demonstrations(path, dict(columns)),
+    "file": _file,
+    "data set": lambda path, *_: require_hub_data(path) if is_hub_id(path) else _file(path),
 }
 
 
@@ -353,8 +362,8 @@ def _lines(path: Path) -> int:
 
 def _memory_per_rank() -> tuple[float, str]:
     """What a rank may use here. A check for a run elsewhere, on a machine without GPUs, knows no limit."""
-    if torch.cuda.is_available():
-        return float(torch.cuda.get_device_properties(0).total_memory), "the GPU"
+    if (found := gpu_bytes()) is not None:
+        return float(found), "the GPU"
     if "RANK" not in os.environ:
         return math.inf, "this machine"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -8,17 +8,17 @@ responses stay, and the rest get the seeds they would have had.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dccot.core.command import positive, run_cleanly
+from dccot.core.command import Parser, conclude, positive, run_cleanly
 from dccot.core.config import ConfigError, Seed, load_config, to_plain
 from dccot.core.files import JsonlWriter, checksum
 from dccot.core.provenance import record
 from dccot.core.runtime import Runtime
+from dccot.data.problems import Columns
 from dccot.data.prompts import PromptConfig
 from dccot.data.rollouts import missing_in, roll_out, sample_to_file
 from dccot.data.task import TaskName, task_of
@@ -33,6 +33,7 @@ from dccot.rollout.generate import RolloutProgress
 class Settings:
     seed: Seed = 0
     task: TaskName = "math"  # or your own: my_package.my_module:MyTask
+    data: Columns = field(default_factory=Columns)
     prompt: PromptConfig = field(default_factory=PromptConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -60,9 +61,7 @@ def run(model: str, problems: Path, samples: int, out: Path, resume: bool, setti
 
 def main(argv: Sequence[str] | None = None) -> int:
     example = "dccot rollout runs/hlp problems.jsonl --n 4 --budget 7500 --out rollouts.jsonl"
-    parser = argparse.ArgumentParser(
-        description="Generate responses to a file of problems.", epilog=f"example: {example}"
-    )
+    parser = Parser("Generate responses to a file of problems.", example)
     add, methods = parser.add_argument, ("parallel", "sequential")
     add("model", help="a hub id, a Hugging Face folder, or a run (its newest checkpoint)")
     add("problems", type=Path, help="JSONL or parquet with id, question, gold")
@@ -72,13 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--method", choices=methods, default="parallel", help="how the model is prompted")
     add("--out", type=Path, default=Path("rollouts.jsonl"), help="default: rollouts.jsonl")
     add("--resume", action="store_true", help="finish a file that an earlier run started")
-    arguments = parser.parse_intermixed_args(argv)
+    arguments = parser.read(argv)
 
     def work() -> None:
         own = {"prompt.kind": arguments.method, "rollout.budget": arguments.budget}
         settings = load_config(Settings, None, arguments.settings, own.items())
         added = run(arguments.model, arguments.problems, arguments.n, arguments.out, arguments.resume, settings)
-        print(f"{added:,} responses added to {arguments.out}; `dccot view {arguments.out}` shows them")
+        conclude(f"{added:,} responses added to {arguments.out}", f"dccot view {arguments.out}")
 
     return run_cleanly(work)
 

@@ -42,6 +42,7 @@ from dccot.core.runtime import Runtime
 from dccot.data import sft_set
 from dccot.data.import_sft import ImportConfig, import_sft
 from dccot.data.judge import GradingConfig
+from dccot.data.problems import Columns
 from dccot.data.prompts import PromptConfig
 from dccot.data.task import TaskName
 from dccot.eval import latency
@@ -49,12 +50,10 @@ from dccot.eval.evaluate import METHODS, EvalConfig, evaluate
 from dccot.eval.results import BENCHMARKS, SUMMARY, Benchmark, Evaluation, named_benchmark, own_benchmark
 from dccot.eval.tables import row_labels
 from dccot.model.folder import resolve_model
-from dccot.model.weights import stored_parameters
 from dccot.recipe import Kind, Need, Recipe, StagePlan, kind
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import EngineConfig, TrainingEngine, open_training_engine
 from dccot.rollout.tags import Width
-from dccot.train import rl, sft
 from dccot.train.config import RLConfig, SFTConfig
 
 
@@ -79,6 +78,8 @@ class SharedEngine:
         files = json.loads((model / "config.json").read_text()), (model / "tokenizer.json").read_bytes()
         shape = (*files, asdict(config))
         if self.engine is not None and self._shape == shape:
+            from dccot.model.weights import stored_parameters
+
             self.engine.wake()
             self.engine.load(stored_parameters(model))
             return self.engine
@@ -123,8 +124,10 @@ PROBLEMS = {"model.path": "model", "data.train": "problems"}
 
 @kind(SFTConfig, given=TRAINING, reads=EXAMPLES, trains=True)
 def run_sft(context: Context, config: SFTConfig) -> None:
+    from dccot.train.sft import train
+
     context.engines.sleep()
-    sft.train(config)
+    train(config)
 
 
 def _validation(plan: StagePlan, config: RLConfig) -> list[Need]:
@@ -139,7 +142,9 @@ DATA = {"data.train": "{train}", "data.validation": "{validation}"}
 
 @kind(RLConfig, given=TRAINING | DATA, reads=PROBLEMS, needs=_validation, trains=True)
 def run_rl(context: Context, config: RLConfig) -> None:
-    rl.train(config, context.engines.on(resolve_model(config.model.path), config.engine))
+    from dccot.train.rl import train
+
+    train(config, context.engines.on(resolve_model(config.model.path), config.engine))
 
 
 # ---- the SFT set ----
@@ -204,21 +209,22 @@ ROWS = required("map evaluation stages to their names in the tables")
 
 @dataclass
 class EvalStage:
-    seed: Seed = 0  # of the responses
+    seed: Seed = 0
     # stage, stage@step, folder or hub id
     model: Annotated[str, required("name a stage of the recipe, a folder or a hub id")] = ""
-    method: Literal["parallel", "sequential"] = "parallel"  # with workers, or without
+    method: Literal["parallel", "sequential"] = "parallel"
     workers: Width = 3  # per block; [1, 8]: as many as tasks are listed before it
     depth: Positive = 1  # levels of workers
-    budget: Positive = 12_000  # tokens on the longest path
+    budget: Positive = 12_000
     top_p: Share = 0.95  # the paper's; below 1, sampling sorts the vocabulary, which takes a CPU a while
     # names of the paper's, or files; default: the recipe's
     benchmarks: Annotated[list[str], LISTED] = field(default_factory=list)
-    benchmark_folder: str = "runs/data"  # where the paper's benchmarks are
+    benchmark_folder: str = "runs/data"
     task: TaskName = "math"  # or your own: my_package.my_module:MyTask
     n: Positive | None = None  # responses per problem; None: the paper's (200 or 16), 16 for a file
     max_problems: Positive | None = None  # of each benchmark, always the same ones, drawn at random; None: all
-    max_prompt_tokens: Positive = 4096  # longer problems are left out, and counted
+    max_prompt_tokens: Positive = 4096
+    data: Columns = field(default_factory=Columns)
     engine: EngineConfig = field(default_factory=EngineConfig)
     grading: GradingConfig = field(default_factory=GradingConfig)
 
@@ -243,7 +249,8 @@ def sampling(
 ) -> EvalConfig:
     prompt = PromptConfig(kind=method, max_prompt_tokens=config.max_prompt_tokens)
     rollout = RolloutConfig(config.workers, config.depth, config.budget, top_p=top_p)
-    found = EvalConfig(config.seed, config.task, prompt, rollout, config.engine, grading or GradingConfig())
+    kinds = config.data, prompt, rollout, config.engine, grading or GradingConfig()
+    found = EvalConfig(config.seed, config.task, *kinds)
     check(found)
     return found
 
@@ -263,18 +270,18 @@ def run_eval(context: Context, config: EvalStage) -> None:
 
 @dataclass
 class LatencyStage:
-    seed: Seed = 0  # of the responses
+    seed: Seed = 0
     parallel: COMPARED = ""  # stages, stage@step, folders or hub ids
-    sequential: COMPARED = ""  # the model that it is compared with
-    problems: COMPARED = ""  # JSONL or parquet
+    sequential: COMPARED = ""
+    problems: COMPARED = ""
     task: TaskName = "math"  # or your own: my_package.my_module:MyTask
     workers: Width = 3  # per block; [1, 8]: as many as tasks are listed before it
     depth: Positive = 1  # levels of workers
-    budget: Positive = 12_000  # tokens on the longest path
-    # responses at once, one measurement each
+    budget: Positive = 12_000
     concurrency: Annotated[list[Positive], NUMBERS] = field(default_factory=lambda: [1, 4, 16])
-    n: Positive = 1  # responses per problem
-    max_prompt_tokens: Positive = 4096  # longer problems are left out, and counted
+    n: Positive = 1
+    max_prompt_tokens: Positive = 4096
+    data: Columns = field(default_factory=Columns)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def models(self, plan: StagePlan) -> dict[str, str]:
@@ -302,12 +309,12 @@ def run_latency(context: Context, config: LatencyStage) -> None:
 
 @dataclass
 class ReportStage:
-    title: str = "Divide-and-Conquer CoT"  # of the page
+    title: str = "Divide-and-Conquer CoT"
     # stage → its name in the tables
     rows: Annotated[dict[str, str], ROWS] = field(default_factory=dict)
     baselines: dict[str, str] = field(default_factory=dict)  # name in the tables → name it is compared with
     kind: str | None = None  # finds the kind of problem in its id (eval/tables.py)
-    notes: list[str] = field(default_factory=list)  # sentences below the tables
+    notes: list[str] = field(default_factory=list)
     other_seeds: list[str] = field(default_factory=list)  # finished folders of the same recipe with other seeds
 
     def check(self) -> None:
@@ -381,6 +388,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), quick: bool = F
     """The recipe and its stages in order. Settings of a stage are not checked here: loading its configuration does."""
     file = find_config(path)
     tree = read_yaml(file)
+    one = "holds no stages, so it is no recipe: `dccot rl` and `dccot sft` run a single stage"
+    require("stages" in tree, f"{file} {one}")
     require(bool(tree.get("quick")) or not quick, f"{file} has no quick version: leave out --quick")
     sections = [tree[section] for section in ("prepare", "stages") if isinstance(tree.get(section), dict)]
     names = [str(name) for section in sections for name in section]

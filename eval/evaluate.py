@@ -18,7 +18,6 @@ import argparse
 import hashlib
 import json
 import logging
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -26,21 +25,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dccot.core.command import positive, run_cleanly
+from dccot.core.command import Parser, conclude, positive, run_cleanly
 from dccot.core.config import RENAMED, ConfigError, load_config, require, to_plain
 from dccot.core.files import BadData, JsonlWriter, checksum, read_jsonl, write_atomic, write_jsonl_atomic
-from dccot.core.progress import Progress
+from dccot.core.progress import Progress, first_rank
 from dccot.core.provenance import record
-from dccot.core.run import Checkpoint
+from dccot.core.run import Checkpoint, Run
 from dccot.core.runtime import Runtime, require_shared
 from dccot.data.judge import GradingConfig, Judge, classes_of, verdicts_of
+from dccot.data.problems import Columns
 from dccot.data.prompts import PromptConfig, Prompted
 from dccot.data.rollouts import Pair, missing_in, roll_out, sample_to_file, saved_rows
 from dccot.data.task import TaskName, task_of
 from dccot.eval import results
 from dccot.eval.results import BENCHMARKS, Benchmark, Evaluation, Sample
 from dccot.model.config import read_config
-from dccot.model.folder import explain_best, model_checksums, resolve_model
+from dccot.model.folder import explain_best, find_model, model_checksums, resolve_model
 from dccot.model.hub import hub_name
 from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import RolloutConfig
@@ -58,6 +58,7 @@ class EvalConfig:
 
     seed: int = 0
     task: TaskName = "math"  # or your own: my_package.my_module:MyTask
+    data: Columns = field(default_factory=Columns)
     prompt: PromptConfig = field(default_factory=lambda: PromptConfig(max_prompt_tokens=4096))
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(budget=12_000, top_p=0.95))
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -68,9 +69,18 @@ class EvalConfig:
         return METHODS[0] if self.prompt.parallel else METHODS[1]
 
 
-def eval_config(method: str = "parallel", budget: int | None = None, overrides: Sequence[str] = ()) -> EvalConfig:
-    chosen = [f"prompt.kind={method}"] + ([f"rollout.budget={budget}"] if budget else [])
-    return load_config(EvalConfig, None, [*chosen, *overrides])
+def eval_config(
+    method: str | None = None, budget: int | None = None, overrides: Sequence[str] = (), model: str | Path = ""
+) -> EvalConfig:
+    """What is not given is as the run of `model` has it: its task, how it is prompted, its budget and workers."""
+    own = Run.parse(model)[0].settings() if model else {}
+    prompt, rollout = own.get("prompt") or {}, own.get("rollout") or {}
+    settings = {f"rollout.{key}": rollout[key] for key in ("budget", "workers", "depth") if key in rollout}
+    settings |= {"prompt.kind": prompt["kind"]} if prompt.get("kind") in METHODS else {}
+    settings |= {"task": own["task"]} if own.get("task") else {}
+    given = {"prompt.kind": method, "rollout.budget": budget}
+    settings |= {key: value for key, value in given.items() if value is not None}
+    return load_config(EvalConfig, None, overrides, settings.items())
 
 
 def evaluate(
@@ -89,17 +99,18 @@ def evaluate(
     named after the model as rank 0 found it: `latest` may move while the ranks start.
     """
     with Runtime.of_workers() as runtime, ExitStack() as stack:
-        path = resolve_model(model)
-        out = Path(out or RESULTS / default_name(path, config))
-        weights = model_checksums(path, runtime)
-        _open_folder(out, _settings(path, weights, config), runtime)
-        require_shared(out, runtime)  # otherwise the table would silently be that of rank 0's responses
-        tokenizer = engine.tokenizer if engine else open_tokenizer(path)
+        read_config(find_model(model))
         care: dict[str, Any] = {"strict": strict, "report": log.warning if runtime.is_main else lambda message: None}
         task = task_of(config)
         problems = {b.name: b.chosen(task.problems(b.file, **care)) for b in benchmarks}
+        path = resolve_model(model)
+        out = Path(out or RESULTS / default_name(path, config))
+        tokenizer = engine.tokenizer if engine else open_tokenizer(path)
         prompted = {name: task.prompts(asked, tokenizer, **care) for name, asked in problems.items()}
         _check_context(path, config, max(len(ids) for problems in prompted.values() for _, ids in problems))
+        weights = model_checksums(path, runtime)
+        _open_folder(out, _settings(path, weights, config), runtime)
+        require_shared(out, runtime)  # otherwise the table would silently be that of rank 0's responses
         files = {b.name: {b.file.name: checksum(b.file)} for b in benchmarks}
         wanted = {b.name: b.samples for b in benchmarks}
         record(out, to_plain(config) | {"samples": wanted}, {"model": weights, **files}, runtime)
@@ -261,10 +272,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from dccot.eval import latency
 
         return latency.main(argv[1:])
-    parser = argparse.ArgumentParser(
-        description="Accuracy, longest path and parallelism of a model on benchmarks. "
-        "`dccot eval latency` measures wall-clock.",
-        epilog="example: dccot eval runs/hlp --bench aime24,math500 --n 16; rerun the same command to resume",
+    parser = Parser(
+        "Accuracy, longest path and parallelism of a model on benchmarks. `dccot eval latency` measures wall-clock. "
+        "The same command resumes.",
+        "dccot eval runs/hlp --bench aime24,math500 --n 16",
     )
     add = parser.add_argument
     add("model", help="a hub id, a Hugging Face folder, or a run (its newest checkpoint)")
@@ -274,12 +285,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--problems", action="append", default=[], metavar="FILE", help=mine)
     number = "responses per problem; default: the paper's (200 or 16), 16 for a file"
     add("--n", "--samples", type=positive, help=number)
-    add("--method", choices=METHODS, default="parallel", help="how the model is prompted")
-    add("--budget", type=positive, default=12_000, help="tokens on the longest path (default: 12000)")
+    add("--method", choices=METHODS, help="how the model is prompted; default: as in its run, or parallel")
+    add("--budget", type=positive, help="tokens on the longest path; default: the run's own, or 12000")
     add("--out", type=Path, help="default: runs/eval/MODEL-METHOD-BUDGET")
     add("--data", default="runs/data", help="folder of the benchmarks' files (default: runs/data)")
     add("--strict", action="store_true", help="stop at a malformed problem instead of leaving it out")
-    return run_cleanly(lambda: _run(parser.parse_intermixed_args(argv)))
+    return run_cleanly(lambda: _run(parser.read(argv)))
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -290,15 +301,15 @@ def _run(arguments: argparse.Namespace) -> None:
     require(bool(names), "nothing to evaluate on; name benchmarks with --bench or a file with --problems")
     repeated = max(names, key=names.count)
     require(names.count(repeated) == 1, f"two benchmarks are called {repeated!r}; rename one of the files")
-    config = eval_config(arguments.method, arguments.budget, arguments.settings)
-    talks = os.environ.get("RANK", "0") == "0"
-    if talks and (best := explain_best(arguments.model)):
-        print(best)
+    config = eval_config(arguments.method, arguments.budget, arguments.settings, arguments.model)
+    if first_rank():
+        asked = f"{config.method}, at most {config.rollout.budget:,} tokens on the longest path"
+        print(explain_best(arguments.model) or f"{arguments.model}: {asked}; {', '.join(names)}", flush=True)
     evaluation = evaluate(arguments.model, benchmarks, config, arguments.out, strict=arguments.strict)
-    if talks:
+    if first_rank():
         evaluation.print()
-        out = arguments.out or RESULTS / evaluation.name
-        print(f"{out}/summary.json; `dccot report {out}` makes a page of it")
+    out = arguments.out or RESULTS / evaluation.name
+    conclude(f"{out}/summary.json", f"dccot report {out}", f"dccot view {out}")
 
 
 if __name__ == "__main__":

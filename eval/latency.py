@@ -30,7 +30,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from dccot.core.command import positive, print_table, run_cleanly
+from dccot.core.command import Parser, positive, print_table, run_cleanly
 from dccot.core.config import require
 from dccot.core.files import write_atomic, write_jsonl_atomic
 from dccot.core.statistics import ByProblem, Estimate, fit_line, mean, over_problems, plain, relative_change
@@ -188,10 +188,10 @@ def save(out: Path, timings: Sequence[Timing], **facts: object) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
+        "Wall-clock per response of a parallel model against a sequential one on the same problems.",
+        "dccot eval latency runs/hlp --baseline runs/base --problems mine.jsonl --concurrency 1,4,16",
         prog="dccot eval latency",
-        description="Wall-clock per response of a parallel model against a sequential one on the same problems.",
-        epilog="example: dccot eval latency runs/hlp --baseline runs/base --problems mine.jsonl --concurrency 1,4,16",
     )
     add = parser.add_argument
     add("model", help="answers in parallel; a hub id, a Hugging Face folder or a run")
@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--budget", type=positive, default=12_000, help="tokens on the longest path (default: 12000)")
     add("--baseline-budget", type=positive, help="default: the same")
     add("--out", type=Path, help="default: runs/latency/MODEL-METHOD-BUDGET")
-    return run_cleanly(lambda: _run(parser.parse_intermixed_args(argv)))
+    return run_cleanly(lambda: _run(parser.read(argv)))
 
 
 def levels_of(text: str) -> list[int]:

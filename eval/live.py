@@ -62,7 +62,6 @@ class View:
         if self._console.is_terminal:
             self._console.print(Text(printable(self._problem.strip()), "bold"))
             self._live.start()
-            self._live.update(Text("starting the engine …", "dim"), refresh=True)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,15 +13,20 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure as Canvas
-from matplotlib.transforms import Bbox
-
+from dccot.core.lazy import Lazy
 from dccot.core.statistics import PERCENTILES, Estimate, pareto_front
+
+if TYPE_CHECKING:
+    import matplotlib
+    from matplotlib import figure, transforms
+    from matplotlib.axes import Axes
+    from matplotlib.backends import backend_agg
+    from matplotlib.figure import Figure as Canvas
+else:
+    matplotlib, figure = Lazy("matplotlib"), Lazy("matplotlib.figure")
+    transforms, backend_agg = Lazy("matplotlib.transforms"), Lazy("matplotlib.backends.backend_agg")
 
 MARKED = "o-"  # measured at some steps only: marked there, and joined
 
@@ -62,7 +67,7 @@ def pictures(draw: Callable[..., Canvas], *content: object) -> tuple[bytes, byte
     for theme, buffer in ((LIGHT, light), (DARK, dark)):
         with matplotlib.rc_context(theme.style()):
             canvas = draw(*content, theme)
-            FigureCanvasAgg(canvas)
+            backend_agg.FigureCanvasAgg(canvas)
             canvas.savefig(buffer, format="png", dpi=150)
     return light.getvalue(), dark.getvalue()
 
@@ -96,7 +101,7 @@ def tradeoff(title: str, points: Sequence[Point], theme: Theme) -> Canvas:
     ours = [p for p in points if p.series is not None]
     theirs = [p for p in points if p.series is None]
     front = [ours[i].at for i in pareto_front([p.at for p in ours])]
-    canvas = Canvas(figsize=(4.4, 3.1 + 0.17 * math.ceil(len(ours) / 2)), layout="constrained")
+    canvas = figure.Figure(figsize=(4.4, 3.1 + 0.17 * math.ceil(len(ours) / 2)), layout="constrained")
     axes = canvas.subplots()
     for point in theirs:
         axes.plot(*point.at, point.mark, color=theme.quiet, fillstyle="none", ms=5)
@@ -118,9 +123,9 @@ def _name_where_there_is_room(
     canvas: Canvas, axes: Axes, named: Sequence[Point], points: Sequence[Point], colour: str
 ) -> None:
     """Labels next to points, on the first of four sides where they cover no mark or other label, or not at all."""
-    FigureCanvasAgg(canvas).draw()
+    backend_agg.FigureCanvasAgg(canvas).draw()
     marks = [axes.transData.transform(point.at) for point in points]
-    taken = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in marks]
+    taken = [transforms.Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in marks]
     for point in named:
         for offset, side in (((6, 0), "left"), ((-6, 0), "right"), ((0, 8), "center"), ((0, -8), "center")):
             looks: dict[str, Any] = {"ha": side, "va": "center", "fontsize": 6.5, "color": colour}
@@ -217,7 +222,7 @@ def overlaid(runs: Sequence[Stage], before: Stage | None, theme: Theme) -> Canva
 def _panels(panels: Sequence[Panel], stages: Sequence[Stage]) -> tuple[Canvas, dict[Panel, Axes]]:
     """A figure of the panels that have something to show."""
     shown = [p for p in panels if any(_values(stage, p, line) for stage in stages for line in p.lines)]
-    canvas = Canvas(figsize=(9.6, 2.1 * len(shown) + 0.4), layout="constrained")
+    canvas = figure.Figure(figsize=(9.6, 2.1 * len(shown) + 0.4), layout="constrained")
     every = canvas.subplots(len(shown), sharex=True, squeeze=False)[:, 0]
     every[-1].set(xlabel="step")
     return canvas, dict(zip(shown, every))
@@ -267,7 +272,7 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
 def latency(timings: Sequence[dict], theme: Theme) -> Canvas:
     """Every measured response: seconds against longest path."""
     levels = sorted({timing["concurrency"] for timing in timings})
-    canvas = Canvas(figsize=(9.6, 3.2), layout="constrained")
+    canvas = figure.Figure(figsize=(9.6, 3.2), layout="constrained")
     for axes, level in zip(canvas.subplots(1, len(levels), squeeze=False)[0], levels):
         for number, method in enumerate(("parallel", "sequential")):
             here = [t for t in timings if t["concurrency"] == level and t["method"] == method]

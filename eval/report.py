@@ -22,7 +22,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dccot.core.command import run_cleanly
+from dccot.core.command import Parser, run_cleanly
 from dccot.core.config import require
 from dccot.core.files import BadData, read_jsonl
 from dccot.core.run import METRICS, RECIPE, Run
@@ -221,16 +221,16 @@ def penalised(stages: Sequence[plots.Stage]) -> Figure | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Tables, plots and training curves of runs as one HTML page and as Markdown.",
-        epilog="example: dccot report runs/eval/dc-cot runs/eval/dsr runs/stage1 runs/stage2 --baseline dsr",
+    parser = Parser(
+        "Tables, plots and training curves of runs as one HTML page and as Markdown.",
+        "dccot report runs/eval/dc-cot runs/eval/dsr runs/stage1 runs/stage2 --baseline dsr",
     )
     holds = "folder of an evaluation, a training run, a latency run or a finished recipe"
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=f"{holds}; recipes differ in their seed only")
     parser.add_argument("--baseline", help="name of the evaluation to compare with; default: the first sequential one")
     parser.add_argument("--title", default="Divide-and-Conquer CoT")
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder to write to (default: report)")
-    return run_cleanly(lambda: _report(parser.parse_args(argv)))
+    return run_cleanly(lambda: _report(parser.read(argv)))
 
 
 def _report(arguments: argparse.Namespace) -> None:

@@ -18,19 +18,21 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from dccot.core.command import positive, run_cleanly
+from dccot.core.command import Parser, positive, run_cleanly
 from dccot.core.config import ConfigError, check
+from dccot.core.progress import waiting
 from dccot.data.prompts import PromptConfig
 from dccot.data.task import settings_of
 from dccot.eval.live import View
 from dccot.eval.timeline import Timeline
 from dccot.model.config import read_config
-from dccot.model.folder import explain_best, resolve_model
+from dccot.model.folder import explain_best, find_model, resolve_model
 from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import Call, RolloutConfig
 from dccot.rollout.engine import Engine, EngineConfig, open_engine
@@ -99,7 +101,8 @@ def solve(
     input.
     """
     asked = _prepare(model, problem, budget, temperature, sequential)
-    return _answer(asked, seed, engine, Timeline(show))
+    with _opened(asked, engine) as engine:
+        return _answer(asked, seed, engine, Timeline(show))
 
 
 @dataclass(frozen=True)
@@ -151,12 +154,18 @@ def _prepare(
     return replace(asked, context=min(limit, len(ids) + asked.widest * rollout.budget))
 
 
-def _answer(asked: _Prepared, seed: int, engine: Engine | None, timeline: Timeline) -> Solution:
+@contextmanager
+def _opened(asked: _Prepared, given: Engine | None) -> Iterator[Engine]:
     config = EngineConfig(context=asked.context, max_sequences=max(8, asked.widest))
-    with open_engine(asked.model, config, engine) as engine:
-        _warm_up(engine, asked)
-        request = Request("problem", 0, asked.ids, asked.prompt.parallel)
-        [(_, response)] = generate(engine, [request], asked.rollout, seed=(seed,), watch=timeline)
+    with open_engine(asked.model, config, given) as engine:
+        with waiting("warming up"):
+            _warm_up(engine, asked)
+        yield engine
+
+
+def _answer(asked: _Prepared, seed: int, engine: Engine, timeline: Timeline) -> Solution:
+    request = Request("problem", 0, asked.ids, asked.prompt.parallel)
+    [(_, response)] = generate(engine, [request], asked.rollout, seed=(seed,), watch=timeline)
     text = asked.prompt.whole_text(response.text(asked.tokenizer))
     limits = asked.rollout
     flaw = flaw_of(text, limits.workers, depth=limits.depth) if asked.prompt.parallel else sequential_flaw_of(text)
@@ -206,18 +215,9 @@ def summary(solution: Solution) -> list[tuple[str, str]]:
     return [*lines, ("time", f"{solution.seconds:.2f} s; {times}"), ("", how)]
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports a command line error in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` explains\n")
-
-
 def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> int:
     what = "Solve one problem, live: director above, workers side by side, then the answer and what parallelism bought."
-    parser = Parser(
-        description=what, epilog='example: dccot solve runs/demo/stage4 "What is 2 + 3?" --trace solve.json'
-    )
+    parser = Parser(what, 'dccot solve runs/demo/stage4 "What is 2 + 3?" --trace solve.json')
     add = parser.add_argument
     add("model", help="a hub id, a Hugging Face folder, or a run (its newest checkpoint, prompted as in training)")
     add("problem", help="the problem, in quotes; - reads it from standard input")
@@ -227,23 +227,26 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> int
     add("--sequential", action="store_true", help="ask without workers")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     add("--trace", metavar="FILE", type=Path, help="write the timeline, to be opened in https://ui.perfetto.dev")
-    return run_cleanly(lambda: _run(parser.parse_args(argv), engine))
+    return run_cleanly(lambda: _run(parser.read(argv), engine))
 
 
 def _run(arguments: argparse.Namespace, engine: Engine | None) -> None:
     problem = sys.stdin.read() if arguments.problem == "-" else arguments.problem
     if arguments.trace and not arguments.trace.absolute().parent.is_dir():
         raise ConfigError(f"--trace {arguments.trace}: the folder {arguments.trace.parent} does not exist")
-    asked = _prepare(arguments.model, problem, arguments.budget, arguments.temperature, arguments.sequential)
+    read_config(find_model(arguments.model))
+    with waiting(f"reading {arguments.model}"):
+        asked = _prepare(arguments.model, problem, arguments.budget, arguments.temperature, arguments.sequential)
     if best := explain_best(arguments.model):
         print(best, file=sys.stderr)
-    if arguments.json:
-        solution = _answer(asked, arguments.seed, engine, Timeline())
-        print(json.dumps(solution.to_json(), ensure_ascii=False))
-    else:
-        with View(problem, asked.decode) as view:
-            solution = _answer(asked, arguments.seed, engine, Timeline(view.show))
-            view.conclude(summary(solution))
+    with _opened(asked, engine) as engine:
+        if arguments.json:
+            solution = _answer(asked, arguments.seed, engine, Timeline())
+            print(json.dumps(solution.to_json(), ensure_ascii=False))
+        else:
+            with View(problem, asked.decode) as view:
+                solution = _answer(asked, arguments.seed, engine, Timeline(view.show))
+                view.conclude(summary(solution))
     if arguments.trace:
         solution.timeline.write(arguments.trace, {"model": arguments.model, "problem": problem, "seed": arguments.seed})
 

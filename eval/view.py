@@ -25,33 +25,27 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from dccot.core.command import run_cleanly
+from dccot.core.command import Parser, run_cleanly
 from dccot.core.config import ConfigError
 from dccot.core.files import BadData, read_jsonl, write_atomic
-from dccot.core.run import Run
+from dccot.core.run import Run, step_of
 from dccot.data.task import settings_of
 from dccot.eval.document import render
-from dccot.eval.solve import Parser, answer_in
-from dccot.model.config import read_config
+from dccot.eval.solve import answer_in
 from dccot.model.folder import resolve_model
 from dccot.model.tokenizer import open_tokenizer
-from dccot.model.transformer import Transformer
-from dccot.model.weights import load_weights
 from dccot.rollout.response import Response, Segment
 from dccot.rollout.tags import SPAWN_CLOSE, SPAWN_OPEN, overshoots, worker_close, worker_open
 from dccot.rollout.thread import Thread
-from dccot.train.forest import layout, pack
 from dccot.train.rewards import Graded
-from dccot.train.update import compute_logprobs
+
+if TYPE_CHECKING:
+    from dccot.eval.entropy import Scorer
 
 BLOCK = 32  # responses that are unpacked together
-TOKEN_BUDGET = 8192  # of one pass that computes entropies
 HARDLY = 9999  # log-probs are kept as hundredths of a nat below zero, up to this
 
 FIELDS: dict[Any, tuple[str, ...]] = {
@@ -144,60 +138,6 @@ class Pieces:
 def utf16_length(text: str) -> int:
     """Length as JavaScript counts it."""
     return len(text) if text.isascii() else len(text.encode("utf-16-le")) // 2
-
-
-# ---- entropy ----
-
-
-class Scorer:
-    """Entropy of every sampled token, recomputed from the weights: rollouts keep log-probs only.
-
-    Scorer(folder, temperature=0.6)(responses)  →  per response and segment in reading order, a number per sampled id
-
-    The same packed forests as in training, so that a response with workers takes one pass.
-    """
-
-    def __init__(self, folder: str | Path, temperature: float):
-        self.temperature = temperature
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = Transformer(read_config(folder)).requires_grad_(False).eval().to(self._device)
-        load_weights(self._model, folder)
-        self._differences, self._tokens = 0.0, 0
-
-    @property
-    def difference(self) -> float:
-        """Mean difference between recomputed and recorded log-probs: large for a different model or temperature."""
-        return self._differences / max(1, self._tokens)
-
-    def check(self, response: Response) -> None:
-        """ValueError if the model cannot compute with these ids, which would fail all that are packed with them."""
-        vocab = self._model.config.vocab_size
-        ids = [*response.prompt, *(token for segment in response.segments() for token in segment.tokens)]
-        outside = [token for token in ids if not 0 <= token < vocab]
-        if outside or not response.prompt:
-            raise ValueError(f"token id {outside[0]}; the model has {vocab:,}" if outside else "the prompt is empty")
-
-    @torch.no_grad()
-    def __call__(self, responses: Sequence[Response]) -> list[list[list[float]]]:
-        found: list[list[list[float]]] = [[] for _ in responses]
-        for forest in pack(responses, TOKEN_BUDGET).forests():
-            forest = forest.to(self._device)
-            logprob, entropy = compute_logprobs(self._model, forest, self.temperature)
-            self._differences += float((logprob - forest.logprob[forest.targets]).abs().sum())
-            self._tokens += len(logprob)
-            owner = forest.response[forest.targets]
-            for index in owner.unique().tolist():
-                found[index] = _by_segment(responses[index], entropy[owner == index].tolist())
-        return found
-
-
-def _by_segment(response: Response, values: list[float]) -> list[list[float]]:
-    """Values in the forest's order, where worker 1 comes after the others of its fork, in reading order."""
-    rest, parts = iter(values), dict[int, list[float]]()
-    for segment, as_written, _, _ in layout(response):
-        if as_written:
-            parts[id(segment)] = list(islice(rest, len(segment.sampled)))
-    return [parts[id(segment)] for segment in response.segments()]
 
 
 # ---- the page ----
@@ -333,7 +273,10 @@ def build(paths: Sequence[Path], out: Path, model: str | Path | None, entropy: b
     if model is not None:
         folder = resolve_model(model)
         pieces = Pieces(open_tokenizer(folder))
-        scorer = Scorer(folder, settings_of(model)[1].temperature) if entropy else None
+        if entropy:
+            from dccot.eval.entropy import Scorer  # which needs torch
+
+            scorer = Scorer(folder, settings_of(model)[1].temperature)
     page = Page(pieces, scorer)
     collect(page, paths, report)
     if not len(page):
@@ -347,29 +290,46 @@ def build(paths: Sequence[Path], out: Path, model: str | Path | None, entropy: b
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
-        description="Make one HTML page to browse rollouts; it opens offline.",
-        epilog="example: dccot view runs/rl/rollouts/step_000010.jsonl.gz",
+        "Make one HTML page to browse rollouts; it opens offline.", "dccot view runs/rl/rollouts/step_000010.jsonl.gz"
     )
     add = parser.add_argument
-    add("rollouts", nargs="+", type=Path, help="JSONL files as rl, eval and rollout write them")
+    add("rollouts", nargs="+", type=Path, help="JSONL files as rl, eval and rollout write them, or the folder of a run")
     add("--out", type=Path, metavar="FILE", help="default: the first file's name with .html")
     default = "default: the run that contains the file"
     add("--model", metavar="PATH", help=f"its tokenizer splits texts into tokens; {default}")
     add("--entropy", action="store_true", help="compute every token's entropy with the model's weights (slow)")
-    return run_cleanly(lambda: _run(parser.parse_args(argv)))
+    return run_cleanly(lambda: _run(parser.read(argv)))
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file itself; of a training run's folder the newest step's, of an evaluation's all."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} does not exist; name a file of rollouts (.jsonl or .jsonl.gz), or a run")
+    folder = path / "rollouts" if (path / "rollouts").is_dir() else path
+    found = sorted(file for file in folder.iterdir() if is_rollouts(file))
+    if not found:
+        runs = [str(each.parent) for each in sorted(path.glob("*/rollouts"))]
+        inside = f"; name one of {', '.join(runs)}" if runs else "; name a file of rollouts (.jsonl or .jsonl.gz)"
+        raise FileNotFoundError(f"{path} is a folder without rollouts{inside}")
+    steps = [file for file in found if step_of(file) is not None]
+    return steps[-1:] or found
+
+
+def is_rollouts(file: Path) -> bool:
+    """By its name: of a step, or of a rank of an evaluation."""
+    return file.name.endswith((".jsonl", ".jsonl.gz")) and (step_of(file) is not None or ".rank" in file.name)
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    for path in arguments.rollouts:
-        if not path.is_file():
-            what = "is a folder" if path.is_dir() else "does not exist"
-            raise FileNotFoundError(f"{path} {what}; name a file of rollouts (.jsonl or .jsonl.gz)")
+    arguments.rollouts = [file for path in arguments.rollouts for file in files_of(path)]
     first = arguments.rollouts[0]
     out = arguments.out or first.with_name(first.name.removesuffix(".gz")).with_suffix(".html")
     if out in arguments.rollouts or out.is_dir() or not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out} cannot be written; name a new .html file in a folder that exists")
     responses, size = build(arguments.rollouts, out, arguments.model, arguments.entropy)
-    print(f"{out}: {responses:,} responses, {size / 1e6:.1f} MB; open it in a browser")
+    print(f"{out}: {responses:,} responses of {first.name}, {size / 1e6:.1f} MB; open it in a browser")
 
 
 if __name__ == "__main__":

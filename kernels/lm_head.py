@@ -20,8 +20,8 @@ import os
 import torch
 from torch import Tensor
 
-DEFAULT_CHUNK_ROWS = 8192
-BLOCK_ELEMENTS = 2**26  # of logits: 256 MB in fp32
+from dccot.kernels.sizes import BLOCK_ELEMENTS, DEFAULT_CHUNK_ROWS
+
 ALIGNED_VOCAB = 128  # blocks are a multiple of this wide, so that every row of a block starts on a boundary
 KEPT_BLOCKS = 2  # on a CPU, of at most twice as many: two of more would not be worth their memory
 STRIP_ELEMENTS = 2**17  # of logits: fits a CPU core's cache

@@ -32,10 +32,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dccot.kernels.sizes import chunk
+
 T = TypeVar("T")
-CHUNKS = 8  # of each rank: more balance attention and loss rows better and cut attention into more pieces
-# chunks of at least ALIGNED_FROM tokens are a multiple of ALIGNED, so that few tiles of the kernels are incomplete
-ALIGNED, ALIGNED_FROM = 128, 1024
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -108,24 +107,13 @@ def split(visible_until: Tensor, ranks: int) -> list[np.ndarray]:
     [[[0, 1], [3, 5], [7, 9], [11, 13], [15, 16]], [[1, 3], [5, 7], [9, 11], [13, 15]]]
     """
     tokens = len(visible_until)
-    size = _chunk(tokens, ranks)
+    size = chunk(tokens, ranks)
     starts = np.arange(0, tokens, size)
     pairs = np.add.reduceat(positions(visible_until).cpu().numpy(), starts) if tokens else starts
     rounds, place = np.divmod(np.arange(len(starts)), ranks)
     owner = np.empty_like(place)
     owner[np.argsort(-pairs, kind="stable")] = np.where(rounds % 2, ranks - 1 - place, place)
     return [_merged(starts[owner == rank], size, tokens) for rank in range(ranks)]
-
-
-def largest_share(tokens: int, ranks: int) -> int:
-    """The most tokens that `split` may give to a rank."""
-    size = _chunk(tokens, ranks)
-    return min(tokens, -(-tokens // (size * ranks)) * size)
-
-
-def _chunk(tokens: int, ranks: int) -> int:
-    size = max(1, -(-tokens // (CHUNKS * ranks)))
-    return size if size < ALIGNED_FROM else -(-size // ALIGNED) * ALIGNED
 
 
 def _merged(starts: np.ndarray, size: int, tokens: int) -> np.ndarray:

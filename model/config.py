@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +213,33 @@ def _yarn_attention_factor(rope: Mapping, factor: float) -> float:
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         return warmth(rope["mscale"]) / warmth(rope["mscale_all_dim"])
     return warmth()
+
+
+def block_parameters(config: ModelConfig) -> int:
+    """Weights of one block's matrices."""
+    d, head = config.hidden_size, config.head_dim
+    attention = d * head * (2 * config.heads + 2 * config.kv_heads)
+    return attention + 3 * d * config.intermediate_size
+
+
+@cache
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of the decoder's parameters (transformer.py), by Hugging Face's names, in order."""
+    wide, inner, heads = config.hidden_size, config.intermediate_size, config.heads * config.head_dim
+    keys = config.kv_heads * config.head_dim
+    projections = {"q": (heads, wide), "k": (keys, wide), "v": (keys, wide), "o": (wide, heads)}
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, wide)}
+    for layer in range(config.layers):
+        block: dict[str, tuple[int, ...]] = {}
+        for name, shape in projections.items():
+            block[f"self_attn.{name}_proj.weight"] = shape
+            if config.output_bias if name == "o" else config.qkv_bias:
+                block[f"self_attn.{name}_proj.bias"] = shape[:1]
+        if config.qk_norm:
+            block |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
+        block |= {f"mlp.{name}_proj.weight": (inner, wide) for name in ("gate", "up")}
+        block["mlp.down_proj.weight"] = (wide, inner)
+        block |= {f"{name}_layernorm.weight": (wide,) for name in ("input", "post_attention")}
+        found |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
+    found["model.norm.weight"] = (wide,)
+    return found if config.tied_embeddings else found | {"lm_head.weight": (config.vocab_size, wide)}

@@ -13,21 +13,17 @@ needs it: everybody else reads plain models.
 
 from __future__ import annotations
 
-import fcntl
-import json
 import logging
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 
-from dccot.core.files import BadData, checksum, write_atomic
+from dccot.core.files import BadData, checksum
 from dccot.core.run import Checkpoint, Run
 from dccot.core.runtime import Runtime, on_rank_zero
-from dccot.model.config import read_config
 from dccot.model.hub import hub_folder, is_hub_id, verify_hub_folder
-from dccot.model.lora import ADAPTER_CONFIG, LoraConfig, merged_parameters, read_base
-from dccot.model.sharding import meta_model
-from dccot.model.weights import STORED, open_tensors, write_folder
 
+ADAPTER_CONFIG = "adapter_config.json"  # a folder with it holds adapters (lora.py)
 log = logging.getLogger(__name__)
 # folders that this process has checked, with their state: stages of a recipe read the same model again
 _VERIFIED: dict[Path, tuple] = {}
@@ -41,46 +37,11 @@ def resolve_model(path: str | Path) -> Path:
 def _resolve(path: str | Path) -> Path:
     folder = hub_folder(path) if is_hub_id(path) else find_model(path)
     _verify_weights(folder)
-    return _merged(folder) if (folder / ADAPTER_CONFIG).is_file() else folder
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return folder
+    from dccot.model.merged import merged  # which needs torch
 
-
-def _merged(folder: Path) -> Path:
-    """A plain model of the adapters in `folder` and their base."""
-    name = "merged" if Checkpoint.of_weights(folder) else f"{folder.resolve().name}-merged"
-    place = (folder if folder.name else folder.absolute()).with_name(name)
-    made_from = model_checksums(folder)
-    mark = place.with_name(f"{name}.json")
-    with open(place.with_name(f".{name}.lock"), "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be merging
-        if mark.is_file() and place.is_dir():
-            made = json.loads(mark.read_text())
-            if made["from"] == made_from and (_unchanged(place) or made["files"] == _checksums(place)):
-                _VERIFIED[place.resolve()] = _state(place)
-                return place
-        base, lora = _base_of(folder)
-        log.info("merging the adapters in %s with %s", folder, base)
-        with open_tensors(base) as tensors:
-            dtype = STORED[next(iter(tensors.values())).get_dtype()]
-            shape = meta_model(read_config(base), dtype, dtype)
-            stored = ((name, tensors[name][:]) for name, _ in shape.named_parameters())
-            write_folder(shape, merged_parameters(stored, folder, lora), place, source=folder)
-        write_atomic(mark, json.dumps({"from": made_from, "files": _checksums(place)}, indent=1))
-    return place
-
-
-def _base_of(folder: Path) -> tuple[Path, LoraConfig]:
-    """The model that adapters belong to, verified: where it was, or next to their run if both were moved."""
-    wanted = read_base(folder)
-    recorded = Path(wanted.path)
-    places = [recorded, *(above / Path(*recorded.parts[-4:]) for above in folder.absolute().parents[3:4])]
-    places = [place.with_name("hf") if place.name == "merged" else place for place in places]
-    place = next((place for place in places if (place / "config.json").is_file()), None)
-    if place is None:
-        raise FileNotFoundError(f"{folder} holds adapters of {recorded}, which is gone: put that model back there")
-    base = _resolve(place)
-    if model_checksums(base) != wanted.files:
-        raise BadData(f"{folder} holds adapters of {base}, which has changed since: restore that model")
-    return base, wanted.lora
+    return merged(folder, _resolve)
 
 
 def _verify_weights(folder: Path) -> None:
@@ -92,24 +53,29 @@ def _verify_weights(folder: Path) -> None:
     if not checkpoint.manifest.is_file():
         log.warning("%s has no manifest.json: its weights cannot be verified", checkpoint.folder)
         return
-    if _unchanged(folder):
+    if unchanged(folder):
         return
     if damage := checkpoint.damage("hf/"):
         others = ", ".join(str(each) for each in checkpoint.run.steps() if each != checkpoint.step)
         again = "restore it from a copy or train it again"
         remedy = f"use another checkpoint of this run ({others})" if others else again
         raise BadData(f"{checkpoint.folder} is damaged ({damage}); {remedy}")
-    _VERIFIED[folder.resolve()] = _state(folder)
+    remember(folder)
 
 
-def _state(folder: Path) -> tuple:
+def remember(folder: Path) -> None:
+    """As it is now, it is what it should be."""
+    _VERIFIED[folder.resolve()] = state_of(folder)
+
+
+def state_of(folder: Path) -> tuple:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns, path.stat().st_ino) for path in files)
 
 
-def _unchanged(folder: Path) -> bool:
+def unchanged(folder: Path) -> bool:
     """Since this process has verified it."""
-    return _VERIFIED.get(folder.resolve()) == _state(folder)
+    return _VERIFIED.get(folder.resolve()) == state_of(folder)
 
 
 def find_model(path: str | Path) -> Path:
@@ -139,7 +105,7 @@ def model_checksums(folder: Path, runtime: Runtime | None = None) -> dict[str, s
     if checkpoint is not None and checkpoint.manifest.is_file():
         return checkpoint.checksums()
     if runtime is None or runtime.ranks == 1:
-        return _checksums(folder)
+        return checksums_in(folder)
     files = _files(folder)
     machines = [machine for [machine] in runtime.gather([socket.gethostname()])]
     here = [rank for rank, machine in enumerate(machines) if machine == machines[runtime.rank]]
@@ -151,7 +117,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
 
 
-def _checksums(folder: Path) -> dict[str, str]:
+def checksums_in(folder: Path) -> dict[str, str]:
     return {path.name: checksum(path) for path in _files(folder)}
 
 
@@ -163,3 +129,14 @@ def explain_best(path: str | Path) -> str | None:
     best = run.best()
     accuracy, length = f"{100 * best.accuracy:.2f}%", f"{best.longest_path:,.0f} tokens"
     return f"{path} is step {best.step}: validation accuracy {accuracy}, longest path {length}"
+
+
+def require_inside(folder: Path, files: Iterable[Path]) -> None:
+    """Reject links out of a model folder before files are copied from it: they could copy anything."""
+    home = folder.resolve()
+    # a hub's cache links to its own blobs/
+    homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+    for path in files:
+        if not any(path.resolve().is_relative_to(each) for each in homes):
+            outside = f"{path.resolve()}, outside its model's folder"
+            raise BadData(f"{path} is a link to {outside}; replace it by a copy if you trust it")

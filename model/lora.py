@@ -17,9 +17,9 @@ import contextlib
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,27 +28,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dccot.core.config import NonNegative, PositiveFloat, require
 from dccot.core.files import BadData
+from dccot.model.folder import ADAPTER_CONFIG
+from dccot.model.settings import LoraConfig
 from dccot.model.transformer import Transformer, fill
 
-ADAPTER_CONFIG, ADAPTERS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
+ADAPTERS, BASE = "adapter_model.safetensors", "base.json"
 PREFIX = "base_model.model."  # of a tensor's name in peft's files
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-@dataclass(frozen=True)
-class LoraConfig:
-    rank: NonNegative = 0  # of the adapters that are trained instead of the weights; 0: none, all weights are trained
-    alpha: PositiveFloat = 32.0  # the adapters' product is scaled by alpha / rank
-    targets: list[Target] = field(default_factory=lambda: list(get_args(Target)))  # layers that get adapters
-
-    def check(self) -> None:
-        require(bool(self.targets), "model.lora.targets is empty; name at least one layer, e.g. [q_proj, v_proj]")
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,10 @@ Groups of `context_parallel` ranks share their micro-batches; the weights are sh
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -31,57 +28,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from dccot.core.config import ConfigError, Positive, one_of, require
+from dccot.core.config import ConfigError, one_of
 from dccot.core.runtime import inherit_timeout
 from dccot.model.config import ModelConfig, read_config
-from dccot.model.lora import LoraConfig, add_adapters, init_adapters
+from dccot.model.lora import add_adapters, init_adapters
+from dccot.model.settings import BYTES, LoraConfig, ShardingConfig
 from dccot.model.transformer import Block, Transformer
 from dccot.model.weights import load_weights
 
 log = logging.getLogger(__name__)
 
-ATTENTION = ("triton", "cpu", "flash", "dense")
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
-
-
-@dataclass
-class ShardingConfig:
-    replicate: Positive = 1  # copies of the model; 1 shards it over all ranks
-    whole: bool = False  # every rank has a copy, in one piece instead of by block: for tiny models
-    # ranks that share a micro-batch, each with some of its tokens (context.py): for trees too long for one GPU
-    context_parallel: Positive = 1
-    compute_dtype: str = "bfloat16"  # of weights and activations in forward and backward
-    master_dtype: str = "float32"  # a frozen model needs no more than compute_dtype
-    activation_checkpointing: bool = True  # recompute every block in the backward: less memory, a third more work
-    reshard_after_forward: bool = True  # false saves one all-gather of weights per micro-batch at the cost of memory
-    # keep gradients unsharded until the last micro-batch (4 bytes per parameter); false reduces after each
-    reduce_once: bool = True
-    # torch.compile of the blocks; on a CPU it needs a C++ compiler, and is left out where there is none
-    compile: bool = False
-    # triton, cpu or flash (torch's FlexAttention on the same tiles, FLASH where installed); None: by device
-    attention: str | None = None
-    lm_head: Literal["own", "liger"] = "own"  # liger: CuTe kernels on H100, if liger-kernel[cutedsl] is installed
-
-    def check(self) -> None:
-        _dtype("sharding.compute_dtype", self.compute_dtype)
-        _dtype("sharding.master_dtype", self.master_dtype)
-        if self.attention is not None:
-            one_of(self.attention, ATTENTION, "sharding.attention", " or null")
-        liger = self.lm_head != "liger" or importlib.util.find_spec("liger_kernel") is not None
-        require(liger, "sharding.lm_head is liger, which is not installed: pip install 'liger-kernel[cutedsl]'")
-        require(
-            not self.whole or self.replicate == 1,
-            f"sharding.replicate is {self.replicate}, and sharding.whole makes a copy per rank; choose one",
-        )
-
-    def copies(self, ranks: int) -> int:
-        """Copies of the model on `ranks` ranks."""
-        return ranks if self.whole else self.replicate
-
-    def check_ranks(self, ranks: int) -> None:
-        """Reject a layout that does not divide the ranks."""
-        for key, value in {"replicate": self.replicate, "context_parallel": self.context_parallel}.items():
-            require(ranks % value == 0, f"sharding.{key} is {value}; it must divide the {ranks:,} ranks")
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in BYTES}
 
 
 def build_model(

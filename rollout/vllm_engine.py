@@ -30,7 +30,6 @@ import json
 import random
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -49,6 +48,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from dccot.core.config import ConfigError
+from dccot.core.progress import waiting
 from dccot.core.runtime import PATIENCE, Runtime, fixed_segments, free_memory, keep_freed_memory
 from dccot.model.tokenizer import open_tokenizer, tokenizer_folder
 from dccot.model.weights import open_tensors
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from dccot.rollout.engine import Parameters
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-HEARTBEAT_SECONDS = 15.0
 LINES_OF_A_FAILURE = 60
 ON_GPU = torch.cuda.is_available()
 SPLIT_FROM = 64  # ranks
@@ -333,19 +332,19 @@ def logged(folder: Path | None) -> Iterator[logging.Handler]:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.getLogger("vllm").addHandler(handler)
         sys.stderr.flush()
-        console, done, began, failed = os.dup(2), threading.Event(), time.monotonic(), True
-        os.dup2(file.fileno(), 2)
-        heart = threading.Thread(target=_beat, args=(console, Path(file.name), began, done), daemon=True)
-        if _rank() == "0":
-            heart.start()
+        console, began, failed = os.dup(2), time.monotonic(), True
+
+        def last_line() -> str:
+            said = [line.strip() for line in Path(file.name).read_text(errors="replace").splitlines() if line.strip()]
+            return said[-1][:160] if said else "no output yet"
+
         try:
-            yield handler
+            with waiting("starting the engine", last_line):
+                os.dup2(file.fileno(), 2)
+                yield handler
             failed = False
         finally:
             sys.stderr.flush()
-            done.set()
-            if heart.ident:
-                heart.join()
             if failed:
                 lines = Path(file.name).read_text(errors="replace").splitlines()[-LINES_OF_A_FAILURE:]
                 where = f"; the end of {log}:" if log else ":"
@@ -355,13 +354,6 @@ def logged(folder: Path | None) -> Iterator[logging.Handler]:
                 close_log(handler)
             os.dup2(console, 2)
             os.close(console)
-
-
-def _beat(console: int, log: Path, began: float, done: threading.Event) -> None:
-    while not done.wait(HEARTBEAT_SECONDS):
-        said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        last = said[-1][:160] if said else "no output yet"
-        os.write(console, f"starting the engine: {time.monotonic() - began:.0f} s; {last}\n".encode())
 
 
 def close_log(handler: logging.Handler) -> None:

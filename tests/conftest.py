@@ -1,6 +1,7 @@
 """For all rooms: which tests `make quick` leaves out, and the order in which `make test` runs them, two at a time."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,8 @@ LONGEST = (
 os.environ["OMP_NUM_THREADS"] = "1"
 # programs import tests.support like the tests themselves
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+# as in an activated environment: commands are shown by their names
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 new_session()
 # how long an example takes says more about the machine than about the code
 settings.register_profile("here", deadline=None)

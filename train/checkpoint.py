@@ -28,9 +28,9 @@ import time
 import warnings
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from dccot.core.config import ConfigError, NonNegative, Positive, PositiveFloat
+from dccot.core.config import ConfigError
 from dccot.core.files import BadData, flush_to_disk, write_atomic
 from dccot.core.run import Checkpoint, Run
 from dccot.core.runtime import Runtime, gathered_on_rank_zero, inherit_timeout, on_rank_zero
@@ -48,6 +48,7 @@ from dccot.model.lora import Base, trained, write_adapters
 from dccot.model.sharding import meta_model
 from dccot.model.transformer import Transformer
 from dccot.model.weights import read_companions, weight_files, write_config, write_weights
+from dccot.train.config import CheckpointConfig
 from dccot.train.dcp_reader import load_shards
 
 log = logging.getLogger(__name__)
@@ -57,19 +58,6 @@ ROLL_CALL_SECONDS = 15.0  # between two signs of life of a rank whose checkpoint
 warnings.filterwarnings(
     "ignore", "torch.distributed is disabled, .* assuming the intent is to load in a single process"
 )
-
-
-@dataclass
-class CheckpointConfig:
-    every: Positive = 10  # steps; the last step is always saved
-    # save after the next step once the last checkpoint is this old; None: by steps only
-    minutes: PositiveFloat | None = None
-    keep: Positive = 2  # newest complete checkpoints kept with their optimizer state
-    max_failures: NonNegative = 3  # tolerated in a row; one more ends the run
-    # write hf/, weights for inference, every N-th step only and keep it (and with the last); None: with each checkpoint
-    keep_hf_every: Positive | None = None
-    # auto: resume from the newest complete checkpoint; never: reject a folder that has one
-    resume: Literal["auto", "never"] = "auto"
 
 
 class Checkpointer:

@@ -4,37 +4,96 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
-from transformers import PreTrainedTokenizerBase
 
-from dccot.core.config import ConfigError, NonNegative, Positive, Seed, Share, known, require, required
+from dccot.core.config import (
+    ConfigError,
+    Fraction,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Seed,
+    Share,
+    known,
+    require,
+    required,
+)
 from dccot.data.judge import GradingConfig
-from dccot.data.problems import PRESETS
+from dccot.data.problems import PRESETS, Columns
 from dccot.data.prompts import PromptConfig
 from dccot.data.task import TaskName
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import resolve_model
-from dccot.model.lora import LoraConfig
-from dccot.model.sharding import ShardingConfig
+from dccot.model.settings import LoraConfig, ShardingConfig
 from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import EngineConfig
 from dccot.rollout.tags import FormatConfig, TagIds, Width
-from dccot.train.checkpoint import CheckpointConfig
 from dccot.train.objectives import ObjectiveConfig, RolloutCorrection
-from dccot.train.phases import ProfileConfig
 from dccot.train.rewards import ADVANTAGES, CREDITS, FILTERS, RewardConfig
-from dccot.train.update import OptimizerConfig
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROFILED = ("rollout", "grade", "old_logprob", "reference", "pack", "update", "sync")
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 FromRun = required("name a Hugging Face folder or an earlier run, e.g. model.path=runs/sft")
 Demonstrations = required("name a JSONL file with id, question and completion")
 Replayed = required("name a file that a training run wrote to its bad/ or rollouts/, or set it to null")
+
+
+@dataclass
+class OptimizerConfig:
+    learning_rate: PositiveFloat = 2e-6
+    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = field(default_factory=lambda: [0.9, 0.999])
+    weight_decay: NonNegativeFloat = 0.01
+    max_grad_norm: PositiveFloat = 1.0  # clip the gradient's norm over all shards to this
+    warmup_steps: NonNegative = 0  # linear, then constant
+    # step from which the rate falls linearly, to 0 at decay_to; None: never (the paper)
+    decay_from: NonNegative | None = None
+    decay_to: int | None = None
+
+    def check(self) -> None:
+        first, last = self.decay_from, self.decay_to
+        together = (first is None) == (last is None)
+        require(together, f"optimizer.decay_from is {first} and optimizer.decay_to {last}; set both, or neither")
+        falls = first is None or last is None or first < last
+        require(falls, f"optimizer.decay_to is {last}; it must be above optimizer.decay_from, {first}")
+
+    def rate(self, step: int) -> float:
+        """Learning rate of step `step`, counted from 0."""
+        rising, falling = (step + 1) / max(1, self.warmup_steps), 1.0
+        if self.decay_from is not None and self.decay_to is not None:
+            falling = (self.decay_to - step) / (self.decay_to - self.decay_from)
+        return self.learning_rate * max(0.0, min(1.0, rising, falling))
+
+
+@dataclass
+class CheckpointConfig:
+    every: Positive = 10  # steps; the last step is always saved
+    # save after the next step once the last checkpoint is this old; None: by steps only
+    minutes: PositiveFloat | None = None
+    keep: Positive = 2  # newest complete checkpoints kept with their optimizer state
+    max_failures: NonNegative = 3  # tolerated in a row; one more ends the run
+    # write hf/, weights for inference, every N-th step only and keep it (and with the last); None: with each checkpoint
+    keep_hf_every: Positive | None = None
+    # auto: resume from the newest complete checkpoint; never: reject a folder that has one
+    resume: Literal["auto", "never"] = "auto"
+
+
+@dataclass
+class ProfileConfig:
+    steps: list[NonNegative] = field(default_factory=list)  # steps to trace, counted from 0, on every rank
+    # phases to trace; a rollout produces millions of events
+    phases: list[Literal[PROFILED]] = field(default_factory=lambda: ["update", "sync"])  # type: ignore[valid-type]
+    shapes: bool = False
+    memory: bool = False
 
 
 @dataclass
@@ -47,10 +106,10 @@ class ModelPath:
 class TrainingConfig:
     """What SFT and RL have in common."""
 
-    name: str = ""  # of the folder below `output`
-    output: str = "runs"  # folder of all runs
-    seed: Seed = 0  # of the order of data and of every response
-    steps: Positive = 1  # to train, from the start of the run
+    name: str = ""
+    output: str = "runs"
+    seed: Seed = 0
+    steps: Positive = 1
     replay: Annotated[str, Replayed] | None = None  # train on this file of a run's bad/ or rollouts/ in every step
     max_bad_steps: NonNegative = 5  # consecutive steps that may be skipped for non-finite numbers
     timeout_seconds: Seconds = 1800.0  # of a collective
@@ -73,9 +132,23 @@ class TrainingConfig:
 
 @dataclass
 class SFTData:
-    train: Annotated[str, Demonstrations] = ""  # JSONL of examples: question, completion
-    validation: str | None = None  # of the same form, for the loss
+    train: Annotated[str, Demonstrations] = ""
+    validation: str | None = None
+    question: str = "question"  # name of the column with the question, in both files
+    completion: str = "completion"  # name of the column with the solution
     max_tokens: Positive = 10_000  # including the prompt and every duplicate; longer examples are dropped
+
+    def named(self) -> dict[str, str]:
+        return {"question": self.question, "completion": self.completion}
+
+
+def lacking(row: Mapping[str, Any], columns: Mapping[str, str]) -> str | None:
+    """What an SFT row does not have."""
+    for name in columns.values():
+        if not isinstance(row.get(name), str):
+            has = f"the row has {', '.join(map(repr, row)) or 'none'}"
+            return f"no text in column {name!r} ({has}); columns with other names: data.question=… data.completion=…"
+    return None
 
 
 @dataclass
@@ -114,9 +187,9 @@ class SFTConfig(TrainingConfig):
 
 
 @dataclass
-class RLData:
+class RLData(Columns):  # in both files
     train: str = ""  # JSONL or parquet of problems
-    validation: str | None = None  # JSONL or parquet of problems
+    validation: str | None = None
     preset: Literal[tuple(PRESETS)] | None = None  # type: ignore[valid-type]  # field names of a known set, e.g. deepscaler
 
 
@@ -143,7 +216,7 @@ class RLBatch:
     # drop: whole batches start (the paper); keep: prompts start as they are needed, what is left serves the next step
     surplus: Literal["drop", "keep"] = "drop"
     token_budget: Positive = 32_768  # of one micro-batch on one rank, or on a group of ranks that share it
-    share_prompts: bool = True  # responses to one prompt hold it once in a micro-batch
+    share_prompts: bool = True
 
     def check(self) -> None:
         said, most = f"batch.prompts is {self.prompts}", self.prompts_rolled_out * self.max_rollout_batches
@@ -158,8 +231,8 @@ class RLBatch:
 @dataclass
 class RLValidation:
     every: NonNegative = 20  # steps, and once before the first; 0: never
-    samples: Positive = 50  # per problem
-    top_p: Share = 0.95  # of validation; training samples with rollout.top_p
+    samples: Positive = 50
+    top_p: Share = 0.95
     problems: Positive | None = None  # use only the first N of data.validation; None: all
     max_prompt_tokens: Positive | None = None  # None: as prompt.max_prompt_tokens
 
@@ -233,7 +306,7 @@ def open_model(config: RLConfig | SFTConfig) -> tuple[Path, ModelConfig, PreTrai
     return folder, model, tokenizer
 
 
-# nats; of bf16 alone SmolLM2-135M has 0.026 (docs/troubleshooting.md)
+# nats; of bf16 alone SmolLM2-135M has 0.026 (docs/running.md)
 MAX_KV_CACHE_GAP = 0.05
 
 

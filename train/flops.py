@@ -16,15 +16,8 @@ from functools import cache
 
 import torch
 
-from dccot.model.config import ModelConfig
+from dccot.model.config import ModelConfig, block_parameters
 from dccot.train.forest import Forest
-
-
-def block_parameters(config: ModelConfig) -> int:
-    """Weights of one block's matrices."""
-    d, head = config.hidden_size, config.head_dim
-    attention = d * head * (2 * config.heads + 2 * config.kv_heads)
-    return attention + 3 * d * config.intermediate_size
 
 
 def pair_cost(config: ModelConfig) -> float:

@@ -27,14 +27,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from dccot.core.config import Fraction, NonNegativeFloat, PositiveFloat, known, lookup, require
+from dccot.core.lazy import Lazy
 from dccot.core.plugins import Plugin
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = Lazy("torch")
 
 MAX_LOG_RATIO = 20.0  # beyond this, exp is meaningless and overflows in products
 
@@ -54,12 +59,11 @@ class RolloutCorrection:
 @dataclass
 class ObjectiveConfig:
     kind: Annotated[str, known(OBJECTIVES)] = "dapo"  # grpo, dapo, cispo, or your own module:function
-    clip_low: Fraction = 0.2  # ε_low: the ratio is clipped below 1 − clip_low
-    clip_high: NonNegativeFloat = 0.28  # ε_high (DAPO): above 1 + clip_high
+    clip_low: Fraction = 0.2
+    clip_high: NonNegativeFloat = 0.28
     # c of the dual clip for negative advantages (DAPO); the paper has none
     dual_clip: Bound | None = None
     ratio_cap: PositiveFloat = 5.0  # CISPO: absolute bound on the ratio
-    # of the KL to the model that the stage started from; 0: no reference model
     kl_coefficient: NonNegativeFloat = 0.001
     # the ratio's denominator: recomputed by the trainer, or as the engine sampled; None: rollout.mode decides
     old: Literal["recomputed", "engine"] | None = None
@@ -172,7 +176,7 @@ def nowhere(config: ObjectiveConfig, logprob: Tensor, old_logprob: Tensor, advan
 
 
 # (config, logprob, old logprob, advantage) → [M]
-OfTokens = Callable[[ObjectiveConfig, Tensor, Tensor, Tensor], Tensor]
+OfTokens = Callable[[ObjectiveConfig, "Tensor", "Tensor", "Tensor"], "Tensor"]
 
 
 @dataclass(frozen=True)
@@ -224,7 +228,7 @@ def objective_loss(
     old = rollout_logprob if config.old == "engine" else proximal_logprob
     objective, on = Plugin("objective", objective_of(config).loss), f"{len(logprob):,} tokens"
     loss = objective(config, logprob, old, advantage, on=on)
-    if not isinstance(loss, Tensor) or loss.shape != logprob.shape:
+    if not isinstance(loss, torch.Tensor) or loss.shape != logprob.shape:
         raise objective.refused(getattr(loss, "shape", loss), f"one loss per token, {tuple(logprob.shape)}", on)
     if config.rollout_ratio_cap is not None:
         loss = decoupled(loss, proximal_logprob, rollout_logprob, cap=config.rollout_ratio_cap)

@@ -24,32 +24,21 @@ import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dccot.core.config import NonNegative
 from dccot.core.run import step_name
 from dccot.core.runtime import Runtime
+from dccot.train.config import ProfileConfig
 from dccot.train.trace import merge
 
 log = logging.getLogger(__name__)
-PROFILED = ("rollout", "grade", "old_logprob", "reference", "pack", "update", "sync")
 ACTIVITIES = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
 STALLED = 70  # exit code of a rank that was ended: EX_SOFTWARE of sysexits.h
 SHOWN_CALLS = 20
-
-
-@dataclass
-class ProfileConfig:
-    steps: list[NonNegative] = field(default_factory=list)  # steps to trace, on every rank
-    # phases to trace; a rollout produces millions of events
-    phases: list[Literal[PROFILED]] = field(default_factory=lambda: ["update", "sync"])  # type: ignore[valid-type]
-    shapes: bool = False  # record the shapes of tensors
-    memory: bool = False  # record allocations
 
 
 class Phases:

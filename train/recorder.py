@@ -244,7 +244,7 @@ def sample_text(rollout: Graded) -> str:
 
 
 def console_line(step: int, steps: int, metrics: dict[str, float]) -> str:
-    """One human-readable line per step."""
+    """One human-readable line per step, counted from 0 as in files and TensorBoard."""
     there = {name: value for name in CONSOLE if not math.isnan(value := metrics.get(name, math.nan))}
     parts = [f"{CONSOLE[name][0]} {value:{CONSOLE[name][1]}}" for name, value in there.items()]
-    return f"step {step:>4}/{steps}  " + "  ".join(parts) + (" s" if "time/step" in metrics else "")
+    return f"step {step:>4} of {steps}  " + "  ".join(parts) + (" s" if "time/step" in metrics else "")

@@ -34,21 +34,27 @@ ones end the run. Rewards and advantages are finite, at most a million.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Annotated, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
 from dccot.core.config import NonNegative, Probability, known, lookup
 from dccot.core.plugins import Plugin, PluginError, shown
 from dccot.core.runtime import Runtime
-from dccot.rollout.response import Response, Rollout
+from dccot.data.problems import Problem
+from dccot.rollout.response import Response, Rollout, Segment, Verdict
 from dccot.rollout.tags import overshoots
+
+if TYPE_CHECKING:
+    from dccot.train.config import RLConfig
 
 EPSILON = 1e-6
 
@@ -165,6 +171,37 @@ def worker_rewards_of(rollout: Rollout, own: Callable[..., Any] | None) -> list[
     if not isinstance(found, Sequence) or len(found) != workers:
         raise plugin.refused(found, f"a list of {workers} numbers or None", on)
     return [None if reward is None else plugin.number(reward, on) for reward in found]
+
+
+def try_own(config: RLConfig, problem: Problem, own: Reward | None) -> None:
+    """Call the user's own reward, filter and advantage once, on a right and a wrong answer that are made up: a slip in
+    them should not wait for an engine. What may be due to the answers is left to the training.
+    """
+    golds = [problem.gold] if isinstance(problem.gold, str) else problem.gold
+    text = f"<think>\nsum</think><answer>\\boxed{{{golds[0]}}}</answer>"
+    response = Response([Segment([], [0], [-0.5])], [], prompt=[0])
+    group = [
+        Graded(problem.id, sample, problem.question, problem.gold, text, response, verdict=verdict, step=0)
+        for sample, verdict in enumerate((Verdict.CORRECT, Verdict.WRONG))
+    ]
+
+    def rewarded() -> None:
+        for graded in group:
+            graded.reward = reward_of(graded, config.reward, config.rollout.budget, own)
+
+    for use in (rewarded, lambda: keeps(group, config.filter), lambda: advantages_of([1.0, 0.0], config.advantage)):
+        try:
+            use()
+        except PluginError as error:
+            if is_slip(error.__context__):
+                raise
+
+
+def is_slip(error: BaseException | None) -> bool:
+    """A name that is not there, of ours, of a module, or at all: whatever the answer, it would fail."""
+    of = getattr(error, "obj", None)
+    named = isinstance(error, AttributeError) and (isinstance(of, ModuleType) or dataclasses.is_dataclass(of))
+    return named or isinstance(error, NameError | ImportError)
 
 
 def include_easy(group: Group) -> bool:

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dccot.core.command import Stopped, asked, launch
+from dccot.core.command import Stopped, asked
 from dccot.core.config import lookup
 from dccot.core.plugins import Plugin
 from dccot.core.runtime import Runtime, on_rank_zero
@@ -46,6 +46,7 @@ from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import Engine, TrainingEngine, open_training_engine
 from dccot.rollout.generate import Request, Sampler, Watch
 from dccot.rollout.response import Response, Rollout, Verdict
+from dccot.train import launch
 from dccot.train.batch import Batch, MiniBatch
 from dccot.train.config import RLConfig, check_kv_cache, open_model
 from dccot.train.flops import pair_cost
@@ -580,8 +581,7 @@ class Heartbeat(Watch):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    example = "dccot rl configs/rl/stage1.yaml model.path=runs/sft data.train=deepscaler.jsonl"
-    return launch(RLConfig, train, argv, "Reinforcement learning, one stage.", example)
+    return launch.rl(argv, train)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dccot.core.command import launch
 from dccot.core.files import BadData, read_jsonl, write_jsonl_atomic
 from dccot.core.run import step_name
 from dccot.core.runtime import Runtime
@@ -31,7 +30,8 @@ from dccot.data.task import task_of
 from dccot.rollout.response import Response, Segment
 from dccot.rollout.tags import THINK_OPEN, IllFormed, TagIds, parse
 from dccot.rollout.thread import Thread
-from dccot.train.config import SFTConfig, open_model
+from dccot.train import launch
+from dccot.train.config import SFTConfig, lacking, open_model
 from dccot.train.flops import pair_cost
 from dccot.train.forest import Forest, longest_position, pack
 from dccot.train.trainer import Trainer
@@ -83,14 +83,14 @@ def load_examples(
     tags = TagIds.of(tokenizer, config.rollout.workers)
     prompt, examples, left_out = task_of(config).prompting, list[Example](), Counter[object]()
     for line, row in read_jsonl(path, report=report):
-        missing = [name for name in ("question", "completion") if not isinstance(row.get(name), str)]
-        if missing:
-            raise BadData(f"{path}:{line}: no text field {missing[0]!r}; an SFT row has id, question and completion")
+        if missing := lacking(row, config.data.named()):
+            raise BadData(f"{path}:{line}: {missing}")
+        question, completion = row[config.data.question], row[config.data.completion]
         try:
-            asked = prompt.ids(tokenizer, row["question"])
+            asked = prompt.ids(tokenizer, question)
             form = {"parallel": prompt.parallel, "open_think": prompt.open_think}
             depth = config.rollout.depth
-            response = demonstration(row["completion"], asked, tokenizer, tags, **form, depth=depth)
+            response = demonstration(completion, asked, tokenizer, tags, **form, depth=depth)
         except (IllFormed, UnusablePrompt) as error:
             left_out[type(error)] += 1
             report("%s:%d left out: %s", path, line, error)
@@ -200,8 +200,7 @@ def train(config: SFTConfig) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    example = "dccot sft configs/sft.yaml model.path=… data.train=sft.jsonl"
-    return launch(SFTConfig, train, argv, "Supervised fine-tuning.", example)
+    return launch.sft(argv, train)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from torch import Tensor
 from dccot.core.command import Stopped, asked, listening
 from dccot.core.config import flat
 from dccot.core.files import checksum
-from dccot.core.progress import Progress
+from dccot.core.progress import Progress, waiting
 from dccot.core.provenance import Checksums
 from dccot.core.run import Run
 from dccot.core.runtime import Runtime, inherit_timeout, on_rank_zero, require_shared
@@ -56,7 +56,8 @@ class Trainer(Generic[C]):
         self.run = open_run(config, runtime, self.weights, rows)
         self.phases = Phases(runtime)
         torch.manual_seed(config.seed)
-        self.model = build_model(source, config.sharding, device=runtime.device, lora=config.model.lora)
+        with waiting(f"loading {source}"):
+            self.model = build_model(source, config.sharding, device=runtime.device, lora=config.model.lora)
         self.group = ContextGroup.join(config.sharding.context_parallel, runtime.device)
         self.optimizer = make_optimizer(self.model, config.optimizer)
 
@@ -159,7 +160,7 @@ class Trainer(Generic[C]):
         metrics |= self.checkpointer.costs() | memory_metrics(self.phases.peaks)
         metrics["time/step"] = time.perf_counter() - self._start
         self.recorder.write(step, metrics, texts)
-        self.progress.show(step + 1, console_line(step + 1, self.config.steps, metrics))
+        self.progress.show(step + 1, console_line(step, self.config.steps, metrics))
 
     def note_bad(self, step: int, reports: Sequence[StepReport], save: Callable[[Path], None]) -> None:
         """Save the batch of skipped updates in bad/, for replay; stop after too many such steps in a row. Every rank
@@ -218,7 +219,7 @@ class Trainer(Generic[C]):
         finished = self._finished[0] if self._finished else self.first_step
         if self._finished is not None and (finished != self._saved or not self.checkpointer.finish()):
             self._save(last=True)
-        log.info("stopped after step %d of %d", finished, self.config.steps)
+        log.info("stopped after %d of %d steps", finished, self.config.steps)
 
 
 def open_run(

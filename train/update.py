@@ -10,44 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated
+from dataclasses import dataclass
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from dccot.core.config import Fraction, NonNegative, NonNegativeFloat, PositiveFloat, require
 from dccot.core.runtime import Runtime
+from dccot.train.config import OptimizerConfig
 from dccot.train.forest import Forest
-
-
-@dataclass
-class OptimizerConfig:
-    learning_rate: PositiveFloat = 2e-6  # of AdamW
-    # of AdamW
-    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = field(default_factory=lambda: [0.9, 0.999])
-    weight_decay: NonNegativeFloat = 0.01  # of AdamW
-    max_grad_norm: PositiveFloat = 1.0  # clip the gradient's norm over all shards to this
-    warmup_steps: NonNegative = 0  # linear, then constant
-    # step from which the rate falls linearly, to 0 at decay_to; None: never (the paper)
-    decay_from: NonNegative | None = None
-    decay_to: int | None = None  # step at which the rate is 0
-
-    def check(self) -> None:
-        first, last = self.decay_from, self.decay_to
-        together = (first is None) == (last is None)
-        require(together, f"optimizer.decay_from is {first} and optimizer.decay_to {last}; set both, or neither")
-        falls = first is None or last is None or first < last
-        require(falls, f"optimizer.decay_to is {last}; it must be above optimizer.decay_from, {first}")
-
-    def rate(self, step: int) -> float:
-        """Learning rate of step `step`, counted from 0."""
-        rising, falling = (step + 1) / max(1, self.warmup_steps), 1.0
-        if self.decay_from is not None and self.decay_to is not None:
-            falling = (self.decay_to - step) / (self.decay_to - self.decay_from)
-        return self.learning_rate * max(0.0, min(1.0, rising, falling))
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:

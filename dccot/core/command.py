@@ -1,4 +1,4 @@
-"""What every command shares: exit codes instead of stack traces, stop signals, the command line of training, tables.
+"""What every command shares: exit codes instead of stack traces, stop signals, command lines, tables, last words.
 
     with listening(): …                a command: SIGTERM (pre-emption, a time limit) raises Stopped, SIGINT
                                        KeyboardInterrupt
@@ -12,25 +12,30 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import logging
 import os
+import re
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dccot.core.config import ConfigError, load_config, to_yaml
+from dccot.core.config import ConfigError
 from dccot.core.files import BadData
 from dccot.core.limits import LACKING, lacking, lost_rank
 from dccot.core.plugins import PluginError
+from dccot.core.progress import first_rank
 
 UNREADABLE = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 EXPECTED = (ConfigError, BadData, PluginError, *UNREADABLE)
@@ -59,7 +64,7 @@ class Asked:
             raise Stopped
         else:
             self.stop = True
-            if os.environ.get("RANK", "0") == "0":  # not print: the signal may have interrupted one
+            if first_rank():  # not print: the signal may have interrupted one
                 os.write(2, b"\nstopping as soon as everything can be saved; a second Ctrl-C stops at once\n")
 
 
@@ -92,7 +97,7 @@ def run_cleanly(work: Callable[[], object]) -> int:
         with listening():
             work()
     except EXPECTED as error:
-        _say(f"{getattr(error, 'trace', '')}dccot: {error}")
+        _say(as_typed(f"{getattr(error, 'trace', '')}dccot: {error}"))
         return 2
     except Exception as error:
         lacks = lacking(error)
@@ -101,10 +106,31 @@ def run_cleanly(work: Callable[[], object]) -> int:
         _say(f"dccot: {line}")
         return LACKING if lacks else 1
     except KeyboardInterrupt as stopped:
-        if os.environ.get("RANK", "0") == "0":
+        if first_rank():
             print("\nstopped; rerun the same command to resume", file=sys.stderr)
         return CONTINUE if isinstance(stopped, Stopped) else 130
     return 0
+
+
+def as_typed(text: str) -> str:
+    """With every command in it, at its start or after a backtick, as this user can type it: as long as the environment
+    is not activated, they are found by their path only.
+    """
+    return re.sub(r"(?:^|(?<=`))(?:dccot|hf|tensorboard|wandb)(?= )", lambda found: _program(found[0]), text)
+
+
+@cache
+def _program(name: str) -> str:
+    here, found = Path(sys.executable).with_name(name), shutil.which(name)
+    if not here.is_file() or (found and os.path.samefile(found, here)):
+        return name
+    return str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here)
+
+
+def conclude(made: object, *commands: str) -> None:
+    """A command's last words: what it has made, and commands that do something with it."""
+    if first_rank():
+        print("\n".join([f"{made}", *(f"  {as_typed(command)}" for command in commands)]), flush=True)
 
 
 def _say(message: str) -> None:
@@ -116,30 +142,41 @@ def _say(message: str) -> None:
         print(message, file=sys.stderr)
 
 
-def launch(kind: type, train: Callable[[Any], None], argv: Sequence[str] | None, description: str, example: str) -> int:
-    """Read the configuration named on the command line and train with it."""
-    arguments = launch_parser(description, example).parse_args(argv)
-    log_to_terminal()
-
-    def work() -> None:
-        config: Any = load_config(kind, arguments.config, arguments.overrides)
-        if arguments.print_config:
-            print(to_yaml(config), end="")
-        else:
-            train(config)
-
-    return run_cleanly(work)
-
-
 def log_to_terminal() -> None:
-    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
+    level = logging.INFO if first_rank() else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s")
     for client in ("httpx", "httpx2"):  # they log every request to the hub
         logging.getLogger(client).setLevel(logging.WARNING)
 
 
-def launch_parser(description: str, example: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, epilog=f"example: {example}")
+class Parser(argparse.ArgumentParser):
+    """A command line with an example, which a mistake shows in one line. Options may be anywhere between words."""
+
+    def __init__(self, description: str, example: str, **more: Any):
+        super().__init__(description=description, epilog=f"example: {as_typed(example)}", **more)
+        self.example = as_typed(example)
+
+    def error(self, message: str) -> NoReturn:
+        message = message.replace(", key=value", "")  # of which there may be none
+        unknown, _, words = message.partition("unrecognized arguments: --")
+        if not unknown and words:
+            message += self._instead(*re.split("[= ]", words)[:2])
+        _say(f"{self.prog}: {message}; for example: {self.example}")
+        self.exit(2)
+
+    def _instead(self, name: str, value: str = "") -> str:
+        options = [option.lstrip("-") for option in self._option_string_actions]
+        if close := difflib.get_close_matches(name, options, n=1, cutoff=0.6):
+            return f"; did you mean --{close[0]}?"
+        settings = any(action.metavar == "key=value" for action in self._actions)
+        return f"; settings have no dashes: {name.replace('-', '_')}={value or '…'}" if settings else ""
+
+    def read(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        return self.parse_intermixed_args(argv)
+
+
+def launch_parser(description: str, example: str) -> Parser:
+    parser = Parser(description, example)
     parser.add_argument("config", help="YAML file, e.g. one of configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
     parser.add_argument("--print-config", action="store_true", help="show the resolved configuration and stop")

@@ -23,7 +23,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -50,6 +50,20 @@ RENAMED = {
     "rollout.parallel": "prompt.kind (parallel or sequential)",
 }  # old key → new one
 
+# what other programs call it → what it is called here, in whichever group
+ALSO_CALLED = {
+    "lr": ("learning_rate",),
+    "max_steps": ("steps",),
+    "epochs": ("steps",),
+    "batch_size": ("prompts", "examples"),
+    "num_generations": ("group_size",),
+    "max_tokens": ("max_tokens", "budget"),
+    "max_new_tokens": ("budget",),
+    "output_dir": ("output",),
+    "beta": ("kl_coefficient",),
+    "tp": ("tensor_parallel",),
+    "fields": ("question", "gold", "completion"),
+}
 MAX_YAML, MAX_DEPTH = 2**20, 64  # bytes of a file; levels of nesting
 
 Positive = Annotated[int, Field(ge=1, strict=True)]  # strict: true is not 1
@@ -103,6 +117,8 @@ def find_config(path: str | Path) -> Path:
     for candidate in (Path(path), *(Path(root, *inside) for root in dccot.configs.__path__)):
         if os.path.isfile(candidate):  # False for names that no file can have
             return candidate
+    if "=" in str(path):
+        raise ConfigError(f"{shown(str(path), 300)} comes after the YAML file, e.g. one of configs/")
     raise ConfigError(f"no configuration file {shown(str(path), 300)}; configs/ holds the ones that come with dccot")
 
 
@@ -338,12 +354,17 @@ def _explained(kind: type, place: Sequence[int | str], prefix: str, error: Mappi
     if old := next((name for name in names if name in RENAMED), None):  # a key, or inside a group that became a value
         return f"{old} is now called {RENAMED[old]}"
     if unknown:
-        keys = _keys(kind, place[:-1])
-        return f"unknown key {key}{_nearest(str(place[-1]), keys) or '; known: ' + ', '.join(keys)}"
+        keys, name = _keys(kind, place[:-1]), str(place[-1])
+        meant = [each for each in _all_keys(kind) if each.split(".")[-1] in ALSO_CALLED.get(name, (name,))]
+        where = f"; did you mean {' or '.join(f'{prefix}.{each}'.lstrip('.') for each in meant)}?" if meant else ""
+        return f"unknown key {key}{where or _nearest(name, keys) or '; known: ' + ', '.join(keys)}"
     if fault == "literal_error":
         return _not_among(value, re.findall(r"'([^']*)'", limits["expected"]), key)
     if fault == "dataclass_type":
-        return f"{key} is {seen}; it is a group of settings: {', '.join(_keys(kind, place))}"
+        parts = [f"{key}.{name}".lstrip(".") for name in _keys(kind, place)]
+        return f"{key} is {seen}; it is a group of settings: {', '.join(parts)}"
+    if isinstance(value, dict) and fault.startswith(("string_", "int_", "float_", "bool_")):
+        return f"{key} is one value, without {key}.{next(iter(value), '')}: write {key}=…"
     if fault == "value_error":
         return f"{key} {str(limits['error']).strip()}"
     for beginning, words in MUST_BE.items():
@@ -377,6 +398,16 @@ def _keys(kind: Any, place: Sequence[int | str]) -> list[str]:
         else:
             kind = typing.get_type_hints(kind)[str(part)]
     return [field.name for field in dataclasses.fields(kind)]
+
+
+def _all_keys(kind: Any) -> Iterator[str]:
+    """Dotted, of a dataclass and everything inside it."""
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(inner := hints[field.name]):
+            yield from (f"{field.name}.{name}" for name in _all_keys(inner))
+        else:
+            yield field.name
 
 
 def _refuse_interpolation(value: Any, key: str) -> None:

@@ -1,7 +1,8 @@
-"""One progress bar for everything that takes a while.
+"""One progress bar for everything that takes a while, and one line for everything whose end is not known.
 
     with Progress("SFT", total=1800, first=200) as progress:
         progress.show(201, "loss 1.23")
+    with waiting("loading torch"): …
 
 On a terminal, a bar with the time left and the text next to it; elsewhere a line with both, at most one per `pause`
 seconds, so that a log stays readable. With `lines` the texts are also printed above the bar. Only an `active` progress
@@ -10,12 +11,52 @@ seconds, so that a log stays readable. With `lines` the texts are also printed a
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+
+HEARTBEAT_SECONDS = 15.0
+
+
+def first_rank() -> bool:
+    """Whether this process talks to the user: alone, or the first of torchrun's."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def waiting(what: str, seen: Callable[[], str] = str) -> Iterator[None]:
+    """Says at once what is being done, then for how long and what is `seen` of it: on a terminal in place, elsewhere a
+    line every HEARTBEAT_SECONDS. It reaches the terminal even if stderr is sent elsewhere meanwhile.
+    """
+    if not first_rank():
+        yield
+        return
+    console, done, began = os.dup(2), threading.Event(), time.monotonic()
+    terminal = os.isatty(console)
+
+    def beat() -> None:
+        while not done.wait(1.0 if terminal else HEARTBEAT_SECONDS):
+            more = f"{what}: {time.monotonic() - began:.0f} s; {seen()}".rstrip("; ")
+            os.write(console, f"\r{more[:76]}\x1b[K".encode() if terminal else f"{more}\n".encode())
+
+    os.write(console, f"{what} …{'' if terminal else chr(10)}".encode())
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        if terminal:
+            os.write(console, b"\r\x1b[K")
+        os.close(console)
 
 
 class Progress:

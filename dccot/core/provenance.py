@@ -22,14 +22,18 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from dccot import __version__
 from dccot.core.config import ConfigError, hide_credentials, to_plain
 from dccot.core.files import BadData, checksum, read_json, write_atomic
+from dccot.core.lazy import Lazy
 from dccot.core.runtime import Runtime, on_rank_zero
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Lazy("torch")
 
 Checksums = dict[str, str]  # file → sha256
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)  # in the name of an environment variable

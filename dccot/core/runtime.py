@@ -24,15 +24,18 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dccot.core.config import ConfigError
+from dccot.core.lazy import Lazy
 from dccot.core.plugins import PluginError
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+else:
+    torch, dist = Lazy("torch"), Lazy("torch.distributed")
 
 T = TypeVar("T")
 
@@ -52,8 +55,12 @@ KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(MMAP_FROM), "MALLOC_TRIM_THRE
 class Runtime:
     rank: int
     ranks: int
-    device: torch.device
+    chosen: torch.device | None = None  # None: the first GPU, if there is one
     owned: bool = True  # this Runtime made the process group, and ends it
+
+    @property
+    def device(self) -> torch.device:
+        return self.chosen or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     @classmethod
     def start(cls, timeout_seconds: float = 1800) -> Runtime:
@@ -81,7 +88,7 @@ class Runtime:
 
     @classmethod
     def alone(cls) -> Runtime:
-        return cls(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), owned=False)
+        return cls(0, 1, owned=False)
 
     def __enter__(self) -> Runtime:
         return self
@@ -145,7 +152,7 @@ class Runtime:
         self.sum(torch.zeros(1))
 
     def stop(self) -> None:
-        if self.owned and dist.is_initialized():  # an engine that shuts down destroys the group
+        if self.owned and in_group():  # an engine that shuts down destroys the group
             dist.destroy_process_group()
 
 
@@ -187,7 +194,7 @@ def keep_freed_memory() -> None:
 
 def set_timeout(seconds: float) -> None:
     """Timeout of the default group's collectives from now on."""
-    _set_pg_timeout(timedelta(seconds=seconds))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
 
 
 def inherit_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
@@ -196,7 +203,7 @@ def inherit_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
     options = dist.group.WORLD._get_backend(torch.device("cpu")).options
     if options is not None:  # not in a rehearsal
         for group in groups:
-            _set_pg_timeout(options._timeout, group)
+            dist.distributed_c10d._set_pg_timeout(options._timeout, group)
 
 
 def free_memory() -> None:
@@ -206,12 +213,28 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def gpus() -> int:
+    """How many there are; without a driver, that is known without importing torch."""
+    drivers = any(Path("/dev", name).exists() for name in ("nvidiactl", "kfd", "dxg"))
+    return torch.cuda.device_count() if drivers or "torch" in sys.modules else 0
+
+
+def gpu_bytes() -> int | None:
+    """Memory of the first GPU; None without one."""
+    return torch.cuda.get_device_properties(0).total_memory if gpus() else None
+
+
+def in_group() -> bool:
+    """Whether this process has joined a process group; without torch it has not."""
+    return "torch.distributed" in sys.modules and dist.is_initialized()
+
+
 def on_rank_zero(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """The result or exception of `work` on rank 0, on every rank: what is read from a shared disk must not differ.
 
     It may take longer than a collective: the others poll the store until it is done. All ranks of `group` call this.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not in_group() or dist.get_world_size() == 1:
         return work()
     group = group or dist.group.WORLD
     assert group is not None

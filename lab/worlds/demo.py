@@ -9,7 +9,6 @@ the table, a summary computed from it, and the paths of the report and the Tenso
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
@@ -17,11 +16,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from dccot.core.command import CONTINUE, print_table, run_cleanly
+from dccot.core.command import CONTINUE, Parser, conclude, print_table, run_cleanly
 from dccot.core.files import BadData
 from dccot.core.run import Checkpoint, Run
+from dccot.core.runtime import gpus
 from dccot.core.statistics import Estimate
 from dccot.data.problems import load_problems
 from dccot.eval.results import Evaluation, rows_of
@@ -100,15 +98,15 @@ def plain_words(rows: dict[str, Evaluation], run: Path) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     about = "The whole paper in miniature, on a CPU."
-    parser = argparse.ArgumentParser(description=about, epilog="example: dccot demo")
+    parser = Parser(about, "dccot demo")
     add = parser.add_argument
     add("overrides", nargs="*", metavar="key=value", help="settings of the recipe, e.g. seed=1 name=demo1")
     add("--recipe", default="configs/mini/demo.yaml", help="default: %(default)s")
     add("--redo", action="append", default=[], metavar="STAGE", help="do a finished stage again; may be repeated")
     add("--processes", type=int, help="ranks; default: 2 where there are two GPUs, or no GPU and two cores")
-    arguments = parser.parse_intermixed_args(argv)
+    arguments = parser.read(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    processes = arguments.processes or min(2, torch.cuda.device_count() or os.cpu_count() or 1)
+    processes = arguments.processes or min(2, gpus() or os.cpu_count() or 1)
     if "RANK" in os.environ or processes < 2:
         return run_cleanly(lambda: _run(arguments.recipe, arguments.overrides, arguments.redo))
     loaded = lambda: load_recipe(arguments.recipe, arguments.overrides)
@@ -143,10 +141,14 @@ def _run(file: str, overrides: Sequence[str], redo: Sequence[str]) -> None:
     cells = [[name, *(cell(evaluation, *how) for how in COLUMNS.values())] for name, evaluation in rows.items()]
     print_table("test split, mean ± standard error over problems", ["model", *COLUMNS], cells)
     print("\n".join(plain_words(rows, recipe.folder)))
-    print(f"\nreport:      {recipe.folder}/report/report.html\nTensorBoard: tensorboard --logdir {recipe.folder}")
     example = load_problems(recipe.folder / "world/problems/test.jsonl")[0].question
-    print(f'try it:      dccot solve {recipe.folder}/stage4 "{example}"')
-    print(f"{(time.perf_counter() - began) / 60:.1f} minutes")
+    conclude(
+        f"\n{recipe.folder}/report/report.html after {(time.perf_counter() - began) / 60:.1f} minutes; try",
+        f'dccot solve {recipe.folder}/stage4 "{example}"',
+        f"dccot view {recipe.folder}/stage4",
+        f"dccot serve {recipe.folder}/stage4",
+        f"tensorboard --logdir {recipe.folder}",
+    )
 
 
 if __name__ == "__main__":

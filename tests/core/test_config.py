@@ -10,7 +10,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dccot.core.command import launch
 from dccot.core.config import (
     Address,
     ConfigError,
@@ -27,7 +26,9 @@ from dccot.core.config import (
     with_new_names,
 )
 from dccot.recipe import Recipe
+from dccot.train import launch
 from dccot.train.config import RLConfig, SFTConfig
+from dccot.train.launch import Training
 
 REGISTRY = {"half": lambda x: x / 2, "double": lambda x: 2 * x}
 
@@ -130,8 +131,11 @@ def test_the_printed_configuration_reads_back_the_same(write):
         ("sizes=7", "sizes is 7; it must be a list"),
         ("sizes={a: 1}", "sizes is {'a': 1}; it must be a list"),
         ("sizes=[1, 0]", "sizes[1] is 0; it must be at least 1"),
-        ("inner=7", "inner is 7; it is a group of settings: width, rate, label, most"),
-        ("groups={a: 7}", "groups.a is 7; it is a group of settings: width, rate, label, most"),
+        ("inner=7", "inner is 7; it is a group of settings: inner.width, inner.rate, inner.label, inner.most"),
+        (
+            "groups={a: 7}",
+            "groups.a is 7; it is a group of settings: groups.a.width, groups.a.rate, groups.a.label, groups.a.most",
+        ),
         ("groups=7", "groups is 7; it must be a mapping"),
         ("folder=''", "folder is not set; name one"),
         ("function=duoble", "function is 'duoble'; it must be one of half, double or your own, my_package.my_mod"),
@@ -237,7 +241,7 @@ RL_RULES = {
     "data.train=''": "data.train is not set",
 }
 SFT_RENAMED = {  # what SFT spelled differently from RL
-    "batch=8": "batch is 8; it is a group of settings: examples, token_budget",
+    "batch=8": "batch is 8; it is a group of settings: batch.examples, batch.token_budget",
     "token_budget=1": "token_budget is now called batch.token_budget",
     "validate_every=1": "validate_every is now called validation.every",
     "workers=3": "workers is now called rollout.workers",
@@ -257,13 +261,13 @@ def test_replay_needs_no_problems():
 
 @pytest.mark.parametrize(("kind", "config"), [(SFTConfig, "configs/sft.yaml"), (RLConfig, "configs/rl/stage4.yaml")])
 def test_print_config_shows_the_resolved_whole(capsys, write, kind, config):
-    assert launch(kind, lambda config: None, [config, *RUNNABLE, "--print-config"], "", "") == 0
+    assert Training(kind, "", "", "")([config, *RUNNABLE, "--print-config"]) == 0
     printed = capsys.readouterr().out
     assert load_config(kind, write(printed)) == load_config(kind, config, RUNNABLE)
 
 
 def test_a_refused_configuration_costs_one_line_and_exit_code_two(capsys):
-    assert launch(RLConfig, lambda config: None, ["configs/rl/stage1.yaml", *RUNNABLE, "rollout.budgt=3"], "", "") == 2
+    assert launch.rl(["configs/rl/stage1.yaml", *RUNNABLE, "rollout.budgt=3"]) == 2
     assert capsys.readouterr().err == "dccot: unknown key rollout.budgt; did you mean 'budget'?\n"
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from dccot.core.files import write_jsonl_atomic
-from dccot.eval.view import BLOCK, Page, Pieces, Scorer, collect, cut, main, utf16_length
+from dccot.eval.entropy import Scorer
+from dccot.eval.view import BLOCK, Page, Pieces, collect, cut, main, utf16_length
 from dccot.lab.worlds.arithmetic import make_tokenizer
 from dccot.lab.worlds.bigram import save, tokenizer
 from dccot.rollout.response import Finish, Response, Segment
@@ -311,7 +312,7 @@ def test_rollouts_of_a_run_are_split_by_its_own_tokenizer(tmp_path):
     ("arguments", "says"),
     [
         (["nothing.jsonl"], "nothing.jsonl does not exist"),
-        (["{folder}"], "is a folder; name a file of rollouts"),
+        (["{folder}"], "is a folder without rollouts; name a file of rollouts"),
         (["{folder}/empty.jsonl"], "no rollout found"),
         (["{folder}/good.jsonl", "--out", "{folder}/good.jsonl"], "cannot be written"),
         (["{folder}/good.jsonl", "--out", "no/such/folder/p.html"], "cannot be written"),

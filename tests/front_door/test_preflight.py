@@ -92,7 +92,8 @@ def test_a_missing_model_names_every_stage_that_begins_with_it(inputs):
 
 def test_a_missing_key_names_its_variable(inputs, monkeypatch):
     monkeypatch.delenv("ANTHROPIC_API_KEY")
-    assert faults() == {"the environment variable ANTHROPIC_API_KEY (endpoint.key_variable) is not set": {"rewrite"}}
+    said = "the environment variable ANTHROPIC_API_KEY (endpoint.key_variable) is not set"
+    assert faults() == {f"{said}; a server without keys: endpoint.key_variable=": {"rewrite"}}
 
 
 def test_a_finished_rewriting_needs_no_key(inputs, monkeypatch):

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_forests import forests, from_depths, visible_pairs
 
-from dccot.kernels.mask import CHUNKS, TreeMask, largest_share, parents, positions, split, validate
+from dccot.kernels.mask import TreeMask, parents, positions, split, validate
+from dccot.kernels.sizes import CHUNKS, largest_share
 
 
 @settings(deadline=None, max_examples=60)

@@ -4,9 +4,11 @@ import json
 import math
 
 import pytest
+import torch
 
 from dccot.core.files import BadData
-from dccot.model.config import parse_config, read_config
+from dccot.model.config import parameter_shapes, parse_config, read_config
+from dccot.model.transformer import Transformer
 
 LINEAR, LLAMA3 = {"rope_type": "linear", "rope_theta": 1e4}, {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}
 
@@ -76,3 +78,12 @@ def test_a_folder_without_a_config_or_with_something_else_is_named(tmp_path):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(BadData, match=said):
             read_config(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_parameter_shapes_are_those_of_the_decoder(raw_config, family, bias):
+    config = parse_config(raw_config(family, tied=bias, attention_bias=bias))
+    with torch.device("meta"):
+        built = {name: tuple(parameter.shape) for name, parameter in Transformer(config).named_parameters()}
+    assert list(parameter_shapes(config).items()) == list(built.items())

@@ -187,7 +187,7 @@ def events_of(run) -> list:
 
 def test_the_console_line_shows_what_is_there_and_leaves_out_what_is_not():
     line = console_line(7, 20, {"reward/mean": 0.5, "reward/correct": 0.25, "policy/kl": math.nan, "time/step": 3.21})
-    assert line == "step    7/20  reward 0.500  correct 25.0%  | 3.2 s"
+    assert line == "step    7 of 20  reward 0.500  correct 25.0%  | 3.2 s"
 
 
 def test_a_sample_is_shown_to_the_letter():

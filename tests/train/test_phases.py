@@ -10,7 +10,7 @@ from dccot.core.runtime import Runtime
 from dccot.train.metrics import memory_metrics
 from dccot.train.phases import Phases
 
-HERE = Runtime(rank=3, ranks=8, device=torch.device("cpu"), owned=False)
+HERE = Runtime(rank=3, ranks=8, chosen=torch.device("cpu"), owned=False)
 
 
 def test_seconds_of_a_phase_add_up_within_a_step_and_start_over_with_the_next():

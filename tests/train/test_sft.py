@@ -129,7 +129,7 @@ def test_the_loss_is_the_mean_of_example_means_or_of_all_tokens():
 
 def test_a_row_without_a_completion_is_named(tokenizer, write_rows):
     path = write_rows("rows.jsonl", [{"id": "a", "question": "q"}])
-    with pytest.raises(BadData, match=r"rows.jsonl:1: no text field 'completion'"):
+    with pytest.raises(BadData, match=r"rows.jsonl:1: no text in column 'completion'"):
         load_examples(path, config(path), tokenizer)
 
 

@@ -15,7 +15,7 @@ from tests.support import programs
 
 pytestmark = pytest.mark.slow
 
-HERE = Runtime(rank=3, ranks=8, device=torch.device("cpu"), owned=False)
+HERE = Runtime(rank=3, ranks=8, chosen=torch.device("cpu"), owned=False)
 PROGRAM = Path(__file__).with_name("hang_program.py")
 
 
