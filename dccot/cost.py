@@ -182,12 +182,11 @@ def training_seconds(
 
 @dataclass
 class Step:
-    """One RL step, in seconds, and its tokens."""
+    """One RL step, in seconds."""
 
     rollout: float
     training: float
     batches: float
-    sampled: float
 
     @property
     def seconds(self) -> float:
@@ -200,7 +199,7 @@ def rl_step(config: RLConfig, hardware: Hardware, a: Assumptions, seed: int = 0,
     batch, workers = config.batch, config.rollout.workers if config.prompt.parallel else 0
     for _ in range(samples):
         kept: list[Response] = []
-        rollout, batches, sampled, passed = 0.0, 0, 0, 0
+        rollout, batches, passed = 0.0, 0, 0
         while passed < batch.prompts and batches < batch.max_rollout_batches:
             everything: list[Response] = []
             for _ in range(batch.prompts_rolled_out):
@@ -213,7 +212,6 @@ def rl_step(config: RLConfig, hardware: Hardware, a: Assumptions, seed: int = 0,
                     passed += 1
                     kept += group if passed <= batch.prompts else []
             rollout += rollout_seconds(everything, hardware, a)
-            sampled += sum(each.sampled for each in everything)
             batches += 1
         recomputed = config.sharding.activation_checkpointing
         others = bool(config.objective.kl_coefficient) + (config.objective.old != "engine") * (
@@ -221,9 +219,9 @@ def rl_step(config: RLConfig, hardware: Hardware, a: Assumptions, seed: int = 0,
         )
         backward = 1 if config.model.lora.rank else 2  # frozen weights get no gradient
         passes = (1 + backward + recomputed + others, 2 + backward + others)
-        steps.append(Step(rollout, training_seconds(kept, hardware, a, passes), batches, sampled))
+        steps.append(Step(rollout, training_seconds(kept, hardware, a, passes), batches))
     mean = lambda name: float(np.mean([getattr(step, name) for step in steps]))
-    return Step(mean("rollout"), mean("training"), mean("batches"), mean("sampled"))
+    return Step(mean("rollout"), mean("training"), mean("batches"))
 
 
 @dataclass

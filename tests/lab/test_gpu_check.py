@@ -60,7 +60,7 @@ def verdicts(results) -> dict[str, str]:
 
 def test_one_check_never_hides_the_next(tmp_path, monkeypatch):
     """All in one process, as on a CPU: it is started again after each that ends it."""
-    monkeypatch.setitem(checks.PATIENCE, "cpu", 1)
+    monkeypatch.setattr(checks, "PATIENCE", 1)
     planted = [Check(name, HERE, name, 20) for name in ("fails", "crashes", "passes")]
     results = check_all([*planted, Check("gpu", HERE, "gpu", 4, cuda_only=True)], tmp_path, "cpu", "")
     assert verdicts(results) == {"fails": "failed", "crashes": "failed", "passes": "passed", "gpu": "not run"}
@@ -82,7 +82,7 @@ def test_a_rank_that_fails_is_not_hidden_by_one_that_passes(tmp_path):
 
 
 def test_a_check_that_hangs_is_ended_and_its_stack_is_shown(tmp_path, monkeypatch):
-    monkeypatch.setitem(checks.PATIENCE, "cpu", 1)
+    monkeypatch.setattr(checks, "PATIENCE", 1)
     [hung] = check_all([Check("hangs", HERE, "hangs", 8)], tmp_path, "cpu", "")
     assert hung.verdict == "failed" and hung.found.startswith("not finished after 8 s")
     assert "about to hang" in hung.found and "in hangs" in hung.found
