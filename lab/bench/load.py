@@ -11,7 +11,11 @@ times what it takes alone on the idle server with all workers at once. Three set
 - mixed: the small model with eight sequences at once, as if its memory were full; of four requests three are answered
   without workers.
 
-And the joins: texts of 500 tokens and more, with and without reading workers before their fork has ended.
+And the joins: texts of 500 tokens and more, with and without reading workers before their fork has ended. And the ids:
+500 requests with each policy, a tenth of them cancelled, must give those of offline `generate`.
+
+    python -m dccot.lab.bench.load tiny joins        some of its parts: tiny, 135M, mixed, joins, ids
+    python -m dccot.lab.bench.load soak 30           30 minutes at capacity, one line per minute
 """
 
 from __future__ import annotations
@@ -21,18 +25,24 @@ import json
 import math
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
+import torch
 
-from dccot.lab.bench.harness import row
-from dccot.lab.bench.serve import metric, running, say, server, until
+from dccot.lab.bench.harness import row, table
+from dccot.lab.bench.serve import CHANCES as STORMY
+from dccot.lab.bench.serve import family, is_right, jobs, metric, offline, running, say, server, storm, until
 from dccot.lab.worlds import bigram
+from dccot.rollout.engine import EngineConfig, open_engine
 
 POLICIES = ("never", "eager", "adaptive")
 RATES = (0.1, 0.4, 0.7, 1.0, 2.0)  # of the capacity
@@ -40,7 +50,7 @@ GOOD = 1.5  # times the time alone
 CONTEXT = 4096
 PAPER_LIKE = bigram.Chances(spawn=1 / 50, close=1 / 40, eos=1 / 50)
 LONG = bigram.Chances(spawn=1 / 20, close=1 / 700, eos=1 / 20)
-SECONDS = 25.0  # of arrivals per rate and policy
+SECONDS = 15.0  # of arrivals per rate and policy
 CLIENTS = 48  # at once, to measure the capacity
 
 
@@ -147,7 +157,7 @@ async def under_load(address: str, setting: Setting, rates: Sequence[float], sec
         rows = [row(f"{setting.name}: capacity, {CLIENTS} at once", capacity, "answers/s", None, "higher")]
         rows += alone_rows(setting.name, alone["never"], alone["eager"])
         for rate in rates:
-            count = max(20, round(seconds * rate * capacity))
+            count = max(30, round(seconds * rate * capacity))
             work = [pool[number % len(pool)] for number in range(count)]
             quiet = [alone["eager"][number % len(pool)] for number in range(count)]
             cells = {}
@@ -232,9 +242,79 @@ def join_rows(folder: Path, count: int) -> list[dict]:
     ]
 
 
-def run(quick: bool = False) -> list[dict]:
+def run(quick: bool = False, parts: Sequence[str] = ()) -> list[dict]:
+    rates, seconds = (RATES[1:2], 5.0) if quick else (RATES, SECONDS)
+    known = {setting.name: partial(served, setting=setting, rates=rates, seconds=seconds) for setting in SETTINGS}
+    known |= {
+        "joins": partial(join_rows, count=4 if quick else 30),
+        "ids": partial(id_rows, count=60 if quick else 500),
+    }
     with tempfile.TemporaryDirectory() as name:
-        folder, rows = Path(name), []
-        for setting in SETTINGS[:1] if quick else SETTINGS:
-            rows += served(folder, setting, RATES[1:2] if quick else RATES, 5 if quick else SECONDS)
-        return rows + join_rows(folder, 4 if quick else 30)
+        return [row for part in parts or known for row in known[part](Path(name))]
+
+
+def id_rows(folder: Path, count: int) -> list[dict]:
+    """Answers with each policy that are not those of offline `generate`."""
+    model = bigram.save(folder / "storm", "spelled", STORMY, context=CONTEXT)
+    torch.set_num_threads(1)
+    work, answers = jobs(count), {}
+    with server(["dccot.cli", "serve", str(model), "--budget", "200", "--prefill-joins", "1"], folder) as (address, _):
+        for branching in POLICIES:
+            say(f"{count} requests, {branching}")
+            asked = [replace(job, branching=branching) for job in work]
+            answers[branching] = asyncio.run(storm(address, asked))
+            until(lambda: running(address) == 0, 30)
+        left = running(address)
+    with open_engine(model, EngineConfig(dtype="float32", context=CONTEXT // 2)) as engine:
+        found = offline(engine, [job for job in work if job.kind in ("whole", "stream")]).found
+    wrong = {name: sum(not is_right(job, got[job.number], found) for job in work) for name, got in answers.items()}
+    rows = [row(f"{count} requests, {name}: answers other than offline", wrong[name], "", 0) for name in POLICIES]
+    return [*rows, row("requests still running afterwards", left, "", 0)]
+
+
+async def soak(address: str, process: psutil.Process, minutes: float) -> None:
+    """All policies at once, one request in ten cancelled."""
+    ends, done, failed = time.monotonic() + 60 * minutes, 0, 0
+
+    async def client(session: aiohttp.ClientSession, first: int) -> None:
+        nonlocal done, failed
+        for number in range(first, 10**9, CLIENTS):
+            if time.monotonic() > ends:
+                return
+            body = Asked(number, False).body(POLICIES[number % 3]) | {"stream": number % 2 == 0}
+            async with session.post("/v1/chat/completions", json=body) as answer:
+                if number % 20 == 0:
+                    await answer.content.readany()
+                    answer.close()
+                elif answer.status != 200 or b'"error"' in await answer.read():
+                    failed += 1
+            done += 1
+
+    async def watch() -> None:
+        while time.monotonic() < ends:
+            await asyncio.sleep(min(60.0, 60 * minutes / 4))
+            processes = family(process)
+            memory = sum(each.memory_info().rss for each in processes) / 1e6
+            files = sum(each.num_fds() for each in processes)
+            now = running(address)
+            say(f"{done} answers, {failed} failed, {memory:,.0f} MB, {files} descriptors, {now:.0f} running")
+
+    limits = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(address, connector=aiohttp.TCPConnector(limit=0), timeout=limits) as session:
+        await asyncio.gather(watch(), *(client(session, first) for first in range(CLIENTS)))
+    idle = until(lambda: running(address) == 0, 60)
+    say(f"idle after {idle:.1f} s; {metric(address, 'dccot_workers_waiting'):.0f} workers wait")
+
+
+def main(asked: Sequence[str]) -> None:
+    if asked[0] != "soak":
+        return print(table(run(parts=asked)))
+    with tempfile.TemporaryDirectory() as name:
+        model = bigram.save(Path(name) / "tiny", "spelled", PAPER_LIKE, context=CONTEXT)
+        command = ["dccot.cli", "serve", str(model), "--budget", "600"]
+        with server(command, Path(name), max_model_len=CONTEXT) as (address, process):
+            asyncio.run(soak(address, process, float(asked[1])))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

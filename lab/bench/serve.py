@@ -148,12 +148,14 @@ class Job:
     number: int
     question: str
     kind: str  # whole, stream, cancelled or hostile
+    branching: str = "eager"
 
     @property
     def body(self) -> bytes:
         if self.kind == "hostile":
             return HOSTILE[self.number % len(HOSTILE)]
-        return _question(self.question, seed=self.number, return_token_ids=True, stream=self.kind != "whole")
+        more = {"return_token_ids": True, "stream": self.kind != "whole", "branching": self.branching}
+        return _question(self.question, seed=self.number, **more)
 
 
 def jobs(count: int) -> list[Job]:
