@@ -25,7 +25,7 @@ Start = tuple[tuple[int, ...], Callable[[], object]]  # a call's path, and what 
 
 CROWDED = 0.8  # of what one more sequence gains, at most this share may be lost by the others
 FULL = 0.9  # of the KV cache: beyond it running sequences are soon preempted, and computed again
-MEMORY = 0.998  # weight of a step after one more: half of it is gone after 350
+MEMORY = 0.99  # weight of a step after one more: half of it is gone after 70, so the line is that of the present load
 
 
 @dataclass

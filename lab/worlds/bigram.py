@@ -134,13 +134,9 @@ def save(
     temperature: float = 0.6,
     context: int = 4096,
     layers: int = 2,
-    width: int | None = None,
     seed: int = 0,
 ) -> Path:
-    """Write the checkpoint: config, weights, tokenizer. At `temperature` it samples with exactly these chances.
-
-    `width` None: as narrow as the vocabulary allows; wider models have weaker layers, so that the chances hold.
-    """
+    """Write the checkpoint: config, weights, tokenizer. At `temperature` it samples with exactly these chances."""
     if tags not in ("single", "spelled", "mixed"):
         raise ValueError(f"tags is {tags!r}; use 'single', 'spelled' or 'mixed'")
     if tags != "single" and not isinstance(workers, int):
@@ -149,12 +145,11 @@ def save(
     torch.manual_seed(seed)
     spelling = tokenizer(tags, workers)
     vocab = spelling.get_vocab()
-    least = -(-(len(vocab) + 1) // 64) * 64  # one dimension per token, and one that is always on
-    width = width or least
+    width = -(-(len(vocab) + 1) // 64) * 64  # one dimension per token, and one that is always on
     sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 2 * width, "max_position_embeddings": context}
     sizes |= {"num_attention_heads": width // 32, "num_key_value_heads": width // 64, "num_hidden_layers": layers}
     ends: dict[str, Any] = {"bos_token_id": vocab[BOS], "eos_token_id": vocab[EOS], "tie_word_embeddings": False}
-    config = Qwen2Config(vocab_size=len(vocab), **sizes, **ends, initializer_range=0.08 * least / width)
+    config = Qwen2Config(vocab_size=len(vocab), **sizes, **ends, initializer_range=0.08)
     model = Qwen2ForCausalLM(config).float()
     torch.set_rng_state(torch_state)
     table = bigrams(vocab, tags, chances or Chances(), workers)

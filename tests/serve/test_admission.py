@@ -123,7 +123,7 @@ def test_what_a_cancelled_response_left_goes_to_the_others():
     assert started[2:] == ["here 2"]
 
 
-def learnt(step, batches, seed=0, noise=0.1):
+def learnt(step, batches, seed=0, noise=0.03):
     rng, steps = random.Random(seed), StepTime()
     for _ in range(3000):
         batch = rng.choice(batches)
