@@ -17,6 +17,7 @@ from dccot.lab.worlds.parts import (
 from dccot.rollout.response import Response, Rollout, Segment
 from dccot.rollout.tags import flaw_of, parse, sequential_flaw_of
 from dccot.stages import load_recipe
+from dccot.train.rewards import worker_rewards_of
 
 
 @pytest.fixture(scope="module", params=["lists", "sums"])
@@ -94,7 +95,7 @@ def test_a_worker_is_judged_by_the_parts_that_it_was_given(text, rewards):
     tokens = thread.map(lambda piece: Segment([], [0]))
     response = Response(tokens.trunk, tokens.forks, prompt=[])
     rollout = Rollout("1", 0, LIST, "0", f"<think>{text}</think><answer>5</answer>", response)
-    assert Parts.worker_rewards(rollout) == rewards
+    assert worker_rewards_of(rollout, Parts().worker_rewards) == rewards
 
 
 @pytest.mark.parametrize("recipe", ["configs/mini/width.yaml", "configs/mini/depth.yaml"])
