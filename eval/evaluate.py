@@ -36,7 +36,7 @@ from dccot.data.judge import GradingConfig, Judge, classes_of, verdicts_of
 from dccot.data.problems import Columns
 from dccot.data.prompts import PromptConfig, Prompted
 from dccot.data.rollouts import Pair, missing_in, roll_out, sample_to_file, saved_rows
-from dccot.data.task import TaskName, task_of
+from dccot.data.task import TaskName, settings_of, task_of
 from dccot.eval import results
 from dccot.eval.results import BENCHMARKS, Benchmark, Evaluation, Sample
 from dccot.model.config import read_config
@@ -46,6 +46,7 @@ from dccot.model.tokenizer import open_tokenizer
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import Engine, EngineConfig, open_engine
 from dccot.rollout.response import Rollout
+from dccot.rollout.tags import in_words
 
 log = logging.getLogger(__name__)
 METHODS = ("parallel", "sequential")
@@ -101,6 +102,8 @@ def evaluate(
     with Runtime.of_workers() as runtime, ExitStack() as stack:
         read_config(find_model(model))
         care: dict[str, Any] = {"strict": strict, "report": log.warning if runtime.is_main else lambda message: None}
+        if differs := _other_limits(path, config):
+            care["report"](differs)
         task = task_of(config)
         problems = {b.name: b.chosen(task.problems(b.file, **care)) for b in benchmarks}
         path = resolve_model(model)
@@ -131,6 +134,15 @@ def evaluate(
         if runtime.is_main:
             evaluation.save(out)
     return evaluation
+
+
+def _other_limits(path: Path, config: EvalConfig) -> str | None:
+    """What to say of a model that was trained to spawn otherwise than it is asked to."""
+    trained, asked = ((each.workers, each.depth) for each in (settings_of(path)[1], config.rollout))
+    if not config.prompt.parallel or trained in ((3, 1), asked):
+        return None
+    remedy = f"rollout.workers={json.dumps(trained[0], separators=(',', ':'))} rollout.depth={trained[1]}"
+    return f"trained with {in_words(*trained)}, asked for {in_words(*asked)}; {remedy} asks as it was trained"
 
 
 def _check_context(path: Path, config: EvalConfig, longest: int) -> None:

@@ -17,7 +17,7 @@ from dccot.cli import main as dccot
 from dccot.core.config import ConfigError
 from dccot.core.files import BadData, read_jsonl
 from dccot.data.problems import Problem
-from dccot.eval.evaluate import EvalConfig, eval_config, evaluate, main
+from dccot.eval.evaluate import EvalConfig, _other_limits, eval_config, evaluate, main
 from dccot.eval.results import Benchmark, Evaluation, Sample, own_benchmark, summarise
 from dccot.rollout.response import Rollout
 from tests.support import programs
@@ -298,3 +298,12 @@ def test_a_summary_survives_the_disk_and_a_damaged_one_is_named(tmp_path):
         (tmp_path / "summary.json").write_text(damaged)
         with pytest.raises(BadData, match=r"summary\.json is not what `dccot eval` writes"):
             Evaluation.load(tmp_path)
+
+
+def test_a_model_that_is_asked_for_other_workers_than_it_was_trained_with_says_so(tmp_path):
+    (tmp_path / "config.yaml").write_text("prompt: {kind: parallel}\nrollout: {workers: [2, 12], depth: 2}\n")
+    said = "trained with 2 to 12 workers, 2 levels deep, asked for 3 workers; rollout.workers=[2,12] rollout.depth=2"
+    assert _other_limits(tmp_path, eval_config()) == f"{said} asks as it was trained"
+    assert _other_limits(tmp_path, eval_config(overrides=["rollout.workers=[2,12]", "rollout.depth=2"])) is None
+    assert _other_limits(tmp_path, eval_config("sequential")) is None
+    assert _other_limits(tmp_path / "elsewhere", eval_config(overrides=["rollout.depth=3"])) is None
