@@ -102,11 +102,11 @@ def evaluate(
     with Runtime.of_workers() as runtime, ExitStack() as stack:
         read_config(find_model(model))
         care: dict[str, Any] = {"strict": strict, "report": log.warning if runtime.is_main else lambda message: None}
-        if differs := _other_limits(path, config):
-            care["report"](differs)
         task = task_of(config)
         problems = {b.name: b.chosen(task.problems(b.file, **care)) for b in benchmarks}
         path = resolve_model(model)
+        if differs := _other_limits(path, config):
+            care["report"](differs)
         out = Path(out or RESULTS / default_name(path, config))
         tokenizer = engine.tokenizer if engine else open_tokenizer(path)
         prompted = {name: task.prompts(asked, tokenizer, **care) for name, asked in problems.items()}
