@@ -39,7 +39,7 @@ from dccot.memory import largest_batch
 from dccot.model.config import ModelConfig, parse_config
 from dccot.model.context import ContextGroup
 from dccot.model.lora import LoraConfig
-from dccot.model.sharding import ShardingConfig, empty_model
+from dccot.model.sharding import DTYPES, ShardingConfig, empty_model
 from dccot.model.transformer import Transformer
 from dccot.model.weights import full_parameters
 from dccot.plan import GPUS
@@ -139,10 +139,10 @@ def micro_batches(config: RLConfig | SFTConfig, shape: ModelConfig, number: int)
     return [response_of(largest, n) for n in range(largest.copies * MICRO_BATCHES * number)]
 
 
-def gather(model: Transformer) -> None:
+def gather(model: Transformer, dtype: torch.dtype) -> None:
     """The engine must get whole tensors, on its own device."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    for name, tensor in full_parameters(model):
+    for name, tensor in full_parameters(model, dtype):
         if isinstance(tensor, DTensor) or tensor.shape != shapes[name] or tensor.device.type != "cuda":
             have = f"{type(tensor).__name__} {tuple(tensor.shape)} on {tensor.device}"
             needs = f"a whole tensor {tuple(shapes[name])} on the GPU"
@@ -169,7 +169,7 @@ def rehearse(spec: dict) -> dict:
         gpu.relabel((value for state in step.optimizer.state.values() for value in state.values()), "AdamW moments")
         steady = {kind: size for kind, size in gpu.by_kind.items() if size}
         with gpu.phase("sync"), gpu.kind("gathered weights"):
-            gather(step.model)
+            gather(step.model, DTYPES[config.sharding.compute_dtype])
         with gpu.phase("checkpoint"), gpu.kind("checkpoint"):
             plan_checkpoint(step.model, step.optimizer)
     largest = largest_batch(config, shape.max_position)

@@ -45,7 +45,7 @@ t.rotate = lambda x, cos, sin: plain(x, cos, sin).float() if x.shape[1] == 12 el
         ["q, k and v must share one floating-point dtype"],
     ),
     "a forgotten gather": (
-        "r.full_parameters = lambda model: ((name, p.to_local()) for name, p in model.named_parameters())",
+        "r.full_parameters = lambda model, dtype: ((name, p.to_local()) for name, p in model.named_parameters())",
         ["embed_tokens.weight reaches the engine as", "gather it"],
     ),
     "a shape that only the GPU knows": (
@@ -133,6 +133,12 @@ def test_frozen_weights_are_two_bytes_per_parameter_without_moments_or_a_referen
     assert steady["master weights"] == 2 * (2 * vocabulary * d + d + 2 * block) / 8 + 4 * adapters
     assert steady["AdamW moments"] == 8 * adapters + 4 * 2 * 14
     assert "reference policy" not in steady
+
+
+def test_a_sync_holds_one_weight_in_the_engines_precision_whatever_the_number_of_ranks(found):
+    """Most with the LM head: all of it, this rank's eighth, and the norm that was there before."""
+    expected = 2 * 151936 * 1536 * (1 + 1 / 8) + 2 * 1536
+    assert [found[case]["peaks"]["sync"]["kinds"]["gathered weights"] for case in list(CASES)[:2]] == [expected] * 2
 
 
 @pytest.mark.parametrize("fault", FAULTS)
