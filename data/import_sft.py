@@ -45,9 +45,9 @@ FIELDS = {
 @dataclass
 class ImportConfig:
     source: Annotated[str, required("name a hub id or a file")] = ""  # hub id, or a JSONL, JSON or parquet file
-    output: str = "runs/data/sft.jsonl"
+    output: str = "runs/data/sft.jsonl"  # file of the checked set
     task: TaskName = "math"  # or your own: my_package.my_module:MyTask
-    workers: Positive = 3
+    workers: Positive = 3  # of every block
     problems: str | None = None  # problems whose golds check rows that have none, found by their question
     model: str | None = None  # whose tokenizer counts tokens; None: lengths are left to `dccot sft`
     max_tokens: Positive = 10_000  # of an example, with its prompt and every worker twice

@@ -104,7 +104,7 @@ class PromptConfig:
     # parallel, sequential, raw_sequential, or your own PromptFormat: my_package.my_module:MY_FORMAT
     kind: Annotated[str, AfterValidator(_known_format)] = "parallel"
     open_think: bool = True  # end the prompt with "<think>\n"
-    max_prompt_tokens: Positive = 1024
+    max_prompt_tokens: Positive = 1024  # longer problems are left out, and counted
     # deepseek: the paper's chat tokens; chat: the tokenizer's chat template; auto: what the tokenizer has
     chat_format: Literal["auto", "deepseek", "chat"] = "auto"
     system: str = ""  # chat: the system message; empty: none, or the template's own default

@@ -69,15 +69,15 @@ def _silent(done: int, total: int, text: str) -> None: ...
 class SequentialConfig:
     # a Hugging Face folder, or a run (its newest checkpoint)
     model: Annotated[str, required("name a Hugging Face folder or a run, e.g. model=runs/base")] = ""
-    problems: Annotated[str, required("name a JSONL or parquet file")] = ""
-    output: str = "runs/data/sequential.jsonl"
+    problems: Annotated[str, required("name a JSONL or parquet file")] = ""  # JSONL or parquet
+    output: str = "runs/data/sequential.jsonl"  # file of the correct solutions
     task: TaskName = "math"  # or your own: my_package.my_module:MyTask
     shuffle: Seed | None = None  # put the problems into a random order, drawn with this seed, before `first`; None: no
     first: int | None = 15_000  # use only the first N problems; None: all
-    attempts: Positive = 3
+    attempts: Positive = 3  # per problem, until one is correct
     # of the output: as the problems come, or all solved at the first attempt, then at the second, …
     order: Literal["problems", "attempts"] = "problems"
-    seed: Seed = 0
+    seed: Seed = 0  # of the responses
     data: Columns = field(default_factory=Columns)
     prompt: PromptConfig = field(default_factory=lambda: PromptConfig("raw_sequential"))
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(budget=24_000, top_p=0.95))
@@ -189,10 +189,11 @@ OPENED = re.compile(rf"{THINK_OPEN}(?:\s|\\n)*\Z")  # in a file, the paper's tem
 
 @dataclass
 class RewriteConfig:
+    # sequential solutions, as `dccot data sequential` writes them
     source: Annotated[str, required("name the file that `dccot data sequential` wrote")] = ""
-    output: str = "runs/data/sft.jsonl"
+    output: str = "runs/data/sft.jsonl"  # file of the SFT set
     first: int | None = 4000  # use only the first N solutions; None: all
-    attempts: Positive = 3
+    attempts: Positive = 3  # per solution, until a rewriting passes the checks
     workers: Width = 3  # of every block; [1, 8]: as many as tasks are listed before it
     depth: Positive = 1  # levels of workers
     concurrency: Positive = 16  # concurrent requests

@@ -48,9 +48,9 @@ class Stage:
 
 @dataclass
 class Recipe:
-    name: str = "pipeline"
-    output: str = "runs"
-    seed: Seed = 0
+    name: str = "pipeline"  # of the folder below `output`
+    output: str = "runs"  # folder of all runs
+    seed: Seed = 0  # of every stage that does not set its own
     task: TaskName = "math"  # what all stages are about, or your own: my_package.my_module:MyTask
     model: str | None = None  # the model that everything starts from
     train: str | None = None  # problems that training and the SFT set draw from
@@ -60,7 +60,7 @@ class Recipe:
     benchmark_folder: str = "runs/data"  # where the paper's benchmarks are, as `dccot data fetch` writes them
     # stages before all others, which make the model and the problems
     prepare: dict[str, Stage] = field(default_factory=dict)
-    stages: dict[str, Stage] = field(default_factory=dict)
+    stages: dict[str, Stage] = field(default_factory=dict)  # name → stage, in the order in which they run
     # kind of stage → keys that all stages of this kind share
     common: dict[str, dict[str, Any]] = field(default_factory=dict)
     # stage → its keys: what a smaller version of a recipe changes

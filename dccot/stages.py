@@ -209,21 +209,21 @@ ROWS = required("map evaluation stages to their names in the tables")
 
 @dataclass
 class EvalStage:
-    seed: Seed = 0
+    seed: Seed = 0  # of the responses
     # stage, stage@step, folder or hub id
     model: Annotated[str, required("name a stage of the recipe, a folder or a hub id")] = ""
-    method: Literal["parallel", "sequential"] = "parallel"
+    method: Literal["parallel", "sequential"] = "parallel"  # with workers, or without
     workers: Width = 3  # per block; [1, 8]: as many as tasks are listed before it
     depth: Positive = 1  # levels of workers
-    budget: Positive = 12_000
+    budget: Positive = 12_000  # tokens on the longest path
     top_p: Share = 0.95  # the paper's; below 1, sampling sorts the vocabulary, which takes a CPU a while
     # names of the paper's, or files; default: the recipe's
     benchmarks: Annotated[list[str], LISTED] = field(default_factory=list)
-    benchmark_folder: str = "runs/data"
+    benchmark_folder: str = "runs/data"  # where the paper's benchmarks are
     task: TaskName = "math"  # or your own: my_package.my_module:MyTask
     n: Positive | None = None  # responses per problem; None: the paper's (200 or 16), 16 for a file
     max_problems: Positive | None = None  # of each benchmark, always the same ones, drawn at random; None: all
-    max_prompt_tokens: Positive = 4096
+    max_prompt_tokens: Positive = 4096  # longer problems are left out, and counted
     data: Columns = field(default_factory=Columns)
     engine: EngineConfig = field(default_factory=EngineConfig)
     grading: GradingConfig = field(default_factory=GradingConfig)
@@ -270,17 +270,18 @@ def run_eval(context: Context, config: EvalStage) -> None:
 
 @dataclass
 class LatencyStage:
-    seed: Seed = 0
+    seed: Seed = 0  # of the responses
     parallel: COMPARED = ""  # stages, stage@step, folders or hub ids
-    sequential: COMPARED = ""
-    problems: COMPARED = ""
+    sequential: COMPARED = ""  # the model that it is compared with
+    problems: COMPARED = ""  # JSONL or parquet
     task: TaskName = "math"  # or your own: my_package.my_module:MyTask
     workers: Width = 3  # per block; [1, 8]: as many as tasks are listed before it
     depth: Positive = 1  # levels of workers
-    budget: Positive = 12_000
+    budget: Positive = 12_000  # tokens on the longest path
+    # responses at once, one measurement each
     concurrency: Annotated[list[Positive], NUMBERS] = field(default_factory=lambda: [1, 4, 16])
-    n: Positive = 1
-    max_prompt_tokens: Positive = 4096
+    n: Positive = 1  # responses per problem
+    max_prompt_tokens: Positive = 4096  # longer problems are left out, and counted
     data: Columns = field(default_factory=Columns)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
@@ -309,12 +310,12 @@ def run_latency(context: Context, config: LatencyStage) -> None:
 
 @dataclass
 class ReportStage:
-    title: str = "Divide-and-Conquer CoT"
+    title: str = "Divide-and-Conquer CoT"  # of the page
     # stage → its name in the tables
     rows: Annotated[dict[str, str], ROWS] = field(default_factory=dict)
     baselines: dict[str, str] = field(default_factory=dict)  # name in the tables → name it is compared with
     kind: str | None = None  # finds the kind of problem in its id (eval/tables.py)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # sentences below the tables
     other_seeds: list[str] = field(default_factory=list)  # finished folders of the same recipe with other seeds
 
     def check(self) -> None:

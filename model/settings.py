@@ -33,9 +33,9 @@ class ShardingConfig:
     whole: bool = False  # every rank has a copy, in one piece instead of by block: for tiny models
     # ranks that share a micro-batch, each with some of its tokens (context.py): for trees too long for one GPU
     context_parallel: Positive = 1
-    compute_dtype: str = "bfloat16"
+    compute_dtype: str = "bfloat16"  # of weights and activations in forward and backward
     master_dtype: str = "float32"  # a frozen model needs no more than compute_dtype
-    activation_checkpointing: bool = True
+    activation_checkpointing: bool = True  # recompute every block in the backward: less memory, a third more work
     reshard_after_forward: bool = True  # false saves one all-gather of weights per micro-batch at the cost of memory
     # keep gradients unsharded until the last micro-batch (4 bytes per parameter); false reduces after each
     reduce_once: bool = True

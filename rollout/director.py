@@ -48,8 +48,8 @@ class RolloutConfig:
     budget: Positive = 7500  # L_max, tokens on the longest path
     total_tokens: Positive | None = None  # of director and workers with inserted tags; None: as the budget allows
     max_rounds: NonNegative | None = None  # how often a thread may spawn; None: as often as the budget allows
-    temperature: NonNegativeFloat = 0.6
-    top_p: Share = 1.0
+    temperature: NonNegativeFloat = 0.6  # 0: the likeliest token
+    top_p: Share = 1.0  # sample from the likeliest tokens that hold this share
 
 
 class Stop(StrEnum):

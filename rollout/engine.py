@@ -40,7 +40,7 @@ class EngineConfig:
     context: Positive | None = None  # tokens per sequence; None: the model's maximum
     max_sequences: Positive = 256  # running concurrently
     batched_tokens: Positive = 16_384  # per forward pass on a GPU; longer prompts are split. vLLM: 8,192 for an A100
-    tensor_parallel: Positive = 1
+    tensor_parallel: Positive = 1  # GPUs per engine
     gpu_memory: Share = 0.85  # of a GPU's memory while the engine is awake
     kv_cache_gb: float | None = None  # fixed size of the KV cache; None: gpu_memory decides on a GPU, 1 GiB on a CPU
     # fp8 holds twice the tokens and moves sampling off the trainer's policy: RL asks for kv_cache_gap first

@@ -45,11 +45,10 @@ TASK_PATTERN = re.compile(r"</?task_\d+>")
 
 
 def check_width(value: Any) -> int | list[int]:
-    ends = [value] if isinstance(value, int) else list(value) if isinstance(value, list | tuple) else []
-    whole = all(isinstance(end, int) and not isinstance(end, bool) and end >= 1 for end in ends)
-    if not ends or not whole or (not isinstance(value, int) and (len(ends) != 2 or ends[0] > ends[1])):
+    ends = value if isinstance(value, list | tuple) else [value, value]
+    if len(ends) != 2 or any(type(end) is not int for end in ends) or not 1 <= ends[0] <= ends[1]:
         raise ValueError(f"is {value!r}; it must be at least 1, or a range such as [1, 8]")
-    return value if isinstance(value, int) else ends
+    return list(ends) if ends is value else value
 
 
 def width(text: str) -> int | list[int]:
@@ -148,31 +147,27 @@ class Parsed(Thread[str]):
 
 def parse(text: str, workers: Width = 3, *, depth: int = 1) -> Parsed:
     """Split a well-formed text into the threads that wrote it; raise `IllFormed` with the broken rule otherwise."""
-    cursor = _Cursor(text)
-    before, tag = cursor.take()
+    parser = _Parser(text, workers)
+    before, tag = parser.take()
     if before.strip() or tag != THINK_OPEN:
-        raise cursor.error(Flaw.NO_THINK)
-    thread = _parse_thread(cursor, 0, workers, depth, THINK_CLOSE, (Flaw.OPEN_THINK, Flaw.STRAY_TAG))
+        raise parser.error(Flaw.NO_THINK)
+    thread = parser.thread(0, depth, THINK_CLOSE, (Flaw.OPEN_THINK, Flaw.STRAY_TAG))
     if not thread.forks:
-        raise cursor.error(Flaw.NO_SPAWN)
-    thought = cursor.at
-    between, tag = cursor.take()
+        raise parser.error(Flaw.NO_SPAWN)
+    thought = parser.at
+    between, tag = parser.take()
     if between.strip() or tag != ANSWER_OPEN:
-        raise cursor.error(Flaw.NO_ANSWER)
-    answer, tag = cursor.take()
+        raise parser.error(Flaw.NO_ANSWER)
+    answer, tag = parser.take()
     if tag != ANSWER_CLOSE:
-        raise cursor.error(Flaw.OPEN_ANSWER if tag is None else Flaw.TAG_IN_ANSWER)
-    if lists_tasks(answer, workers):
-        raise cursor.error(Flaw.TAG_IN_ANSWER)
-    after, tag = cursor.take()
+        raise parser.error(Flaw.OPEN_ANSWER if tag is None else Flaw.TAG_IN_ANSWER)
+    if parser.lists_tasks(answer):
+        raise parser.error(Flaw.TAG_IN_ANSWER)
+    after, tag = parser.take()
     if after.strip() or tag is not None:
-        raise cursor.error(Flaw.TEXT_AFTER_ANSWER)
+        raise parser.error(Flaw.TEXT_AFTER_ANSWER)
     thread.trunk[-1] += text[thought:].rstrip()
     return Parsed(thread.trunk, thread.forks, answer=answer.strip())
-
-
-def lists_tasks(text: str, workers: Width) -> bool:
-    return not isinstance(workers, int) and TASK_PATTERN.search(text) is not None
 
 
 def flaw_of(text: str, workers: Width = 3, *, depth: int = 1) -> Flaw | None:
@@ -261,49 +256,11 @@ def answer_block(text: str) -> str | None:
     return rest.split(ANSWER_CLOSE)[0] if found else None
 
 
-def _parse_thread(
-    cursor: _Cursor, start: int, workers: Width, depth: int, close: str, flaws: tuple[Flaw, Flaw]
-) -> Thread[str]:
-    """A thread from `start` to its closing tag. `flaws`: the text ends before it; a tag means nothing there."""
-    thread: Thread[str] = Thread()
-    while True:
-        thought, tag = cursor.take()
-        if tag != close and not (tag == SPAWN_OPEN and depth):
-            raise cursor.error(flaws[tag is not None])
-        thread.trunk.append(cursor.text[start : cursor.at])
-        if tag == close:
-            if lists_tasks(thought, workers):
-                raise cursor.error(Flaw.TASKS)
-            return thread
-        if not thought.strip():
-            raise cursor.error(Flaw.EMPTY_DIRECTOR)
-        count = width_of(thought, workers)
-        if count is None:
-            raise cursor.error(Flaw.TASKS)
-        thread.forks.append(_parse_block(cursor, count, workers, depth - 1))
-        start = cursor.at
+class _Parser:
+    """Reads a text as an alternation of plain text and tags; `at` is after the last tag taken."""
 
-
-def _parse_block(cursor: _Cursor, count: int, workers: Width, depth: int) -> list[Thread[str]]:
-    """`count` workers; the cursor is after <spawn_workers> and is left after </spawn_workers>."""
-    fork: list[Thread[str]] = []
-    for index, expected in enumerate([*map(worker_open, range(1, count + 1)), SPAWN_CLOSE], start=1):
-        between, tag = cursor.take()
-        if between.strip():
-            raise cursor.error(Flaw.TEXT_BETWEEN_WORKERS)
-        if tag != expected:
-            raise cursor.error(Flaw.OPEN_SPAWN if tag is None else Flaw.WORKER_ORDER)
-        if tag != SPAWN_CLOSE:
-            flaws = Flaw.OPEN_WORKER, Flaw.TAG_IN_WORKER
-            fork.append(_parse_thread(cursor, cursor.at, workers, depth, worker_close(index), flaws))
-    return fork
-
-
-class _Cursor:
-    """Reads a text as an alternation of plain text and tags."""
-
-    def __init__(self, text: str):
-        self.text, self.at, self._tags = text, 0, TAG_PATTERN.finditer(text)
+    def __init__(self, text: str, workers: Width):
+        self.text, self.workers, self.at, self._tags = text, workers, 0, TAG_PATTERN.finditer(text)
 
     def take(self) -> tuple[str, str | None]:
         """The text up to the next tag, and the tag; None at the end of the text."""
@@ -313,6 +270,43 @@ class _Cursor:
 
     def error(self, flaw: Flaw) -> IllFormed:
         return IllFormed(flaw, self.text[: self.at])
+
+    def lists_tasks(self, text: str) -> bool:
+        return not isinstance(self.workers, int) and TASK_PATTERN.search(text) is not None
+
+    def thread(self, start: int, depth: int, close: str, flaws: tuple[Flaw, Flaw]) -> Thread[str]:
+        """A thread from `start` to its closing tag. `flaws`: the text ends before it; a tag means nothing there."""
+        thread: Thread[str] = Thread()
+        while True:
+            thought, tag = self.take()
+            if tag != close and not (tag == SPAWN_OPEN and depth):
+                raise self.error(flaws[tag is not None])
+            thread.trunk.append(self.text[start : self.at])
+            if tag == close:
+                if self.lists_tasks(thought):
+                    raise self.error(Flaw.TASKS)
+                return thread
+            if not thought.strip():
+                raise self.error(Flaw.EMPTY_DIRECTOR)
+            count = width_of(thought, self.workers)
+            if count is None:
+                raise self.error(Flaw.TASKS)
+            thread.forks.append(self.block(count, depth - 1))
+            start = self.at
+
+    def block(self, count: int, depth: int) -> list[Thread[str]]:
+        """`count` workers, from after <spawn_workers> to after </spawn_workers>."""
+        fork: list[Thread[str]] = []
+        for index, expected in enumerate([*map(worker_open, range(1, count + 1)), SPAWN_CLOSE], start=1):
+            between, tag = self.take()
+            if between.strip():
+                raise self.error(Flaw.TEXT_BETWEEN_WORKERS)
+            if tag != expected:
+                raise self.error(Flaw.OPEN_SPAWN if tag is None else Flaw.WORKER_ORDER)
+            if tag != SPAWN_CLOSE:
+                flaws = Flaw.OPEN_WORKER, Flaw.TAG_IN_WORKER
+                fork.append(self.thread(self.at, depth, worker_close(index), flaws))
+        return fork
 
 
 PROBE = SPACED + (

@@ -113,6 +113,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     model = tiny.save(folder / "MODEL", context=65_536)
     (folder / ".venv").symlink_to(sys.prefix)
+    (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "runs").mkdir()
     (folder / "runs/sft").symlink_to(model)
     problems = [{"id": f"p{i}", "question": f"What is {i} + 1?", "gold": str(i + 1)} for i in range(3)]
@@ -122,6 +123,12 @@ def folder(tmp_path_factory) -> Path:
     examples = [{"id": str(i), "question": "Count.", "completion": demonstration(i)} for i in range(4)]
     for name in ("sft.jsonl", "runs/data/sft.jsonl"):
         write_jsonl_atomic(folder / name, examples)
+    for name, text in re.findall(r"```\w+\n# (\S+)\n(.*?)```", (ROOT / "docs/own_task.md").read_text(), re.DOTALL):
+        (folder / name).write_text(text)
+    write_jsonl_atomic(folder / "validation.jsonl", problems)
+    lists = [{"id": f"p{i}", "question": f"Sort [{i}, 1, 2].", "gold": f"1 2 {i}"} for i in (3, 4)]
+    solved = [{**problem, "solution": f"</think><answer>{problem['gold']}</answer>"} for problem in lists]
+    write_jsonl_atomic(folder / "solutions.jsonl", solved)
     (folder / "my_package").mkdir()
     (folder / "my_package/my_module.py").write_text("def my_reward(rollout, config, budget):\n    return 1.0\n")
     demo = ROOT / "runs/demo"
@@ -180,6 +187,10 @@ def checked(words: list[str], capsys) -> str:
         return in_process([*(word for word in words if word != "--check"), "--check"], capsys)
 
 
+def unchecked(words: list[str], capsys) -> str:
+    return "nothing"
+
+
 def dry(words: list[str], capsys) -> str:
     return subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
@@ -215,11 +226,15 @@ QUICK = {
     r"(srun )?torchrun .* -m dccot\..*": (resolved, "wants 8 GPUs; docs-check trains with two processes"),
     r"dccot (sft|rl) .*": (resolved, "the same, or a whole training run"),
     r"dccot data (fetch|import-sft) .*": (in_process, ""),
+    r"dccot data rewrite .* task=sorting:Sorting": (in_process, ""),
+    r"dccot data check .*": (in_process, ""),
     r"dccot data (rewrite|sequential) .*": (resolved, "asks a paid API with a key, or generates for hours"),
     r"dccot( \w+)? --help": (helped, ""),
     r"dccot (plan|view|export) .*|dccot model check .* --no-engine": (in_process, ""),
     r"dccot model import .*": (explained, "wants a GGUF file; tests/model makes some"),
     r"python examples/tree_logprobs\.py": (example, ""),
+    r"python examples/nano\.py": (compiled, "minutes; docs-check runs it"),
+    r"pip install .*": (unchecked, "installs gigabytes; tests/test_packaging.py installs the wheel"),
     r"python -m dccot\.lab\.bench\.gap .*": (explained, "an engine; tests/system compares the same log-probs"),
     r"python examples/trl_env\.py .*": (compiled, "installs TRL, 1.5 GB"),
 }
@@ -235,6 +250,7 @@ THOROUGH = {
     r"torchrun --standalone .* -m dccot\.train\.rl .*": f"{SMALL_RUN} {SMALL_RL} name=small_rl",
     r"dccot eval (?!.*engine\.url=).*": f"{SMALL_ENGINE} engine.context=4096 --budget 300",
     r"dccot solve .*": "--budget 300",
+    r"python examples/nano\.py": "",
     r"dccot inspect.*": "",
     r"dccot rehearse .*": "",
     r"dccot gpu-check --device cpu": "",
@@ -269,7 +285,7 @@ def in_order(words: list[str], line: list[str]) -> bool:
 
 def test_the_pages_hold_the_commands_that_they_should():
     assert len(FOUND) > 20
-    assert "dccot plan 7B --gpus 8" in {command.text for command in FOUND}
+    assert "dccot plan 1.5B --gpus 8" in {command.text for command in FOUND}
     assert any(command.text.startswith("srun torchrun") and "dccot.train.rl" in command.text for command in FOUND)
 
 
@@ -322,7 +338,7 @@ def look_at_tensorboard(words: list[str], folder: Path) -> None:
 
 def test_the_problem_in_the_readme_is_one_that_the_miniature_world_asks():
     readme = [command.words for command in FOUND if command.page == "README.md"]
-    [question] = [words[3] for words in readme if words[:2] == ["dccot", "solve"]]
+    [question] = [words[3] for words in readme if words[:3] == ["dccot", "solve", "runs/demo/stage4"]]
     asked = {shape_of(problem.question): problem for problem, _ in zip(problem_stream(0, "test"), range(300))}
     assert shape_of(question) in asked, f"the miniature world asks {next(iter(asked.values())).question!r}"
 

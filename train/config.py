@@ -50,14 +50,15 @@ Replayed = required("name a file that a training run wrote to its bad/ or rollou
 
 @dataclass
 class OptimizerConfig:
-    learning_rate: PositiveFloat = 2e-6
+    learning_rate: PositiveFloat = 2e-6  # of AdamW
+    # of AdamW
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = field(default_factory=lambda: [0.9, 0.999])
-    weight_decay: NonNegativeFloat = 0.01
+    weight_decay: NonNegativeFloat = 0.01  # of AdamW
     max_grad_norm: PositiveFloat = 1.0  # clip the gradient's norm over all shards to this
     warmup_steps: NonNegative = 0  # linear, then constant
     # step from which the rate falls linearly, to 0 at decay_to; None: never (the paper)
     decay_from: NonNegative | None = None
-    decay_to: int | None = None
+    decay_to: int | None = None  # step at which the rate is 0
 
     def check(self) -> None:
         first, last = self.decay_from, self.decay_to
@@ -92,8 +93,8 @@ class ProfileConfig:
     steps: list[NonNegative] = field(default_factory=list)  # steps to trace, counted from 0, on every rank
     # phases to trace; a rollout produces millions of events
     phases: list[Literal[PROFILED]] = field(default_factory=lambda: ["update", "sync"])  # type: ignore[valid-type]
-    shapes: bool = False
-    memory: bool = False
+    shapes: bool = False  # record the shapes of tensors
+    memory: bool = False  # record allocations
 
 
 @dataclass
@@ -106,10 +107,10 @@ class ModelPath:
 class TrainingConfig:
     """What SFT and RL have in common."""
 
-    name: str = ""
-    output: str = "runs"
-    seed: Seed = 0
-    steps: Positive = 1
+    name: str = ""  # of the folder below `output`
+    output: str = "runs"  # folder of all runs
+    seed: Seed = 0  # of the order of data and of every response
+    steps: Positive = 1  # to train, from the start of the run
     replay: Annotated[str, Replayed] | None = None  # train on this file of a run's bad/ or rollouts/ in every step
     max_bad_steps: NonNegative = 5  # consecutive steps that may be skipped for non-finite numbers
     timeout_seconds: Seconds = 1800.0  # of a collective
@@ -132,8 +133,8 @@ class TrainingConfig:
 
 @dataclass
 class SFTData:
-    train: Annotated[str, Demonstrations] = ""
-    validation: str | None = None
+    train: Annotated[str, Demonstrations] = ""  # JSONL of examples: question, completion
+    validation: str | None = None  # of the same form, for the loss
     question: str = "question"  # name of the column with the question, in both files
     completion: str = "completion"  # name of the column with the solution
     max_tokens: Positive = 10_000  # including the prompt and every duplicate; longer examples are dropped
@@ -170,8 +171,8 @@ class SFTValidation:
 
 @dataclass
 class SFTConfig(TrainingConfig):
-    name: str = "sft"
-    steps: Positive = 1800
+    name: str = "sft"  # of the folder below `output`
+    steps: Positive = 1800  # to train, from the start of the run
     # of what the loss is a mean: examples (each example's own token mean; the release) or tokens (long ones count more)
     loss_mean: Literal["examples", "tokens"] = "examples"
     threads: Positive | None = None  # CPU threads per rank; a tiny model is fastest with one. None: torch's choice
@@ -189,7 +190,7 @@ class SFTConfig(TrainingConfig):
 @dataclass
 class RLData(Columns):  # in both files
     train: str = ""  # JSONL or parquet of problems
-    validation: str | None = None
+    validation: str | None = None  # JSONL or parquet of problems
     preset: Literal[tuple(PRESETS)] | None = None  # type: ignore[valid-type]  # field names of a known set, e.g. deepscaler
 
 
@@ -216,7 +217,7 @@ class RLBatch:
     # drop: whole batches start (the paper); keep: prompts start as they are needed, what is left serves the next step
     surplus: Literal["drop", "keep"] = "drop"
     token_budget: Positive = 32_768  # of one micro-batch on one rank, or on a group of ranks that share it
-    share_prompts: bool = True
+    share_prompts: bool = True  # responses to one prompt hold it once in a micro-batch
 
     def check(self) -> None:
         said, most = f"batch.prompts is {self.prompts}", self.prompts_rolled_out * self.max_rollout_batches
@@ -231,16 +232,16 @@ class RLBatch:
 @dataclass
 class RLValidation:
     every: NonNegative = 20  # steps, and once before the first; 0: never
-    samples: Positive = 50
-    top_p: Share = 0.95
+    samples: Positive = 50  # per problem
+    top_p: Share = 0.95  # of validation; training samples with rollout.top_p
     problems: Positive | None = None  # use only the first N of data.validation; None: all
     max_prompt_tokens: Positive | None = None  # None: as prompt.max_prompt_tokens
 
 
 @dataclass
 class RLConfig(TrainingConfig):
-    name: str = "rl"
-    steps: Positive = 200
+    name: str = "rl"  # of the folder below `output`
+    steps: Positive = 200  # to train, from the start of the run
     filter: Annotated[str, known(FILTERS)] = "include_easy"  # remove_easy, none, or your own module:function
     # (R − mean) / std; mean: R − mean; or your own module:function
     advantage: Annotated[str, known(ADVANTAGES)] = "std"
@@ -306,7 +307,7 @@ def open_model(config: RLConfig | SFTConfig) -> tuple[Path, ModelConfig, PreTrai
     return folder, model, tokenizer
 
 
-# nats; of bf16 alone SmolLM2-135M has 0.026 (docs/running.md)
+# nats; of bf16 alone SmolLM2-135M has 0.026 (docs/troubleshooting.md)
 MAX_KV_CACHE_GAP = 0.05
 
 

@@ -59,11 +59,12 @@ class RolloutCorrection:
 @dataclass
 class ObjectiveConfig:
     kind: Annotated[str, known(OBJECTIVES)] = "dapo"  # grpo, dapo, cispo, or your own module:function
-    clip_low: Fraction = 0.2
-    clip_high: NonNegativeFloat = 0.28
+    clip_low: Fraction = 0.2  # ε_low: the ratio is clipped below 1 − clip_low
+    clip_high: NonNegativeFloat = 0.28  # ε_high (DAPO): above 1 + clip_high
     # c of the dual clip for negative advantages (DAPO); the paper has none
     dual_clip: Bound | None = None
     ratio_cap: PositiveFloat = 5.0  # CISPO: absolute bound on the ratio
+    # of the KL to the model that the stage started from; 0: no reference model
     kl_coefficient: NonNegativeFloat = 0.001
     # the ratio's denominator: recomputed by the trainer, or as the engine sampled; None: rollout.mode decides
     old: Literal["recomputed", "engine"] | None = None

@@ -67,6 +67,23 @@ def test_bad_row_is_reported_with_file_and_line(tmp_path, fault):
         load_problems(path, strict=True)
 
 
+BAD_LINES = {
+    "not JSON": b'{"id": "x", \n',
+    "not UTF-8": b'{"id": "\xff\xfe"}\n',
+    "not an object": b"[1, 2]\n",
+    "a 10 MB line": b'{"q": "' + b"x" * (10 << 20) + b'"}\n',
+    "nested 100,000 deep": b'{"a":' * 100_000 + b"\n",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES.values(), ids=BAD_LINES)
+def test_a_line_that_is_no_row_is_reported_with_its_number(tmp_path, line):
+    good, said = b'{"id": "%d", "question": "q", "gold": "1"}\n', []
+    (tmp_path / "p.jsonl").write_bytes(good % 0 + line + good % 1)
+    assert [p.id for p in load_problems(tmp_path / "p.jsonl", report=said.append)] == ["0", "1"]
+    assert f"{tmp_path / 'p.jsonl'}:2" in said[0] and len(said[0]) < 400
+
+
 def test_wrong_field_names_are_an_error_that_says_how_to_name_them(tmp_path):
     path = jsonl(tmp_path / "p.jsonl", [{"problem": "?", "answer": 1}])
     with pytest.raises(BadData, match=r"data\.question="):
@@ -77,6 +94,8 @@ def test_wrong_field_names_are_an_error_that_says_how_to_name_them(tmp_path):
 UNUSABLE = {
     "p.parquet": "not a parquet file",
     "empty.jsonl": "no usable row",
+    "bad.jsonl": "no usable row",
+    "binary.jsonl": "no usable row",
     "aime24.jsonl": "dccot data fetch aime24",
 }
 
@@ -85,6 +104,8 @@ UNUSABLE = {
 def test_unusable_files_are_one_clear_sentence(tmp_path, name):
     (tmp_path / "p.parquet").write_bytes(b"PAR1 this is no parquet")
     (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "bad.jsonl").write_bytes(b"[]\n" * 50)
+    (tmp_path / "binary.jsonl").write_bytes(bytes(range(256)) * 100)
     with pytest.raises(BadData, match=UNUSABLE[name]):
         load_problems(tmp_path / name, report=lambda _: None)
 

@@ -48,3 +48,11 @@ def test_the_configuration_reference_is_current():
 
     written = (ROOT / "docs" / "configuration.md").read_text()
     assert written == reference(), "run `python -m dccot.lab.reference > docs/configuration.md`"
+
+
+def test_every_key_of_the_configuration_has_a_meaning():
+    from dccot.lab.reference import ROOTS, rows, shared
+
+    kinds = [*ROOTS.values(), *(kind for _, kind in shared())]
+    keys = [(kind.__name__, key, meaning) for kind in kinds for key, _, _, meaning in rows(kind)]
+    assert [key for *key, meaning in keys if not meaning and not key[1].endswith("…")] == []

@@ -39,76 +39,7 @@ from tests.support.rounds import final_of, flat
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 
-MODULE = """
-from dataclasses import dataclass
-from pathlib import Path
-
-from dccot.data.judge import Judge, Verdict
-from dccot.data.problems import Problem
-from dccot.data.prompts import PromptFormat
-from dccot.data.task import Task
-from dccot.recipe import kind
-
-
-def my_loss(config, logprob, old_logprob, advantage):
-    return -logprob * advantage * config.ratio_cap
-
-
-def my_reward(rollout, config, budget):
-    return rollout.response.total_tokens / budget
-
-
-def my_advantage(rewards):
-    return [reward - min(rewards) for reward in rewards]
-
-
-def my_filter(group):
-    return len(group) > 2
-
-
-class MyJudge(Judge):
-    def __init__(self, config):
-        self.config = config
-
-    def grade(self, pairs):
-        return [Verdict.CORRECT if gold in text else Verdict.WRONG for text, gold in pairs]
-
-
-MY_FORMAT = PromptFormat("Q: ", " A:")
-
-
-class Spelling(Task):
-    instruction = "Spell it backwards within <answer></answer>."
-
-    def problems(self, path, *, report=print, **_):
-        lines = Path(path).read_text().splitlines()  # each `word drow`
-        return [Problem(word, f"The word is {word}.", gold) for word, gold in map(str.split, lines)]
-
-    def open_judge(self):
-        return MyJudge(self.grading)
-
-    def reward(self, rollout, config, budget):
-        return 0.25 if rollout.correct else 0.0
-
-    def rewrite(self, problem, text, *, attempt):
-        inside = "".join(f"<worker_{i}>{problem.id}</worker_{i}>" for i in (1, 2, 3))
-        return text.replace("</think>", f"<spawn_workers>{inside}</spawn_workers></think>")
-
-
-@dataclass
-class MyStage:
-    text: str = "nothing"
-
-
-@kind(MyStage)
-def my_stage(context, config):
-    context.folder.mkdir(parents=True)
-    (context.folder / "said.txt").write_text(config.text)
-
-
-def run(quick):
-    return [{"name": "speed of mine", "value": 3.0, "unit": "x", "target": 2.0, "better": "higher"}]
-"""
+MODULE = "\n\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
 KERNEL = """
 import torch
 

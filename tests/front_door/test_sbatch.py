@@ -1,4 +1,4 @@
-"""The batch script of docs/running.md, with stand-ins for SLURM's commands and for the ranks: what it does with their
+"""The batch script of docs/machines.md, with stand-ins for SLURM's commands and for the ranks: what it does with their
 exit codes.
 """
 

@@ -123,24 +123,17 @@ BODIES = [
 ]  # fmt: skip
 
 
-def test_deep_json_and_huge_stop_strings_are_refused_and_a_bystander_gets_its_answer(server):
+def test_hostile_requests_to_any_route_are_limited_and_a_bystander_gets_its_answer(server):
     alone = chat(server, seed=11, return_token_ids=True)[1]["choices"]
-    with ThreadPoolExecutor(2) as pool:
+    stop = json.dumps({"prompt": "x", "max_tokens": 8, "stop": ["s" * 2_000_000]}).encode()
+    many = b'{"prompt": [%s], "messages": [%s], "input": [%s]}' % ((b"{}," * 200_000 + b"{}",) * 3)
+    deep = [b'{"prompt": %s, "messages": %s, "input": %s}' % ((nested(depth),) * 3) for depth in (300, 100_000)]
+    with ThreadPoolExecutor(1) as pool:
         bystander = pool.submit(lambda: [chat(server, seed=11, return_token_ids=True) for _ in range(5)])
         for body in BODIES:
             status, answer = send(server, "/v1/chat/completions", body)
             assert (status, set(answer)) == (400, {"error"}) and len(str(answer)) < 600
-        assert all((status, answer["choices"]) == (200, alone) for status, answer in bystander.result())
-
-
-def test_what_vllm_answers_is_limited_and_survives_nonsense_too_while_a_bystander_gets_its_answer(server):
-    alone = chat(server, seed=12, return_token_ids=True)[1]["choices"]
-    stop = json.dumps({"prompt": "x", "max_tokens": 8, "stop": ["s" * 2_000_000]}).encode()
-    many = b'{"prompt": [%s], "messages": [%s], "input": [%s]}' % ((b"{}," * 200_000 + b"{}",) * 3)
-    deep = [b'{"prompt": %s, "messages": %s, "input": %s}' % ((nested(depth),) * 3) for depth in (300, 100_000)]
-    with ThreadPoolExecutor(2) as pool:
-        bystander = pool.submit(lambda: [chat(server, seed=12, return_token_ids=True) for _ in range(5)])
-        for path in ASKING.split():
+        for path in ASKING.split():  # vLLM's
             for body in (stop, many, *deep, b"\xff", b"[]", b'"'):
                 with suppress(urllib.error.URLError):  # some answer, and hang up, before they have read it all
                     assert 200 <= send(server, path, body)[0] <= 501
@@ -155,7 +148,9 @@ def test_what_vllm_answers_is_limited_and_survives_nonsense_too_while_a_bystande
     [
         ({"messages": [{}] * 2001}, True),
         ({"messages": [{"role": "user", "content": ["a,b", "{[,"] * 300}]}, False),
-        ({"messages": [{"role": "user", "content": "{,[" * 5000}]}, False),
+        ({"messages": [{"role": "user", "content": '{,["\\' * 5000}]}, False),
+        ({"x": ['{"', '\\"[', "\\\\"] * 300, "y": [[]] * 1000}, False),
+        ({"x": ['{"', '\\"[', "\\\\"] * 300, "y": [[]] * 1100}, True),
         ({"prompt": list(range(100_000)), "max_tokens": 1}, False),
         ({"prompt": [0.5] * 2001}, True),
         ({"prompt": [[1, 2]] * 1000}, True),

@@ -5,32 +5,23 @@ Every function takes a folder of its own and what to start long commands with, a
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
-import random
-import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from dccot.core.config import ConfigError, load_config
-from dccot.core.files import BadData, read_jsonl, write_jsonl_atomic
-from dccot.data.problems import load_problems
+from dccot.core.files import read_jsonl, write_jsonl_atomic
 from dccot.lab.worlds.exact_task import make_task
 from tests.support.programs import torchrun
 from tests.support.tag_soup import disagreements
 
 KEY = "sk-planted-9b2e7c41d6"
 PLANTED = dict.fromkeys(("ANTHROPIC_API_KEY", "OPENAI_API_KEY", "HF_TOKEN", "WANDB_API_KEY"), KEY)
-MUTATED = 5_000  # configurations, and as many problem files
-JUNK = (b"{", b"}", b"[", b'"', b"\n", b"&a", b"*a", b"!!", b": ", b"\x00", b"null", b"1e999", b"\\ud800")
 
 
 @dataclass
@@ -114,140 +105,10 @@ def monsters(out: Path, under: Sequence[str]) -> list[Trial]:
     return [Trial(name, 1000, 1000 if not wrong else 0, seen, wrong)]
 
 
-def refused(main: Callable, argv: list[str]) -> tuple[int | None, str, float]:
-    """Exit code, what was printed to stderr, seconds."""
-    said, start = io.StringIO(), time.monotonic()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        try:
-            code = main(argv)
-        except SystemExit as exit:
-            code = exit.code
-        except Exception as error:
-            code = None
-            said.write(f"{type(error).__name__}: {error}")
-    return code, said.getvalue(), time.monotonic() - start
-
-
-def configurations(out: Path, under: Sequence[str]) -> list[Trial]:
-    """Each in one line and with exit code 2, from folders without any weights."""
-    from dccot.train.rl import main
-
-    out.mkdir(parents=True)
-    config = str(make_task(out))
-    for path in (out / "model").glob("*.safetensors"):
-        path.unlink()
-    for name, change in {"small": {"vocab_size": 100}, "odd": {"model_type": "bert"}}.items():
-        shutil.copytree(out / "model", out / name)
-        raw = json.loads((out / name / "config.json").read_text())
-        (out / name / "config.json").write_text(json.dumps(raw | change))
-    shutil.copytree(out / "model", out / "untagged")
-    tokenizer = json.loads((out / "untagged" / "tokenizer.json").read_text())
-    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if "User" not in token["content"]]
-    (out / "untagged" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    cases = {
-        "batch.promts=8": "unknown key batch.promts; did you mean 'prompts'?",
-        "steps=many": "steps is 'many'",
-        "reward.cutoff=60": "reward.cutoff is 60, which is not below rollout.budget 60",
-        "batch.optimizer_steps=3": "batch.prompts is 8, which batch.optimizer_steps 3 does not divide",
-        "rollout.budget=4000": "the model's context is 256",
-        "rollout.workers=40": "",
-        "data.train=nowhere.jsonl": "nowhere.jsonl",
-        f"model.path={out / 'nowhere'}": "is neither a Hugging Face folder",
-        f"model.path={out / 'small'}": "the model embeds 100; use the tokenizer that belongs to the model",
-        f"model.path={out / 'odd'}": "bert",
-        f"model.path={out / 'untagged'}": "User",
-        "objective.kind=ppo": "ppo",
-        "sharding.compute_dtype=float31": "float31",
-    }
-    problems, slowest = [], 0.0
-    for override, expected in cases.items():
-        code, said, seconds = refused(main, [config, override])
-        slowest = max(slowest, seconds)
-        if code != 2 or said.count("\n") != 1 or expected not in said or "Traceback" in said:
-            problems.append(f"{override}: exit code {code}, said {said[:200]!r}")
-    seen = f"one line each, before any weight is read; slowest {slowest:.1f} s"
-    return [Trial.each("configurations that cannot run", seen, len(cases), problems)]
-
-
-def data_files(out: Path, under: Sequence[str]) -> list[Trial]:
-    """Bad lines are reported as file:line and passed over; a file without one good line is refused in a sentence."""
-    out.mkdir(parents=True)
-    good = b'{"id": "%d", "question": "q", "gold": "1"}\n'
-    lines = {
-        "not JSON": b'{"id": "x", \n',
-        "not UTF-8": b'{"id": "\xff\xfe"}\n',
-        "not an object": b"[1, 2]\n",
-        "a 10 MB line": b'{"q": "' + b"x" * (10 << 20) + b'"}\n',
-        "no question": b'{"id": "y", "gold": "1"}\n',
-        "the same id again": good % 0,
-        "nested 100,000 deep": b'{"a":' * 100_000 + b"\n",
-    }
-    files = {"an empty file": b"", "only bad lines": b"[]\n" * 50, "binary": bytes(range(256)) * 100}
-    problems = []
-    for name, line in lines.items():
-        path = out / "some.jsonl"
-        path.write_bytes(good % 0 + line + good % 1)
-        said: list[str] = []
-        try:
-            found = load_problems(path, report=said.append)
-        except Exception as error:
-            problems.append(f"{name}: {type(error).__name__}: {error}")
-            continue
-        if [problem.id for problem in found] != ["0", "1"] or not any(f"{path}:2" in text for text in said):
-            problems.append(f"{name}: {len(found)} problems, reported {said}")
-    for name, content in files.items():
-        path = out / "none.jsonl"
-        path.write_bytes(content)
-        try:
-            load_problems(path, report=lambda text: None)
-            problems.append(f"{name} was taken")
-        except BadData as error:
-            if "\n" in str(error) or str(path) not in str(error):
-                problems.append(f"{name}: {error}")
-    seen = "file and line named, no stack trace"
-    return [Trial.each("data files that are broken", seen, len(lines) + len(files), problems)]
-
-
 def tag_soups(out: Path, under: Sequence[str], count: int = 200_000) -> list[Trial]:
     wrong, well_formed = disagreements(count)
     seen = f"parser and an independent oracle agree; {well_formed:,} were well-formed"
     return [Trial.each("tag soups", seen, count, [f"K={k}: {text!r}: {a} / {b}" for text, k, a, b in wrong])]
-
-
-def mutated_files(out: Path, under: Sequence[str]) -> list[Trial]:
-    """Configurations and problem files with random damage: what comes out is a result or our own one-line error, and
-    soon.
-    """
-    from dccot.train.config import RLConfig
-
-    out.mkdir(parents=True)
-    rng, trials = random.Random(0), []
-    rows = b"".join(b'{"id": "%d", "question": "What is %d?", "gold": ["%d", 1.5]}\n' % (n, n, n) for n in range(20))
-    loaders = {
-        "mutated configurations": (make_task(out).read_bytes(), lambda path: load_config(RLConfig, path), ConfigError),
-        "mutated JSONL files": (rows, lambda path: load_problems(path, report=lambda text: None), BadData),
-    }
-    for name, (content, load, refusal) in loaders.items():
-        problems, slowest = [], 0.0
-        for _ in range(MUTATED):
-            spoiled = bytearray(content)
-            for _ in range(rng.randint(1, 6)):
-                at = rng.randrange(len(spoiled))
-                spoiled[at : at + rng.randint(0, 3)] = rng.choice((rng.randbytes(rng.randint(0, 3)), rng.choice(JUNK)))
-            path = out / f"mutated{'.yaml' if refusal is ConfigError else '.jsonl'}"
-            path.write_bytes(bytes(spoiled))
-            start = time.monotonic()
-            try:
-                load(path)
-            except refusal as error:
-                if "\n" in str(error):
-                    problems.append(f"{bytes(spoiled)!r}: {error}")
-            except Exception as error:
-                problems.append(f"{type(error).__name__} from {bytes(spoiled)!r}")
-            slowest = max(slowest, time.monotonic() - start)
-        seen = f"a result or one clear line; slowest {slowest:.2f} s"
-        trials.append(Trial.each(name, seen, MUTATED, problems))
-    return trials
 
 
 class Unfriendly(BaseHTTPRequestHandler):
@@ -327,9 +188,6 @@ FAULTS: dict[str, Callable[[Path, Sequence[str]], list[Trial]]] = {
     "numbers": numbers_and_stalls,
     "grader": hostile_answers,
     "monsters": monsters,
-    "configurations": configurations,
-    "data": data_files,
     "soups": tag_soups,
-    "mutations": mutated_files,
     "secrets": rewriting_with_a_key,
 }
