@@ -1,6 +1,6 @@
 """Divide-and-Conquer CoT in one file: the director and its workers, the forest, the objectives, SFT and RL.
 
-    python examples/nano.py          minutes on a CPU: a tiny model learns to divide a sum among three workers
+    python examples/nano.py          two minutes on a CPU core: a tiny model learns to divide a sum among three workers
 
 For reading: it needs torch and transformers, the model is an ordinary Transformers decoder, generation is plain. What
 is left out is what makes it fast, large, or safe to interrupt; `tests/train/test_nano.py` holds it to the real thing,

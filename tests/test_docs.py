@@ -383,6 +383,16 @@ def test_the_example_of_solve_runs(folder):
     run_examples("solve", {"model": folder / "MODEL"})
 
 
+@thorough
+def test_the_python_of_the_readme_runs(folder):
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code = code.replace("seed=1", "seed=1, budget=60")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment(), capture_output=True, text=True, timeout=600
+    )
+    assert "tokens" in done.stdout, done.stderr[-2000:]
+
+
 def run_examples(name: str, names: dict) -> None:
     subject = getattr(dccot, name)
     module = subject if isinstance(subject, ModuleType) else sys.modules[subject.__module__]
