@@ -250,7 +250,7 @@ THOROUGH = {
     r"torchrun --standalone .* -m dccot\.train\.rl .*": f"{SMALL_RUN} {SMALL_RL} name=small_rl",
     r"dccot eval (?!.*engine\.url=).*": f"{SMALL_ENGINE} engine.context=4096 --budget 300",
     r"dccot solve .*": "--budget 300",
-    r"python examples/nano\.py": "",
+    r"python examples/nano\.py": "--sft-steps 50 --rl-steps 5",
     r"dccot inspect.*": "",
     r"dccot rehearse .*": "",
     r"dccot gpu-check --device cpu": "",

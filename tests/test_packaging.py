@@ -38,10 +38,10 @@ def tracked() -> list[str]:
     return subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-def run(*words: str | Path, cwd: Path) -> str:
+def run(*words: str | Path, cwd: Path, seconds: float = 900) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [str(word) for word in words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=900
+        [str(word) for word in words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=seconds
     )
     assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
@@ -168,7 +168,7 @@ def test_the_two_lines_of_the_readme_install_the_wheel_into_an_empty_environment
     assert len(lines) == 2 and "'.[cpu]'" in lines[0]
     run(sys.executable, "-m", "venv", tmp_path / "empty", cwd=tmp_path)
     for line in lines:
-        run(python, "-m", *shlex.split(line.replace("'.[cpu]'", f"'{wheel}[cpu]'")), "-q", cwd=tmp_path)
+        run(python, "-m", *shlex.split(line.replace("'.[cpu]'", f"'{wheel}[cpu]'")), "-q", cwd=tmp_path, seconds=3600)
     run(python, "-c", "import dccot.train.rl, transformers; from vllm import LLM", cwd=tmp_path)
     assert "solve" in run(tmp_path / "empty/bin/dccot", "--help", cwd=tmp_path)
 
