@@ -1,6 +1,6 @@
 """Divide-and-Conquer CoT in one file: the director and its workers, the forest, the objectives, SFT and RL.
 
-    python examples/nano.py          two minutes on a CPU core: a tiny model learns to divide a sum among three workers
+    python examples/nano.py     two minutes on a CPU core: a tiny model learns to divide counting among three workers
 
 For reading: it needs torch and transformers, the model is an ordinary Transformers decoder, generation is plain. What
 is left out is what makes it fast, large, or safe to interrupt; `tests/train/test_nano.py` holds it to the real thing,
@@ -36,8 +36,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 # --------------------------------------------------------------------------------------------------- vocabulary, task
 
 WORKERS, LISTS, ITEMS = 3, 3, 5
-LARGEST = 1  # item: small numbers are learnt in a minute
-WORDS = [*map(str, range(LISTS * ITEMS * LARGEST + 1)), *";=A", "<eos>", "<spawn>", "</spawn>"]
+WORDS = [*map(str, range(LISTS * ITEMS + 1)), *";=A", "<eos>", "<spawn>", "</spawn>"]
 WORDS += [f"<{slash}{i}>" for i in range(1, WORKERS + 1) for slash in ("", "/")]
 ID = {word: number for number, word in enumerate(WORDS)}
 EOS, ANSWER, SPAWN, JOIN = ID["<eos>"], ID["A"], ID["<spawn>"], ID["</spawn>"]
@@ -51,7 +50,7 @@ class Problem:
 
     @classmethod
     def draw(cls, rng: random.Random) -> Problem:
-        return cls(tuple(tuple(rng.randint(0, LARGEST) for _ in range(ITEMS)) for _ in range(LISTS)))
+        return cls(tuple(tuple(rng.randint(0, 1) for _ in range(ITEMS)) for _ in range(LISTS)))
 
     @property
     def prompt(self) -> list[int]:
@@ -417,7 +416,7 @@ def summary(responses: Sequence[Response], problems: Sequence[Problem]) -> str:
 
 
 def tiny_model(seed: int = 0) -> PreTrainedModel:
-    """An ordinary Transformers decoder, 0.1 million parameters, from scratch."""
+    """An ordinary Transformers decoder, 0.2 million parameters, from scratch."""
     torch.manual_seed(seed)
     size = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
