@@ -279,10 +279,25 @@ def worker_credit(group: Group, advantage: str = "std") -> None:
 CREDITS: dict[str, Callable[[Group, str], None]] = {"response": response_credit, "worker": worker_credit}
 
 
+def set_advantages(group: Group, credit: str, advantage: str) -> None:
+    """By the rule of this name, which gets copies: it can set advantages, and nothing else."""
+    chosen = Plugin("credit", lookup(CREDITS, credit, "credit"))
+    copies = [replace(graded, response=chosen.view(graded.response)) for graded in group]
+    chosen(copies, advantage, on=f"the group of problem {group[0].problem!r}")
+    for graded, copy in zip(group, copies):
+        on = f"problem {graded.problem!r}, sample {graded.sample}"
+        graded.advantage = chosen.number(copy.advantage, on)
+        if (found := copy.worker_advantages) is not None:
+            count = sum(1 for _ in graded.response.threads())
+            if not isinstance(found, Sequence) or len(found) != count:
+                raise chosen.refused(found, f"a list of {count} worker_advantages, or None", on)
+            graded.worker_advantages = [chosen.number(value, on) for value in found]
+
+
 def require_agreement(
     groups: Sequence[Group], kept: Sequence[Group], runtime: Runtime, names: Mapping[str, str]
 ) -> None:
-    """Reject rewards, filters and advantages that differ between ranks. `names` of the three, for the error."""
+    """Reject rewards, filters and advantages that differ between ranks. `names` of all, for the error."""
     if runtime.ranks == 1:
         return
     pairs = {(graded.problem, graded.sample): graded for group in groups for graded in group}
@@ -291,6 +306,7 @@ def require_agreement(
         "reward": [graded.reward for graded in pairs.values()],
         "filter": [problem in chosen for problem, _ in pairs],
         "advantage": [graded.advantage for graded in pairs.values()],
+        "credit": [graded.worker_advantages for graded in pairs.values()],
     }
     digest = hashlib.sha256(repr(decisions).encode()).hexdigest()
     if len({theirs for [theirs] in runtime.gather([digest])}) == 1:

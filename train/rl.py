@@ -30,8 +30,6 @@ import torch
 from torch import Tensor, nn
 
 from dccot.core.command import Stopped, asked
-from dccot.core.config import lookup
-from dccot.core.plugins import Plugin
 from dccot.core.runtime import Runtime, on_rank_zero
 from dccot.data.judge import Judge
 from dccot.data.problems import Problem, ProblemStream
@@ -57,7 +55,6 @@ from dccot.train.phases import Phases
 from dccot.train.pool import Pool, Started, settle
 from dccot.train.recorder import sample_text
 from dccot.train.rewards import (
-    CREDITS,
     FILTERS,
     Graded,
     Group,
@@ -65,6 +62,7 @@ from dccot.train.rewards import (
     keeps,
     require_agreement,
     reward_of,
+    set_advantages,
     worker_rewards_of,
 )
 from dccot.train.saver import RolloutSaver
@@ -347,14 +345,15 @@ class RL(Trainer[RLConfig]):
 
     def advantage(self, groups: Sequence[Group]) -> None:
         for group in groups:
-            credit = Plugin("credit", lookup(CREDITS, self.config.credit, "credit"))
-            credit(group, self.config.advantage, on=f"the group of problem {group[0].problem!r}")
+            set_advantages(group, self.config.credit, self.config.advantage)
 
     def agree(self, groups: Sequence[Group], kept: Sequence[Group]) -> None:
         """End the run if ranks have decided differently: each would train on a batch of its own."""
         if not groups:
             return
-        names = {"reward": self._reward_name(), "filter": self.config.filter, "advantage": self.config.advantage}
+        config = self.config
+        names = {"filter": config.filter, "advantage": config.advantage, "credit": config.credit}
+        names["reward"] = self._reward_name()
         require_agreement(groups, kept, self.runtime, names)
 
     def report(self, batch: Batch) -> None:

@@ -30,6 +30,7 @@ from dccot.train.rewards import (
     keeps,
     response_credit,
     reward_of,
+    set_advantages,
     worker_credit,
 )
 from dccot.train.rl import RL
@@ -322,6 +323,47 @@ def test_a_worker_that_the_task_judges_has_its_own_advantage_and_others_the_resp
     assert Graded.from_json(second.to_json()) == second
     response_credit([first, second], "mean")
     assert "worker_advantages" not in replace(first, worker_advantages=None).to_json()
+
+
+def negligent(group, advantage):
+    response_credit(group[1:], advantage)
+
+
+def endless(group, advantage):
+    response_credit(group, advantage)
+    group[0].worker_advantages = [math.inf] * 3
+
+
+def short(group, advantage):
+    response_credit(group, advantage)
+    group[0].worker_advantages = [0.0]
+
+
+def clearing(group, advantage):
+    group[0].response.trunk.clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("negligent", "returned None for problem '1', sample 0; it must return a number"),
+        ("endless", "returned inf for problem '1', sample 0; it must return a finite number"),
+        ("short", r"returned \[0.0\] for problem '1', sample 0; it must return a list of 3 worker_advantages"),
+        ("clearing", "failed on the group of problem '1': AttributeError"),
+    ],
+)
+def test_a_credit_of_ones_own_sets_finite_advantages_and_nothing_else(name, said):
+    group = [spawning(0, 1.0, [1.0, 0.0, 1.0]), spawning(1, 0.0, [0.0, 0.0, 1.0])]
+    before = [graded.response.to_json() for graded in group]
+    with pytest.raises(PluginError, match=f"credit {__name__}:{name} {said}"):
+        set_advantages(group, f"{__name__}:{name}", "std")
+    assert [graded.response.to_json() for graded in group] == before
+    for credit in (response_credit, worker_credit):  # ours, called by name
+        alike = [spawning(0, 1.0, [1.0, 0.0, 1.0]), spawning(1, 0.0, [0.0, 0.0, 1.0])]
+        credit(alike, "std")
+        set_advantages(group, credit.__name__.removesuffix("_credit"), "std")
+        assert group == alike
+        group[0].worker_advantages = group[1].worker_advantages = None
 
 
 def test_every_worker_costs_its_price():

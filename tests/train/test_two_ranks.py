@@ -144,6 +144,7 @@ def test_what_rank_zero_does_alone_may_take_longer_than_a_collective(world):
         ("reward", "reward m:r differs between ranks, problem 'b', sample 0: 0.25 on rank 0 and 1.25 on rank 1; "),
         ("filter", "filter m:f differs between ranks, problem 'b', sample 0: True on rank 0 and False on rank 1; "),
         ("advantage", "advantage m:a differs between ranks, problem 'b', sample 0: 0.25 on rank 0 and 1.25 on rank 1"),
+        ("credit", "credit m:c differs between ranks, problem 'b', sample 0: [0.25] on rank 0 and [1.25] on rank 1; "),
     ],
 )
 def test_ranks_that_decide_differently_all_say_where(world, kind, first):

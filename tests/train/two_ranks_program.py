@@ -189,8 +189,11 @@ def decisions(runtime: Runtime, differ: str | None) -> str:
     kept = groups[:1] if differ == "filter" and runtime.rank else groups
     if differ in ("reward", "advantage"):
         setattr(groups[1][0], differ, 0.25 + runtime.rank)
+    if differ == "credit":
+        groups[1][0].worker_advantages = [0.25 + runtime.rank]
     try:
-        require_agreement(groups, kept, runtime, {"reward": "m:r", "filter": "m:f", "advantage": "m:a"})
+        kinds = ("reward", "filter", "advantage", "credit")
+        require_agreement(groups, kept, runtime, {kind: f"m:{kind[0]}" for kind in kinds})
     except PluginError as error:
         return str(error)
     return "agreed"
@@ -202,7 +205,7 @@ def my_judge(rank: int) -> list:
 
 def plugins(runtime: Runtime, out: Path) -> None:
     """Decisions that differ, and a plug-in that fails on rank 1 alone, at the end of a command."""
-    said = {str(differ): decisions(runtime, differ) for differ in (None, "reward", "filter", "advantage")}
+    said = {str(differ): decisions(runtime, differ) for differ in (None, "reward", "filter", "advantage", "credit")}
     judge = Plugin("judge", my_judge)
     code = run_cleanly(lambda: runtime.together(lambda: judge(runtime.rank, on=f"an answer on rank {runtime.rank}")))
     (out / f"plugins_{runtime.rank}.json").write_text(json.dumps(said | {"code": code}))
