@@ -19,6 +19,7 @@ from pathlib import Path
 
 from dccot.core.config import lookup
 from dccot.core.files import BadData, JsonlWriter, read_jsonl
+from dccot.core.plugins import Plugin
 from dccot.data.judge import Judge, verdicts_of
 from dccot.data.problems import Problem
 from dccot.data.prompts import PromptConfig, Prompted
@@ -26,7 +27,7 @@ from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import Engine
 from dccot.rollout.generate import Request, Watch, generate
 from dccot.rollout.response import Response, Rollout
-from dccot.rollout.tags import RULES, after_think, flaw_of, sequential_flaw_of
+from dccot.rollout.tags import RULES, Flaw, after_think, flaw_of, sequential_flaw_of
 
 Pair = tuple[str, int]  # problem id, sample
 GRADED_TOGETHER = 64
@@ -100,7 +101,11 @@ def rollout_of(
     elif rule == "strict":
         flaw = flaw_of(text, config.workers, depth=config.depth)
     else:
-        flaw = lookup(RULES, rule, "format.rule")(text, config.workers)
+        chosen = Plugin("format rule", lookup(RULES, rule, "format.rule"))
+        on = f"problem {problem.id!r}, sample {sample}"
+        flaw = chosen(text, config.workers, on=on)
+        if not (flaw is None or isinstance(flaw, Flaw)):
+            raise chosen.refused(flaw, "a Flaw of dccot.rollout.tags, or None", on)
     return Rollout(problem.id, sample, problem.question, problem.gold, text, response, flaw)
 
 

@@ -1,11 +1,17 @@
 """What an interrupted file or folder holds and lacks, and how it is filled."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from dccot.core.files import BadData, JsonlWriter, read_jsonl
+from dccot.core.plugins import PluginError
 from dccot.data.judge import Judge, Verdict
 from dccot.data.problems import Problem
-from dccot.data.rollouts import missing_in, missing_pairs, sample_to_file, saved_rows
+from dccot.data.prompts import PromptConfig
+from dccot.data.rollouts import missing_in, missing_pairs, rollout_of, sample_to_file, saved_rows
+from dccot.lab.worlds import bigram as tiny
+from dccot.rollout.director import RolloutConfig
 from dccot.rollout.response import Finish, Rollout, Segment
 from tests.support.rounds import flat
 
@@ -51,3 +57,26 @@ def test_with_a_judge_each_line_is_written_with_its_verdict_before_it_is_passed_
         for number, each in enumerate(sample_to_file(writer, rollouts, judge=Spelled())):
             assert each.sample == number and len(list(writer.rows())) == number + 1
     assert [row["sample"] for _, row in read_jsonl(tmp_path / "r.jsonl") if row["verdict"] == "correct"] == [1]
+
+
+def undecided(text, workers):
+    return not text
+
+
+def failing(text, workers):
+    return text[99]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("undecided", "returned False for problem 'a', sample 3; it must return a Flaw"),
+        ("failing", "failed on problem 'a', sample 3: IndexError"),
+    ],
+)
+def test_a_format_rule_of_ones_own_that_does_not_decide_is_named(name, said):
+    tokens = SimpleNamespace(tokenizer=tiny.tokenizer("mixed"))
+    with pytest.raises(PluginError, match=f"format rule {__name__}:{name} {said}"):
+        rollout_of(
+            PROMPTED[1][0], 3, rollout("a", 3).response, tokens, PromptConfig(), RolloutConfig(), f"{__name__}:{name}"
+        )
