@@ -138,7 +138,7 @@ def test_hostile_requests_to_any_route_are_limited_and_a_bystander_gets_its_answ
                 with suppress(urllib.error.URLError):  # some answer, and hang up, before they have read it all
                     assert 200 <= send(server, path, body)[0] <= 501
             assert send(server, path, b" " * (MAX_BODY + 1))[0] == 413
-        status, answer = send(server, "/v1/chat/completions/render", many)
+        status, answer = send(server, "/v1/chat/completions/batch", many)
         assert status == 400 and "more than 2,000 values" in answer["error"]["message"]
         assert all((status, answer["choices"]) == (200, alone) for status, answer in bystander.result())
 
