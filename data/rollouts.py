@@ -11,7 +11,7 @@ by generating the missing pairs. Each response is one line, appended whole as so
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from itertools import islice, zip_longest
@@ -117,10 +117,14 @@ def sample_to_file(
     row: Callable[[Rollout], dict] = Rollout.to_json,
 ) -> Iterator[Rollout]:
     """Rollouts as they arrive, each written before it is passed on; with a judge, after it was graded."""
-    for rollout in graded(rollouts, judge) if judge else rollouts:
-        if writer:
-            writer.write(row(rollout))
-        yield rollout
+    try:
+        for rollout in graded(rollouts, judge) if judge else rollouts:
+            if writer:
+                writer.write(row(rollout))
+            yield rollout
+    finally:
+        if isinstance(rollouts, Generator):
+            rollouts.close()  # while its engine is there
 
 
 def grade(rollouts: Sequence[Rollout], judge: Judge, *, thinking_counts: bool = True, part: bool = False) -> None:

@@ -355,9 +355,11 @@ async def rewrite(config: RewriteConfig, progress: Progress = _silent) -> Summar
     solutions = load_solutions(config.source, config.first)
     read = {"source": config.source, "instruction": config.instruction}
     inputs = {key: {Path(file).name: checksum(file)} for key, file in read.items() if file}
+    if (rule := config.rule()) is None:
+        config.endpoint.key()  # that it is there
     record(Path(config.output), config, inputs, Runtime.alone())
     async with AsyncExitStack() as stack:
-        if (rule := config.rule()) is not None:
+        if rule is not None:
             rewriter = by_rule(rule)
         else:
             own = config.instruction

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -44,6 +45,8 @@ def shown_limit(kind: int, command: str) -> str:
 
 def lacking(error: BaseException) -> str | None:
     """One line if the machine, not the program, is at fault."""
+    if isinstance(error, shutil.Error):  # of many files
+        return lacking(OSError(str(error.args[0][0][-1])))
     seen = f"{type(error).__name__}: {error}"
     first = _first_line(seen)
     for words, (what, kind, command) in LIMITS.items():
