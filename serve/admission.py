@@ -25,36 +25,38 @@ Start = tuple[tuple[int, ...], Callable[[], object]]  # a call's path, and what 
 
 CROWDED = 0.8  # of what one more sequence gains, at most this share may be lost by the others
 FULL = 0.9  # of the KV cache: beyond it running sequences are soon preempted, and computed again
-MEMORY = 0.99  # weight of a step after one more: half of it is gone after 70, so the line is that of the present load
+RECENT, MEMORY = 0.05, 0.995  # weight of a new step in the means; what the slope keeps of earlier ones
 
 
 @dataclass
 class StepTime:
-    """Seconds of a step against its number of sequences: a line through the latest steps."""
+    """Seconds of a step against its number of sequences: a line through the latest steps. Its slope is that of changes
+    within a few steps: over longer times a machine that becomes slower has more to do as well."""
 
-    weight: float = 0.0
-    sequences: float = 0.0  # weighted means
+    sequences: float = 0.0  # means of the latest steps
     seconds: float = 0.0
+    _steps: int = 0
     _variance: float = 0.0
     _covariance: float = 0.0
 
     def learn(self, sequences: int, seconds: float) -> None:
-        if self.weight > 20:
+        if self._steps > 20:
             seconds = min(seconds, 3 * (self.base + self.per_sequence * sequences))  # something else took the machine
-        self.weight = MEMORY * self.weight + 1
-        share = 1 / self.weight
+        self._steps += 1
+        recent, share = max(RECENT, 1 / self._steps), max(1 - MEMORY, 1 / self._steps)
         more, longer = sequences - self.sequences, seconds - self.seconds
-        self.sequences += share * more
-        self.seconds += share * longer
-        self._variance = (1 - share) * (self._variance + share * more * more)
-        self._covariance = (1 - share) * (self._covariance + share * more * longer)
+        self.sequences += recent * more
+        self.seconds += recent * longer
+        if self._steps > 1:
+            self._variance += share * (more * more - self._variance)
+            self._covariance += share * (more * longer - self._covariance)
 
     @property
     def per_sequence(self) -> float:
         """Where batches have hardly varied, a tenth of the step is taken to grow with them."""
-        if not self.weight:
+        if not self._steps:
             return 0.0
-        doubt = 0.25 + (0.05 * self.sequences) ** 2
+        doubt = 0.5
         slope = (self._covariance + doubt * 0.1 * self.seconds / self.sequences) / (self._variance + doubt)
         return min(max(slope, 0.0), self.seconds / self.sequences)
 
