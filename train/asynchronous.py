@@ -34,7 +34,7 @@ from dccot.rollout.servers import Servers
 from dccot.rollout.training_fleet import TrainingFleet
 from dccot.train.batch import Batch
 from dccot.train.config import RLConfig
-from dccot.train.rewards import Graded, Group, Outline, keeps
+from dccot.train.rewards import Group, Outline, keeps
 from dccot.train.rl import RL, Question, turn
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class AsynchronousRL(RL):
     def grade(self) -> list[tuple[int, Rollout]]:
         return self.grading.done()
 
-    def share(self, work: Callable[[], list[tuple[int, Graded]]]) -> list[tuple[int, Graded]]:
+    def share(self, work: Callable[[], list[tuple[int, Outline]]]) -> list[tuple[int, Outline]]:
         """The others get to know of a response when it is taken."""
         return work()
 

@@ -8,12 +8,15 @@ that trains on it. A batch is saved in the run's rollouts/ (or bad/, if its upda
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from dccot.core.files import BadData, read_jsonl
-from dccot.train.forest import Forest
+from dccot.core.runtime import Runtime
+from dccot.rollout.response import Response
+from dccot.train.forest import Forest, Packing, layout
 from dccot.train.rewards import Graded, Group, Outline
 
 
@@ -54,6 +57,22 @@ class Batch:
         found.advantage, found.worker_advantages = graded.advantage, graded.worker_advantages
         return found
 
+    def deliver(self, graded: Sequence[Graded], packing: Packing, runtime: Runtime, shared: int) -> Packing:
+        """Send each response, known by its outline, to the ranks that train on it, of which `shared` at a time have the
+        same micro-batches.
+        """
+        if not isinstance(graded[0], Outline):  # a replay: everything is here
+            return packing
+
+        def parcel(rank: int) -> dict[int, Response]:
+            held = ((index, self.whole(graded[index], runtime.rank)) for index in packing.needs(rank // shared))
+            return {index: whole.response for index, whole in held if whole is not None}
+
+        arrived = runtime.exchange([parcel(rank) for rank in range(runtime.ranks)])
+        here = {index: response for theirs in arrived for index, response in theirs.items()}
+        outlines = enumerate(packing.responses)
+        return replace(packing, responses=[here.get(index, outline) for index, outline in outlines])
+
     def trained_here(self, rank: int) -> list[Graded]:
         """The responses that the step trains on and this rank holds, in the batch's order."""
         found = (self.whole(graded, rank) for group in self.groups for graded in group)
@@ -84,6 +103,21 @@ class Batch:
             raise BadData(f"{path} holds {len(groups)} prompts; batch.prompts is {wanted}: {remedy}")
         chosen = groups[:wanted]
         return cls(wanted, list(chosen), [graded for group in chosen for graded in group], kept=len(groups))
+
+
+def credit_of(packing: Packing, forests: Sequence[Forest], group: int, graded: Sequence[Graded]) -> list[Tensor] | None:
+    """The advantages of each forest's tokens, 0 where none was sampled; None: all have their response's."""
+    if not any(each.worker_advantages for each in graded):
+        return None
+    found = []
+    for forest, micro_batch in zip(forests, packing.ranks[group]):
+        values: list[float] = []
+        for each in (graded[index] for group in micro_batch for index in group):
+            advantages = each.segment_advantages()
+            for segment, as_written, _, _ in layout(each.response):
+                values += [advantages[id(segment)]] * len(segment.sampled) if as_written else []
+        found.append(torch.zeros(len(forest)).masked_scatter(forest.sampled, torch.tensor(values)))
+    return found
 
 
 @dataclass

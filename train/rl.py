@@ -25,6 +25,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +46,10 @@ from dccot.rollout.engine import Engine, TrainingEngine, open_training_engine
 from dccot.rollout.generate import Request, Sampler, Watch
 from dccot.rollout.response import Response, Rollout, Verdict
 from dccot.train import launch
-from dccot.train.batch import Batch, MiniBatch
+from dccot.train.batch import Batch, MiniBatch, credit_of
 from dccot.train.config import RLConfig, check_kv_cache, open_model
 from dccot.train.flops import pair_cost
-from dccot.train.forest import Forest, Packing, layout, pack
+from dccot.train.forest import Forest, pack
 from dccot.train.metrics import TokenMetrics, rollout_metrics, staleness_metrics, validation_metrics
 from dccot.train.objectives import ObjectiveConfig, in_mode, objective_loss, trained_on
 from dccot.train.phases import Phases
@@ -163,13 +164,7 @@ class RL(Trainer[RLConfig]):
             self.stream = ProblemStream([problem for problem, _ in problems], config.seed, drawn)
             self.validation = prompted(validation_task(config), config.data.validation)[: config.validation.problems]
         super().__init__(config, runtime, path, self.stream.rows if self.stream else ())
-        self.reference: nn.Module | None = None
-        if config.objective.kl_coefficient and self.model.lora:
-            self.reference = self.model  # with its adapters off
-        elif config.objective.kl_coefficient:
-            dtype = config.sharding.compute_dtype
-            frozen = replace(config.sharding, master_dtype=dtype, activation_checkpointing=False)
-            self.reference = build_model(path, frozen, device=runtime.device).requires_grad_(False).eval()
+        self.reference = self._frozen(path)
         self.engine: TrainingEngine | None = None
         self.own: dict[int, Graded] = {}  # whole responses that this rank holds, by Outline.place
         self.places, self.last = itertools.count(), Batch(0)
@@ -200,6 +195,16 @@ class RL(Trainer[RLConfig]):
             self.pool.drawn = state.get("drawn", 0)
             if again := state.get("unfinished"):
                 log.info("%d groups that had started and were not trained on begin again", again)
+
+    def _frozen(self, path: Path) -> nn.Module | None:
+        """The policy that the KL is to: a copy of the first weights, or the model itself with its adapters off."""
+        if not self.config.objective.kl_coefficient:
+            return None
+        if self.model.lora:
+            return self.model
+        dtype = self.config.sharding.compute_dtype
+        frozen = replace(self.config.sharding, master_dtype=dtype, activation_checkpointing=False)
+        return build_model(path, frozen, device=self.runtime.device).requires_grad_(False).eval()
 
     def open_engine(self, path: Path, stack: ExitStack, given: TrainingEngine | None) -> TrainingEngine | None:
         """In this process; None on a rank that samples nothing."""
@@ -292,35 +297,23 @@ class RL(Trainer[RLConfig]):
 
     def grade(self) -> list[tuple[int, Rollout]]:
         """This rank's rollouts that are graded by now, with the number of their group."""
-        mine: list[tuple[int, Rollout]] = []
-
-        def due() -> list[Rollout]:
-            mine.extend(self.grading.due(all=not self.sampler))
-            return []
-
         with self.phases("grade"):
-            self.runtime.together(due)  # a judge that fails on one rank ends all of them
-        return mine
+            return self.runtime.guarded(lambda: self.grading.due(all=not self.sampler))
 
-    def reward(self, rollouts: Sequence[tuple[int, Rollout]]) -> list[tuple[int, Graded]]:
+    def reward(self, rollouts: Sequence[tuple[int, Rollout]]) -> list[tuple[int, Outline]]:
         """Outlines of all ranks' responses, with the number of their group. Each response is rewarded once, by the rank
         that holds it.
         """
+        return self.share(lambda: [(number, self._rewarded(rollout)) for number, rollout in rollouts])
 
-        def rewarded() -> list[tuple[int, Graded]]:
-            mine: list[tuple[int, Graded]] = []
-            for number, rollout in rollouts:
-                self.judge.beat()
-                reward = reward_of(rollout, self.config.reward, self.config.rollout.budget, self.task.reward)
-                workers = worker_rewards_of(rollout, self.task.worker_rewards)
-                place = next(self.places)
-                self.own[place] = Graded(**vars(rollout), reward=reward, worker_rewards=workers)
-                mine.append((number, Outline.of(self.own[place], self.runtime.rank, place)))
-            return mine
+    def _rewarded(self, rollout: Rollout) -> Outline:
+        self.judge.beat()
+        reward = reward_of(rollout, self.config.reward, self.config.rollout.budget, self.task.reward)
+        workers, place = worker_rewards_of(rollout, self.task.worker_rewards), next(self.places)
+        self.own[place] = Graded(**vars(rollout), reward=reward, worker_rewards=workers)
+        return Outline.of(self.own[place], self.runtime.rank, place)
 
-        return self.share(rewarded)
-
-    def share(self, work: Callable[[], list[tuple[int, Graded]]]) -> list[tuple[int, Graded]]:
+    def share(self, work: Callable[[], list[tuple[int, Outline]]]) -> list[tuple[int, Outline]]:
         """Every rank's result; one that fails ends all of them."""
         with self.phases("grade"):
             return [outline for part in self.runtime.together(work) for outline in part]
@@ -370,30 +363,17 @@ class RL(Trainer[RLConfig]):
         """This rank's forests and all responses' advantages, for each update. Outlines are enough to plan; then each
         rank gets the responses that it trains on.
         """
-        config, ranks, me = self.config.batch, self.runtime.ranks, self.runtime.rank
-        cost, positions = pair_cost(self.model.config), self.model.config.max_position
-        budget, share = config.token_budget, config.share_prompts
-        updates = list(batch.mini_batches(config.optimizer_steps))
-        responses = [[each.response for each in graded] for graded in updates]
-        groups = self.groups
-        plan = lambda known: pack(known, budget, groups, share_prompts=share, pair_cost=cost, max_positions=positions)
-        packings = [plan(known) for known in responses]
-        if isinstance(updates[0][0], Outline):
-            parcels: list[dict[tuple[int, int], Response]] = [{} for _ in range(ranks)]
-            for number, (graded, packing) in enumerate(zip(updates, packings)):
-                for rank, parcel in enumerate(parcels):
-                    needed = packing.needs(rank // self.group.ranks)
-                    held = ((index, batch.whole(graded[index], me)) for index in needed)
-                    parcel |= {(number, index): whole.response for index, whole in held if whole is not None}
-            mine, parcels[me] = parcels[me], {}
-            for parcel in [mine, *self.runtime.exchange(parcels)]:
-                for (number, index), response in parcel.items():
-                    responses[number][index] = response  # where its packing looks
-        tensor = lambda graded: torch.tensor([each.advantage for each in graded], device=self.runtime.device)
-        made = []
-        for graded, packing in zip(updates, packings):
+        config, device, made = self.config.batch, self.runtime.device, []
+        cost, longest = pair_cost(self.model.config), self.model.config.max_position
+        limits: dict[str, Any] = {"token_budget": config.token_budget, "pair_cost": cost, "max_positions": longest}
+        for graded in batch.mini_batches(config.optimizer_steps):
+            known = [each.response for each in graded]
+            outlined = pack(known, ranks=self.groups, share_prompts=config.share_prompts, **limits)
+            packing = batch.deliver(graded, outlined, self.runtime, self.group.ranks)
             forests = self.forests_of(packing)
-            made.append(MiniBatch(forests, tensor(graded), self._credit(packing, forests, graded)))
+            credit = credit_of(packing, forests, self.group.data, graded)
+            advantages = torch.tensor([each.advantage for each in graded], device=device)
+            made.append(MiniBatch(forests, advantages, credit and [each.to(device) for each in credit]))
         return made
 
     @property
@@ -402,20 +382,6 @@ class RL(Trainer[RLConfig]):
         rollout = self.config.rollout
         stale = "partial" if rollout.mode == "synchronous" else rollout.mode
         return in_mode(self.config.objective, stale if rollout.staleness else "synchronous")
-
-    def _credit(self, packing: Packing, forests: Sequence[Forest], graded: Sequence[Graded]) -> list[Tensor] | None:
-        """The advantages of each forest's tokens, 0 where none was sampled; None: all have their response's."""
-        if not any(each.worker_advantages for each in graded):
-            return None
-        found = []
-        for forest, micro_batch in zip(forests, packing.ranks[self.group.data]):
-            values: list[float] = []
-            for each in (graded[index] for group in micro_batch for index in group):
-                advantages = each.segment_advantages()
-                for segment, as_written, _, _ in layout(each.response):
-                    values += [advantages[id(segment)]] * len(segment.sampled) if as_written else []
-            found.append(torch.zeros(len(forest)).masked_scatter(forest.sampled, torch.tensor(values)))
-        return [advantages.to(self.runtime.device) for advantages in found]
 
     def old_logprobs(self, mini_batches: Sequence[MiniBatch]) -> None:
         with self.phases("old_logprob"):
@@ -499,8 +465,9 @@ class RL(Trainer[RLConfig]):
             found = self.answers([(request, config, seed) for request in asked])
             known = {problem.id: problem for problem, _ in self.validation}
             rollouts = [self._rollout(known[each.problem], each.sample, response) for each, response in found]
-            graded = self._judged(rollouts if self.leads else [])
-            return validation_metrics(self._outlines([Graded(**vars(rollout)) for rollout in graded]))
+            counted = rollouts if self.leads else []
+            self.runtime.guarded(lambda: grade(counted, self.judge, thinking_counts=parallel))
+            return validation_metrics(self._outlines([Graded(**vars(rollout)) for rollout in counted]))
 
     def answers(self, questions: Sequence[Question]) -> list[tuple[Request, Response]]:
         """Responses to these, while unfinished ones of training continue."""
@@ -557,16 +524,6 @@ class RL(Trainer[RLConfig]):
 
     def _reward_name(self) -> str:
         return f"{self.config.task}.reward" if self.task.reward else self.config.reward.kind
-
-    def _judged(self, mine: list[Rollout]) -> list[Rollout]:
-        """Graded where they were made."""
-
-        def graded() -> list[Rollout]:
-            grade(mine, self.judge, thinking_counts=self.config.prompt.parallel)
-            return []
-
-        self.runtime.together(graded)  # a judge that fails on one rank ends all of them
-        return mine
 
 
 class Heartbeat(Watch):

@@ -117,21 +117,31 @@ class Runtime:
         """What each rank has for this one, in rank order; `parcels[r]` is for rank r, and nobody else gets it."""
         if self.ranks == 1:
             return list(parcels)
-        sent = [pickle.dumps(parcel, pickle.HIGHEST_PROTOCOL) for parcel in parcels]
+        pickled = lambda parcel: pickle.dumps(parcel, pickle.HIGHEST_PROTOCOL)
+        sent = [b"" if rank == self.rank else pickled(parcel) for rank, parcel in enumerate(parcels)]
         sizes = torch.tensor([len(parcel) for parcel in sent])
         theirs = torch.empty_like(sizes)
         dist.all_to_all_single(theirs, sizes)
         received = torch.empty(int(theirs.sum()), dtype=torch.uint8)
         given = torch.frombuffer(bytearray().join(sent), dtype=torch.uint8)
         dist.all_to_all_single(received, given, theirs.tolist(), sizes.tolist())
-        return [pickle.loads(part.numpy().tobytes()) for part in received.split(theirs.tolist())]
+        parts = enumerate(received.split(theirs.tolist()))
+        own = parcels[self.rank]
+        return [own if rank == self.rank else pickle.loads(part.numpy().tobytes()) for rank, part in parts]
 
-    def together(self, work: Callable[[], list[Any]]) -> list[list[Any]]:
-        """Every rank's result of `work`, on every rank; where it fails on one, all raise: none waits for it in vain."""
+    def guarded(self, work: Callable[[], T]) -> T:
+        """The result of `work`; where it fails on one rank, all raise: none waits for it in vain."""
+        found: list[T] = []
+        self.together(lambda: found.append(work()))
+        return found[0]
+
+    def together(self, work: Callable[[], T]) -> list[T]:
+        """The same, every rank's result on every rank."""
+        mine, failed = None, None
         try:
-            mine, failed = work(), None
+            mine = work()
         except Exception as error:
-            mine, failed = [], error
+            failed = error
         sent = failed if isinstance(failed, PluginError | None) else RuntimeError(f"rank {self.rank}: {failed!r}")
         everybody = self.gather([mine, sent])
         for rank, (_, theirs) in enumerate(everybody):  # the first one's error, on all of them

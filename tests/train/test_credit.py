@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dccot.core.runtime import Runtime
 from dccot.model.context import ContextGroup
 from dccot.rollout.response import Response, Segment
 from dccot.rollout.thread import Thread
+from dccot.train.batch import credit_of
 from dccot.train.forest import pack
 from dccot.train.rewards import Graded
-from dccot.train.rl import RL
 
 
 def response_of(number: int) -> Response:
@@ -26,11 +25,9 @@ def test_each_sampled_token_has_the_advantage_of_its_own_worker(group):
     graded = [Graded("1", number, "?", "2", "…", response_of(number), advantage=number / 2) for number in (1, 2)]
     for number, each in enumerate(graded, start=1):
         each.worker_advantages = [3.0 * number, -3.0 * number]
-    rl = object.__new__(RL)
-    rl.group, rl.runtime = group, Runtime.alone()
     packing = pack([each.response for each in graded], 100)
-    forests = rl.forests_of(packing)
-    credit = rl._credit(packing, forests, graded)
+    forests = [forest.shared(group) for forest in packing.forests()]
+    credit = credit_of(packing, forests, 0, graded)
     found = torch.cat([each[forest.targets] for forest, each in zip(forests, credit)]).tolist()
     tokens = torch.cat([forest.tokens[forest.targets] for forest in forests]).tolist()
     of_thread = {0: 0.5, 1: 3.0, 2: -3.0, 3: 0.5}
