@@ -84,9 +84,9 @@ class _Server:
         card = answer.json()["data"][0]
         self.model, self.context = card["id"], int(card["max_model_len"])
 
-    async def healthy(self) -> bool:
+    async def answers(self, path: str) -> bool:
         try:
-            return (await self.client.get("/health", timeout=PATIENCE)).status_code == 200
+            return (await self.client.get(path, timeout=PATIENCE)).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -323,7 +323,7 @@ class Fleet:
         lost, said = False, ""
         while True:
             server.doubted.clear()
-            fault = "" if await server.healthy() else "does not answer: its calls run elsewhere"
+            fault = "" if await self._healthy(server) else "does not answer: its calls run elsewhere"
             if not fault and not server.up:
                 try:
                     await self._examine(server)
@@ -340,6 +340,9 @@ class Fleet:
             self._dispatch()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(server.doubted.wait(), PULSE if server.up else RETRY)
+
+    async def _healthy(self, server: _Server) -> bool:
+        return await server.answers("/health")
 
     def _leave(self, server: _Server) -> None:
         """Reassign a lost server's calls to the others."""

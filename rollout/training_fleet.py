@@ -152,14 +152,19 @@ class TrainingFleet(Fleet):
         """Held while a server gets weights."""
         return self._updates.setdefault(server.url, asyncio.Lock())
 
+    async def _healthy(self, server: _Server) -> bool:
+        """Its engine is asked as well: that may hang while /health answers. Not while it takes weights."""
+        async with self._update(server):
+            return await server.answers("/weight_info")
+
     async def _fault(self, server: _Server) -> str | None:
         """It may be paused, where an earlier trainer died: then it would not answer."""
         async with self._update(server):
-            await self._ask(server, "/resume")
+            await self._ask(server, "/resume", seconds=PATIENCE)
             return await super()._fault(server)
 
     async def _push(self, server: _Server, given: Path | dict[str, Tensor], version: int, compare: bool) -> None:
-        await self._ask(server, "/pause?mode=keep&clear_cache=true")
+        await self._ask(server, "/pause?mode=keep&clear_cache=true", seconds=PATIENCE)
         answer = await server.client.post("/start_weight_update", timeout=PATIENCE)
         if answer.status_code not in (200, 500):  # 500: an update was begun there and never finished
             answer.raise_for_status()
@@ -172,7 +177,7 @@ class TrainingFleet(Fleet):
             await self._compare(server, version)
         if (label := await self._label(server)) != str(version):
             raise ValueError(f"it says that it has version {label}")
-        await self._ask(server, "/resume")
+        await self._ask(server, "/resume", seconds=PATIENCE)
 
     async def _broadcast(self, server: _Server, tensors: dict[str, Tensor], new: bool) -> None:
         """Over the server's own communicator; one that joins gets a `new` one. A thread that waits for a server that is
@@ -207,8 +212,8 @@ class TrainingFleet(Fleet):
         answer.raise_for_status()
         return answer.json()["weight_version"]
 
-    async def _ask(self, server: _Server, path: str, body: dict | None = None) -> Any:
-        answer = await server.client.post(path, json=body, timeout=PUSH_SECONDS)
+    async def _ask(self, server: _Server, path: str, body: dict | None = None, seconds: float = PUSH_SECONDS) -> Any:
+        answer = await server.client.post(path, json=body, timeout=seconds)
         answer.raise_for_status()
         return answer.json()
 

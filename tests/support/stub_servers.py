@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ class Stub:
         self.violations: list[str] = []
         self.happened: list[str] = []
         self.sampled = self.lives = 0
+        self.engine_hangs_after = math.inf  # calls
         self.start()
 
     def start(self) -> None:
@@ -41,6 +43,9 @@ class Stub:
         loop = asyncio.get_running_loop()
         if loop.time() < self.dead_until:
             raise httpx.ConnectError("it is dead")
+        if self.sampled >= self.engine_hangs_after and request.url.path != "/health":
+            await asyncio.sleep(1.0 if request.extensions["timeout"]["read"] else 3600)
+            raise httpx.ReadTimeout("its engine hangs")
         await self._misfortune(request.url.path)
         body = json.loads(request.content) if request.content else {}
         act = getattr(self, "on_" + request.url.path.strip("/").replace("/", "_"))

@@ -77,6 +77,15 @@ def test_without_staleness_nothing_is_sampled_while_the_model_trains(task):
     assert {step - v for step, r in responses_in(task / "fresh") for s in r.segments() for v in s.versions} == {0}
 
 
+def test_a_server_whose_engine_hangs_is_left_although_it_says_that_it_is_healthy(task):
+    with stub_servers(0, 2, open_tokenizer(task / "model"), faults=0.0) as stubs:
+        stubs[1].engine_hangs_after = 30
+        train(settings(task, "hanging", stubs))
+    assert stubs[1].sampled >= 30
+    assert stubs[0].label == str(STEPS)
+    assert [len(step) for step in groups_of(task / "hanging")] == [4] * STEPS
+
+
 def test_a_trainer_that_starts_again_gives_every_server_its_weights_first_and_loses_nothing(task):
     """The servers are as the first trainer left them, one of them in the middle of an update."""
     with stub_servers(7, 2, open_tokenizer(task / "model"), faults=0.0) as stubs:
