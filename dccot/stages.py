@@ -144,7 +144,11 @@ DATA = {"data.train": "{train}", "data.validation": "{validation}"}
 def run_rl(context: Context, config: RLConfig) -> None:
     from dccot.train.rl import train
 
-    train(config, context.engines.on(resolve_model(config.model.path), config.engine))
+    if config.rollout.mode == "asynchronous":  # servers sample
+        context.engines.close()
+        train(config)
+    else:
+        train(config, context.engines.on(resolve_model(config.model.path), config.engine))
 
 
 # ---- the SFT set ----

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from dccot.core.config import Positive, Seed
 from dccot.lab.worlds.countdown import CountdownWorld, make_countdown
+from dccot.lab.worlds.exact_task import make_model, write_problems
 from dccot.lab.worlds.lists import ListsConfig, make_lists
 from dccot.lab.worlds.parts import PartsConfig, make_parts
 from dccot.lab.worlds.world import WorldConfig, make_world
@@ -32,3 +36,17 @@ def parts(context: Context, config: PartsConfig) -> None:
 def countdown(context: Context, config: CountdownWorld) -> None:
     """Countdown problems, searches written down and, if its shape is configured, an untrained model."""
     make_countdown(config, context.folder)
+
+
+@dataclass
+class ExactConfig:
+    seed: Seed = 0
+    problems: Positive = 200
+
+
+@kind(ExactConfig, alone=True)
+def exact(context: Context, config: ExactConfig) -> None:
+    """A question with one right answer of four, and a model that knows how to write, but not which."""
+    make_model(context.folder / "model")
+    for split in ("train", "test"):
+        write_problems(context.folder / f"{split}.jsonl", config.problems)

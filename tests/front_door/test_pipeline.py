@@ -155,6 +155,16 @@ def test_in_the_miniature_the_sequential_base_gets_the_same_rl_as_dc_cot():
     }
 
 
+@pytest.mark.parametrize("recipe", ["configs/mini/modes.yaml", "configs/mini/modes_exact.yaml"])
+def test_the_three_modes_are_compared_with_the_same_settings(recipe):
+    plans = {plan.name: flat(plan.load()) for plan in load_recipe(recipe)[1]}
+    own = {"name", "seed", "rollout.mode", "rollout.max_staleness", "rollout.gpus"}
+    for mode in ("partial", "asynchronous"):
+        assert {key for key in plans[mode] if plans[mode][key] != plans["synchronous"][key]} <= own
+        ours, theirs = plans[f"eval_{mode}"], plans["eval_synchronous"]
+        assert {key for key in ours if ours[key] != theirs[key]} == {"seed", "model"}
+
+
 def test_the_unmarked_miniature_differs_in_its_solutions_and_in_how_much_sft_it_needs():
     marked, unmarked = (
         {plan.name: flat(plan.load()) for plan in load_recipe(f"configs/mini/{name}.yaml")[1]} for name in NAMES
