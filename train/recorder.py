@@ -100,6 +100,7 @@ LAYOUT = {  # TensorBoard's page "custom scalars": section → chart → curves
         "Waiting, share of the step": ["time/engines_wait", "time/trainer_waits"],
         "Groups: queue, carried over, started": ["pool/waiting", "pool/unfinished", "pool/started", "pool/too_old"],
         "Staleness of trained tokens (versions)": ["staleness/mean", "staleness/max"],
+        "Trained tokens by age (share)": [f"staleness/tokens_{age}_old" for age in range(5)],
     },
 }
 SFT_LAYOUT = {
