@@ -41,7 +41,8 @@ def gaps(run: Path, start: Path, temperature: float) -> dict[int, float]:
         folder = run / "checkpoints" / f"step_{version:06d}" / "hf" if version else start
         model = Transformer(read_config(folder))
         load_weights(model, folder, torch.float32)
-        masked = copy.deepcopy(responses)
+        those = [each for each in responses if any(version in segment.versions for segment in each.segments())]
+        masked = copy.deepcopy(those)
         for segment in (segment for response in masked for segment in response.segments()):
             segment.logprobs = [p if v == version else math.nan for p, v in zip(segment.logprobs, segment.versions)]
         worst[version] = max(_gap(model, forest, temperature) for forest in pack(masked, 2000).forests())

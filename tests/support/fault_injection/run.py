@@ -27,15 +27,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from dccot.core.files import read_jsonl, write_atomic
 from dccot.core.provenance import code_version, describe_code
 from dccot.core.run import Checkpoint
 from dccot.lab.worlds.exact_task import make_task
+from dccot.rollout.servers import Servers
 from tests.support.fault_injection.compare import SETTINGS, differences
 from tests.support.fault_injection.faults import FAULTS, PLANTED, Trial, planted_keys_in
+from tests.support.fault_injection.fleets import SAME, STALE, make_stale_task, servers, unsound
 from tests.support.fault_injection.folders import flip_a_bit, folders
 from tests.support.fault_injection.power import power_cuts
 from tests.support.fault_injection.rank import FILES, FULL_DISK, PHASES, Kill
@@ -43,7 +47,6 @@ from tests.support.fault_injection.stops import STOPS
 from tests.support.fault_injection.storms import storms
 
 RANKS = 2
-TRIALS = {**FAULTS, **STOPS, "folders": folders, "power": power_cuts, "storms": storms}
 MADE_HERE = ".torture"  # marks a folder that may be emptied
 DAMAGES = ("a flipped bit", "a file cut short", "a missing file", "a broken manifest")
 
@@ -215,6 +218,31 @@ def kill_again_and_again(out: Path, kills: Sequence[Kill], seed: int, under: Seq
     return judge(injection)
 
 
+STALE_KILLS = [("rollout", "rank 0"), ("update", "rank 1"), ("sync", "rank 0"), ("checkpoint", "job")]
+STALE_KILLS += [("sync", "job"), ("rollout", "job")]
+
+
+def stale_kills(mode: str, out: Path, under: Sequence[str]) -> list[Trial]:
+    """A partial or asynchronous trainer killed in every phase. Servers outlive it, whatever it was doing to them."""
+    kills = [Kill(moment, victim, 0.5) for moment, victim in STALE_KILLS]
+    out.mkdir(parents=True)
+    config = make_stale_task(out)
+    with ExitStack() as stack:
+        given = [f"rollout.mode={mode}"]
+        if mode == "asynchronous":
+            stack.callback(os.environ.pop, "VLLM_API_KEY", None)
+            urls = stack.enter_context(Servers(out / "model", config.engine, 2, logs=out)).urls
+            given += [f"engine.url=[{','.join(urls)}]"]
+        injection = FaultInjection(out, 3 * len(kills) + 4, (*SETTINGS, *STALE, *given), under)
+        for launch in in_launches(kills, 0):
+            injection.inject(launch, restarts=len(launch) - 1)
+        injection.inject([], restarts=0)
+    wrong = injection.problems + injection.lost() + unsound(injection.run, config, injection.steps)
+    tried = len(injection.kills())
+    where = ", ".join(f"{row['moment']} ({row['victim']})" for row in injection.kills())
+    return [Trial(f"SIGKILL: {mode} trainer", tried, 0 if wrong else tried, f"{where}; {SAME}", wrong)]
+
+
 def judge(injection: FaultInjection) -> list[Trial]:
     rows, logs = injection.kills(), sorted((injection.out / "logs").glob("*_faulted.log"))
     said = "".join(path.read_text() for path in logs)
@@ -235,6 +263,10 @@ def judge(injection: FaultInjection) -> list[Trial]:
         seen = "a message each time; training continued, the next one was written"
         trials.append(Trial("disk full while a checkpoint is written", failed, 0 if wrong else failed, seen))
     return trials
+
+
+TRIALS = {**FAULTS, **STOPS, "folders": folders, "power": power_cuts, "storms": storms, "servers": servers}
+TRIALS |= {f"{mode}_kills": partial(stale_kills, mode) for mode in ("partial", "asynchronous")}
 
 
 def table(trials: Sequence[Trial]) -> str:
