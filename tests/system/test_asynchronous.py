@@ -1,7 +1,7 @@
 """Asynchronous RL on two real servers: one is killed and started again while the model trains.
 
 Every span of every response that was trained on has the log-probs of its own version's weights, also after the server
-came back; and without staleness the responses are those of the synchronous run.
+came back; and without staleness responses and weights are those of the synchronous run.
 """
 
 import os
@@ -68,7 +68,7 @@ def test_every_route_but_health_wants_the_key(servers):
     assert httpx.get(servers.urls[0] + "/health", trust_env=False).status_code == 200
 
 
-def test_without_staleness_the_responses_are_those_of_the_synchronous_run(out, servers):
+def test_without_staleness_responses_and_weights_are_those_of_the_synchronous_run(out, servers):
     engine = VllmEngine(out / "model", settings(out, "any").engine)
     train(settings(out, "synchronous", "steps=2"), engine)
     train(settings(out, "fresh", "steps=2", "rollout.max_staleness=0", *fleet(servers)))
@@ -77,6 +77,8 @@ def test_without_staleness_the_responses_are_those_of_the_synchronous_run(out, s
         assert [(row["problem"], row["sample"], row["text"]) for row in ours] == [
             (row["problem"], row["sample"], row["text"]) for row in theirs
         ]
+    whole = [out / name / "checkpoints/step_000002/hf/model.safetensors" for name in ("fresh", "synchronous")]
+    assert whole[0].read_bytes() == whole[1].read_bytes()
 
 
 @pytest.fixture(scope="module")
