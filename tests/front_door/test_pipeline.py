@@ -165,6 +165,13 @@ def test_the_three_modes_are_compared_with_the_same_settings(recipe):
         assert {key for key in ours if ours[key] != theirs[key]} == {"seed", "model"}
 
 
+def test_rl_with_adapters_and_of_all_weights_differ_in_what_is_trained_and_how_fast():
+    plans = {plan.name: plan for plan in load_recipe("configs/mini/adapters.yaml")[1]}
+    one, other = (flat(plans[name].load()) for name in ("rl_weights", "rl_adapters"))
+    assert {key for key in one if one[key] != other[key]} == {"name", "model.lora.rank", "optimizer.learning_rate"}
+    assert plans["rl_weights"].start == plans["rl_adapters"].start
+
+
 def test_the_unmarked_miniature_differs_in_its_solutions_and_in_how_much_sft_it_needs():
     marked, unmarked = (
         {plan.name: flat(plan.load()) for plan in load_recipe(f"configs/mini/{name}.yaml")[1]} for name in NAMES
