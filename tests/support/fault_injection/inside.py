@@ -115,7 +115,7 @@ def _stuck_collective(settings: Settings, engine: VllmEngine) -> Trial:
     class Slow(rl.RL):
         def grade(self):
             if self.runtime.rank == 1:
-                time.sleep(TIMEOUT_SECONDS + 5)
+                time.sleep(2 * TIMEOUT_SECONDS)  # a busy machine may bring rank 0 here late, too
             return super().grade()
 
     rl.RL = Slow
