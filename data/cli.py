@@ -21,7 +21,7 @@ from rich.console import Console
 
 from dccot.core.command import Parser, conclude, positive, run_cleanly
 from dccot.core.config import load_config, to_yaml
-from dccot.core.progress import Progress, first_rank
+from dccot.core.progress import Progress, first_rank, waiting
 from dccot.data.problems import PRESETS, Fields, fetch, load_problems
 from dccot.rollout.tags import width
 
@@ -74,7 +74,8 @@ def parser() -> Parser:
 
 def _fetch(arguments: Namespace) -> None:
     for name in arguments.names:
-        path = fetch(name, arguments.folder)
+        with waiting(f"downloading {name}"):
+            path = fetch(name, arguments.folder)
         conclude(f"{path}: {len(load_problems(path)):,} problems", f"dccot data problems {path}")
 
 

@@ -30,6 +30,7 @@ import numpy as np
 from dccot import plan as one_run
 from dccot.core.command import Parser, positive, print_table, run_cleanly
 from dccot.core.config import ConfigError, load_config
+from dccot.core.progress import waiting
 from dccot.core.run import Run
 from dccot.data.sft_set import RewriteConfig, SequentialConfig
 from dccot.eval.results import BENCHMARKS
@@ -369,7 +370,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         a = load_config(Assumptions, None, arguments.assume)
         shape = one_run.read_shape(arguments.model)
         chosen = (arguments.gpus, GPUS[arguments.gpu])
-        costs, a = costs_of(arguments.recipe, arguments.overrides, shape, *chosen, a, arguments.run)
+        with waiting(f"simulating {arguments.recipe}"):
+            costs, a = costs_of(arguments.recipe, arguments.overrides, shape, *chosen, a, arguments.run)
         if arguments.json:
             print(
                 json.dumps(

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import dccot
 from dccot.core.command import Parser, conclude, run_cleanly
 from dccot.core.config import require
+from dccot.core.progress import waiting
 from dccot.core.run import Run
 from dccot.data.task import settings_of
 from dccot.eval.results import LABELS, SUMMARY, Evaluation, shown
@@ -248,7 +249,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.read(argv)
 
     def work() -> None:
-        folder = export(arguments.run, arguments.folder, arguments.license)
+        with waiting(f"exporting {arguments.run}"):
+            folder = export(arguments.run, arguments.folder, arguments.license)
         conclude(f"exported to {folder}; its README.md is the model card", f"dccot serve {folder}")
         if arguments.push:
             print(f"pushed to {push(folder, arguments.push, arguments.public)}")

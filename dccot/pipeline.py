@@ -25,6 +25,7 @@ from typing import Any
 from dccot.core.command import conclude, launch_parser, log_to_terminal, run_cleanly
 from dccot.core.config import ConfigError, one_of, to_yaml
 from dccot.core.files import write_atomic
+from dccot.core.progress import waiting
 from dccot.core.provenance import record
 from dccot.core.runtime import PATIENCE, Runtime, free_memory, gpus, on_rank_zero, set_timeout
 from dccot.preflight import changes, checked_recipe, made_from
@@ -49,8 +50,14 @@ def run_recipe(
     """Check every stage, then run those that are not finished or are in `redo`; returns the resolved recipe."""
     recipe, plans = load_recipe(path, overrides, quick)
     plans = first_stages(plans, until)
-    with Runtime.start(PATIENCE) as runtime:
-        on_rank_zero(lambda: _open(recipe, plans, runtime.ranks, redo))
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if alone:  # what is rejected needs no torch
+        _open(recipe, plans, 1, redo)
+    with waiting("loading torch"):
+        runtime = Runtime.start(PATIENCE)
+    with runtime:
+        if not alone:
+            on_rank_zero(lambda: _open(recipe, plans, runtime.ranks, redo))
         record(recipe.folder, recipe, {}, runtime)
         with closing(SharedEngine(plans, recipe.folder)) as engines:
             for number, plan in enumerate(plans, start=1):
@@ -60,7 +67,8 @@ def run_recipe(
 
 def _open(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: Sequence[str]) -> None:
     """Reject what cannot run, changing nothing; then lock the folder, write the recipe, move away what is redone."""
-    checked = checked_recipe(recipe, plans, ranks, redo)
+    with waiting(f"{recipe.folder}: checking {len(plans)} stages"):
+        checked = checked_recipe(recipe, plans, ranks, redo)
     recipe.home.claim()
     write_atomic(recipe.home.recipe_file, to_yaml(recipe))
     for remark in checked.remarks():

@@ -25,6 +25,7 @@ from pathlib import Path
 from dccot.core.command import Parser, run_cleanly
 from dccot.core.config import require
 from dccot.core.files import BadData, read_jsonl
+from dccot.core.progress import waiting
 from dccot.core.run import METRICS, RECIPE, Run
 from dccot.core.statistics import ByProblem, Estimate, over_problems
 from dccot.eval import latency, paper, plots, tables
@@ -245,7 +246,8 @@ def _report(arguments: argparse.Namespace) -> None:
     evaluations = [Evaluation.load(folder) for folder in kinds[SUMMARY]]
     evaluations += rows_of(recipes[0]).values() if recipes else []
     also = {"baseline": arguments.baseline, "latencies": kinds[latency.REPORT], "seeds": recipes[1:] and recipes}
-    page = write_report(evaluations, kinds[METRICS], arguments.out, arguments.title, **also)
+    with waiting(f"drawing {arguments.out}/report.html"):
+        page = write_report(evaluations, kinds[METRICS], arguments.out, arguments.title, **also)
     show_comparison(evaluations)
     print(f"{page} (and report.md next to it)")
 

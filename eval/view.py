@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from dccot.core.command import Parser, run_cleanly
 from dccot.core.config import ConfigError
 from dccot.core.files import BadData, read_jsonl, write_atomic
+from dccot.core.progress import waiting
 from dccot.core.run import Run, step_of
 from dccot.data.task import settings_of
 from dccot.eval.document import render
@@ -328,7 +329,8 @@ def _run(arguments: argparse.Namespace) -> None:
     out = arguments.out or first.with_name(first.name.removesuffix(".gz")).with_suffix(".html")
     if out in arguments.rollouts or out.is_dir() or not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out} cannot be written; name a new .html file in a folder that exists")
-    responses, size = build(arguments.rollouts, out, arguments.model, arguments.entropy)
+    with waiting(f"reading {', '.join(file.name for file in arguments.rollouts)}"):
+        responses, size = build(arguments.rollouts, out, arguments.model, arguments.entropy)
     print(f"{out}: {responses:,} responses of {first.name}, {size / 1e6:.1f} MB; open it in a browser")
 
 

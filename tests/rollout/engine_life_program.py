@@ -8,7 +8,7 @@ import sys
 import weakref
 from pathlib import Path
 
-from dccot.rollout import vllm_engine
+from dccot.core import progress
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import EngineConfig
 from dccot.rollout.generate import Request, generate
@@ -23,7 +23,7 @@ def greedy(engine: VllmEngine) -> list[int]:
 
 
 def main(folder: Path, out: Path) -> None:
-    vllm_engine.HEARTBEAT_SECONDS = 0.1
+    progress.HEARTBEAT_SECONDS = 0.1
     found: dict = {}
     try:
         VllmEngine(folder, EngineConfig(dtype="float32", kv_cache_gb=1e-6), logs=out / "failed")
