@@ -63,15 +63,19 @@ def rollouts(out) -> list[Rollout]:
 
 
 def test_the_folder_is_named_after_the_checkpoint_that_rank_zero_found(speaker, sums, tmp_path, monkeypatch, capsys):
-    """A rank whose `latest` has moved since sees rank 0's answer, and a newer name on its disk. The budget ends it."""
+    """A rank whose `latest` has moved since sees rank 0's answer, and a newer name on its disk."""
+
+    def stop(out: Path, *_: object) -> None:
+        raise ConfigError(f"it would be {out}")
+
     for step in (5, 9):
         shutil.copytree(speaker, tmp_path / f"run/checkpoints/step_{step:06d}/hf")
     (tmp_path / "run/latest").write_text("step_000009\n")
     monkeypatch.setattr(run_module, "resolve_model", lambda model: tmp_path / "run/checkpoints/step_000005/hf")
     monkeypatch.chdir(tmp_path)
-    assert main(["run", "--problems", str(sums), "--budget", "5000"]) == 2
-    assert "lower the budget" in capsys.readouterr().err
-    assert [folder.name for folder in (tmp_path / "runs/eval").iterdir()] == ["run-5-parallel-5000"]
+    monkeypatch.setattr(run_module, "_open_folder", stop)
+    assert main(["run", "--problems", str(sums), "--budget", "100"]) == 2
+    assert "it would be runs/eval/run-5-parallel-100" in capsys.readouterr().err
 
 
 def test_every_response_is_saved_once_and_graded(uninterrupted):
