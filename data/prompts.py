@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -31,6 +31,8 @@ from dccot.rollout.tags import THINK_CLOSE, THINK_OPEN, Width
 
 BOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
 CHAT_TOKENS = (BOS, USER, ASSISTANT)
+Options = Mapping[str, Any]
+NONE: Options = {}
 TEMPLATE_SECONDS, TEMPLATE_MB = 4, 1024  # CPU seconds and memory of a chat template for one short question
 # how templates end that open the thinking, or skip it by closing it empty
 OPENED = re.compile(rf"{THINK_OPEN}\s*(?:{THINK_CLOSE}\s*)?\Z")
@@ -133,11 +135,13 @@ class PromptConfig:
         """Whether the prompt invites the model to spawn workers, and the engine allows it."""
         return self.wording.parallel
 
-    def text(self, question: str, tokenizer: Any = None, earlier: Sequence[dict[str, str]] = ()) -> str:
+    def text(
+        self, question: str, tokenizer: Any = None, earlier: Sequence[dict[str, str]] = (), options: Options = NONE
+    ) -> str:
         """The prompt in the tokenizer's format, or in the paper's; a chat template also takes `earlier` turns."""
         text = self.wording(question)
         if tokenizer is not None and self.chat_format_for(tokenizer) == "chat":
-            text = OPENED.sub("", rendered(tokenizer, self.wording.message(question), self.system, earlier))
+            text = OPENED.sub("", rendered(tokenizer, self.wording.message(question), self.system, earlier, options))
         return text + self._opening
 
     def whole_text(self, response_text: str) -> str:
@@ -204,8 +208,17 @@ def _template_fault(tokenizer: Any) -> str | None:
     return exceeds(render, TEMPLATE_SECONDS, TEMPLATE_MB)
 
 
-def rendered(tokenizer: Any, message: str, system: str = "", earlier: Sequence[dict[str, str]] = ()) -> str:
-    """The chat template with one user message, up to the assistant's; a system message of `earlier` comes first."""
+def rendered(
+    tokenizer: Any,
+    message: str,
+    system: str = "",
+    earlier: Sequence[dict[str, str]] = (),
+    options: Options = NONE,
+) -> str:
+    """The chat template with one user message, up to the assistant's; a system message of `earlier` comes first.
+
+    `options` are variables of the template.
+    """
     spoken = bool(earlier) and earlier[0]["role"] == "system"
     turns = [{"role": "system", "content": system}] if system and not spoken else []
     turns += [*earlier, {"role": "user", "content": message}]
@@ -213,7 +226,7 @@ def rendered(tokenizer: Any, message: str, system: str = "", earlier: Sequence[d
     if fault := _template_fault(tokenizer):
         raise ConfigError(f"{template} {fault} for one short question; use another tokenizer, or another template")
     try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options)
     except Exception as error:  # a template's own refusals, and whatever its expressions raise
         raise ConfigError(f"{template} refuses the prompt: {error}; see prompt.system") from None
     if message.strip() not in text:

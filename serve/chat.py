@@ -1,19 +1,18 @@
-"""Chat completions: a request becomes a `Job` of n responses, which is answered whole or as a stream of chunks.
+"""What is asked becomes a `Job` of n responses, which runs until it is done or closed.
 
     chat.admit(request) → Job      400, 404 and 503 happen here, before anything is sampled; the job is then running
-    await job.whole()              one chat.completion object
-    job.chunks()                   chat.completion.chunk objects, as they arrive; a list of those that arrived together
+    job.deltas()                   what is written, as it arrives; a list of what arrived together
+    await job.whole()              the same at the end: (reasoning, content) of each response
 
-In a stream, a new delta carries its lane in addition to the standard fields: `round` (from 1), `worker` (0: the
-director), `text`, `tokens`; and `of`, the path of the worker that it belongs to, where workers spawn workers.
-`reasoning` and `content` are in reading order: worker 2's text follows once worker 1 has
-finished. Prometheus metrics are added to vLLM's at /metrics.
+How a job becomes the objects of an API is written in completions.py and responses.py. Prometheus metrics are added to
+vLLM's at /metrics.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 import secrets
 import time
@@ -21,7 +20,9 @@ import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.engine.protocol import EngineClient
@@ -30,7 +31,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from dccot.data.prompts import PromptConfig, special_tokens
 from dccot.rollout.director import Director, RolloutConfig
-from dccot.rollout.response import Finish, Response
+from dccot.rollout.response import Finish, Response, Rollout
 from dccot.rollout.tags import all_tags
 from dccot.serve.admission import Admission
 from dccot.serve.launch import ServeConfig
@@ -39,6 +40,7 @@ from dccot.serve.request import ChatRequest, Refused, prompt_text
 from dccot.serve.session import Manner, Session, Vocabulary
 from dccot.serve.stream import Channels, Piece, ReadingOrder, answer_tokens
 
+log = logging.getLogger("vllm.dccot")
 CHARACTERS_PER_TOKEN = 32  # messages longer than this many times the model's context are rejected before tokenising
 
 RUNNING = Gauge("dccot_responses_running", "responses that are being written", multiprocess_mode="livesum")
@@ -76,7 +78,8 @@ class Chat:
         self.admission = Admission(self.load.crowded)
         self.load.changed = self._admit
         self._tokenising = ThreadPoolExecutor(1, "dccot-tokenising")
-        self.arriving, self.running = 0, 0  # requests that are being read; responses that are being written
+        self.arriving, self.jobs = 0, set[Job]()  # requests that are being read; those that run
+        self.leaving = False  # the server is ending: nothing new is begun
         self.usual_seconds = 1.0  # that a response takes, lately
 
     def _admit(self) -> None:
@@ -92,7 +95,13 @@ class Chat:
             **{name: getattr(rollout, name) for name in ("workers", "depth", "budget", "temperature", "top_p")},
             "max_n": self.config.max_n,
             "branching": self.config.branching,
+            "examples": self.config.examples,
         }
+
+    @property
+    def running(self) -> int:
+        """Responses that are being written."""
+        return sum(job.request.n for job in self.jobs)
 
     @contextmanager
     def arrival(self) -> Iterator[None]:
@@ -108,10 +117,10 @@ class Chat:
         if request.model is not None and request.model not in self.models:
             known = f"this server has {', '.join(self.models)}"
             raise Refused(f"there is no model {ascii(request.model)[:60]}; {known}", "model", 404)
-        rollout, prompt = self._settings(request)
+        rollout, prompt, warnings = self._settings(request)
         self._refuse_if_busy(request.n)
         loop = asyncio.get_running_loop()
-        ids = await loop.run_in_executor(self._tokenising, self._prompt_ids, request, prompt)
+        ids, ignored = await loop.run_in_executor(self._tokenising, self._prompt_ids, request, prompt)
         self._refuse_if_busy(request.n)  # others may have arrived meanwhile
         seed = secrets.randbits(63) if request.seed is None else request.seed
         order = next(self._order) if self._by_priority else None  # started responses go before new ones
@@ -122,44 +131,41 @@ class Chat:
         sessions = []
         for sample in range(request.n):
             director = Director(ids, rollout, self.vocabulary.tags, self.context, prompt.parallel)
-            sessions.append(
-                Session(
-                    *(self.engine, director, rollout, self.vocabulary, name, seed, sample),
-                    *(self.admission, manner, order, piecewise),
-                )
-            )
-        return Job(self, request, name, sessions)
+            shared = (self.engine, director, rollout, self.vocabulary, name, seed, sample)
+            sessions.append(Session(*shared, self.admission, manner, order, piecewise, request.filters))
+        return Job(self, request, name, sessions, warnings + ignored)
 
-    def _settings(self, request: ChatRequest) -> tuple[RolloutConfig, PromptConfig]:
+    def _settings(self, request: ChatRequest) -> tuple[RolloutConfig, PromptConfig, list[str]]:
+        """And what the client should know about them."""
         if request.n > self.config.max_n:
             raise Refused(f"n is {request.n}; this server answers at most {self.config.max_n} at once", "n")
         rollout, prompt = replace(self.config.rollout), self.prompt
-        budget = request.budget or rollout.budget
-        if budget > rollout.budget:
-            limit = f"the longest path of this server's responses has at most {rollout.budget:,} tokens"
-            raise Refused(f"max_completion_tokens is {budget:,}; {limit}", "max_completion_tokens")
-        rollout.budget = budget
+        rollout.budget, cut = request.budget(rollout.budget)
         rollout.temperature = rollout.temperature if request.temperature is None else request.temperature
         rollout.top_p = rollout.top_p if request.top_p is None else request.top_p
         without_workers = request.reasoning_effort == "none" and prompt.parallel
-        return rollout, replace(prompt, kind="sequential") if without_workers else prompt
+        return rollout, replace(prompt, kind="sequential") if without_workers else prompt, [cut] if cut else []
 
-    def _prompt_ids(self, request: ChatRequest, prompt: PromptConfig) -> list[int]:
+    def _prompt_ids(self, request: ChatRequest, prompt: PromptConfig) -> tuple[list[int], list[str]]:
+        """And a warning if something of the request makes no difference."""
         limit = min(self.context - 1, prompt.max_prompt_tokens)
         most = f"this server's prompts have at most {limit:,} tokens"
-        characters = sum(len(message.content) for message in request.messages)
+        options = request.chat_template_kwargs
+        texts = [*(message.content for message in request.messages), *map(str, options.values())]
+        characters = sum(map(len, texts))
         if characters > CHARACTERS_PER_TOKEN * limit:
             raise Refused(f"messages have {characters:,} characters; {most}", "messages")
-        for at, message in enumerate(request.messages):
-            if found := next((token for token in self._reserved if token in message.content), None):
-                where = f"messages[{at}].content"
-                raise Refused(f"{where} holds the special token {found!r}; remove it", where)
+        if found := next((token for token in self._reserved for text in texts if token in text), None):
+            raise Refused(f"messages: one holds the special token {found!r}; remove it", "messages")
         tokenizer = self.vocabulary.tokenizer
-        text = prompt_text(prompt, request.messages, tokenizer, self.vocabulary.eos)
+        write = partial(prompt_text, prompt, request.messages, tokenizer, self.vocabulary.eos)
+        text, ignored = write(options), list[str]()
+        if options and text == write({}):
+            ignored = [f"chat_template_kwargs makes no difference to this model's prompt: {', '.join(options)}"]
         ids = list(tokenizer.encode(text, add_special_tokens=prompt.wording.raw))
         if len(ids) > limit:
             raise Refused(f"messages make a prompt of {len(ids):,} tokens; {most}", "messages")
-        return ids
+        return ids, ignored
 
     def _refuse_if_busy(self, n: int) -> None:
         if self.running + n > self.config.max_requests:
@@ -173,6 +179,8 @@ class Chat:
 
     def refusal(self, error: Exception) -> Refused:
         """The error a client gets when the engine fails."""
+        if isinstance(error, Refused):
+            return error
         if isinstance(error, GracefulHTTPError):  # vLLM's own limits, --max-num-queued-reqs and --max-num-queued-tokens
             return Refused(str(error), None, int(error.http_status), retry_after=self._wait)
         if isinstance(error, EngineDeadError):
@@ -186,41 +194,55 @@ class Chat:
         return math.ceil(min(60.0, max(1.0, self.usual_seconds)))
 
 
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one response says next. Its end: no lane and no text.
+
+    `reasoning` and `content` are in reading order: worker 2's text follows once worker 1 has finished. `lane` is what
+    was just written, wherever it is read: `round` (from 1), `worker` (0: the director), `text`, `tokens`; and `of`, the
+    path of the worker that it belongs to, where workers spawn workers.
+    """
+
+    index: int
+    reasoning: str = ""
+    content: str = ""
+    lane: dict[str, Any] = field(default_factory=dict)
+    ids: list[int] = field(default_factory=list)
+
+    @property
+    def ends(self) -> bool:
+        return not (self.lane or self.reasoning or self.content)
+
+
 class Choice:
     """One response in progress: what has been sent to the client."""
 
     def __init__(self, index: int, stop: Iterable[str]):
         self.index, self.order, self.channels = index, ReadingOrder(), Channels(stop)
 
-    def hear(self, piece: Piece) -> Iterator[tuple[dict, list[int]]]:
-        """(delta, token ids) for each piece to send now; the delta of newly written text names its lane."""
+    def hear(self, piece: Piece) -> Iterator[Delta]:
+        """What to send now: the piece itself, which names its lane, and what had to wait for it."""
         *above, round_, worker = piece.path
         lane = {"round": round_ + 1, "worker": worker, "text": piece.text, "tokens": len(piece.ids)}
         lane |= {"of": above} if above else {}
         ready = self.order.take(piece)
-        reasoning, content = self.channels.take(piece) if ready else ("", "")
-        yield _delta(reasoning, content) | lane, piece.ids
+        yield Delta(self.index, *(self.channels.take(piece) if ready else ("", "")), lane, piece.ids)
         for waited in ready[1:]:
-            if delta := _delta(*self.channels.take(waited)):
-                yield delta, []
-
-
-def _delta(reasoning: str, content: str) -> dict:
-    delta = {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
-    return delta | ({"content": content} if content else {})
+            if not (delta := Delta(self.index, *self.channels.take(waited))).ends:
+                yield delta
 
 
 class Job:
     """n responses to one request. It runs from the start until it is done or `close`d."""
 
-    def __init__(self, chat: Chat, request: ChatRequest, name: str, sessions: list[Session]):
-        self.chat, self.request, self.name, self.sessions = chat, request, name, sessions
+    def __init__(self, chat: Chat, request: ChatRequest, name: str, sessions: list[Session], warnings: list[str]):
+        self.chat, self.request, self.name, self.sessions, self.warnings = chat, request, name, sessions, warnings
         self.choices = [Choice(index, request.stop) for index in range(request.n)]
         self.began, self.created = time.monotonic(), int(time.time())
-        # an empty delta: this choice has finished
-        self._deltas: asyncio.Queue[tuple[int, dict, list[int]] | None] = asyncio.Queue()
+        self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
         self._unfinished = request.n
-        chat.running += request.n
+        self._cut_off: Refused | None = None
+        chat.jobs.add(self)
         RUNNING.inc(request.n)
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._ended)
@@ -232,14 +254,14 @@ class Job:
 
     async def _respond(self, choice: Choice, session: Session) -> None:
         def hear(piece: Piece) -> bool:
-            for delta, ids in choice.hear(piece):
-                self._deltas.put_nowait((choice.index, delta, ids))
+            for delta in choice.hear(piece):
+                self._deltas.put_nowait(delta)
             return choice.channels.stopped is not None
 
         await session.run(hear)
         seconds = time.monotonic() - self.began
         self.chat.usual_seconds += 0.1 * (seconds - self.chat.usual_seconds)
-        RESPONSES.labels(self._finish(choice.index)[0]).inc()
+        RESPONSES.labels(self.finish(choice.index)[0]).inc()
         _observe(session.director.response)
         for join in session.joins:
             JOIN.observe(join)
@@ -248,10 +270,10 @@ class Job:
         if session.first_token is not None:
             FIRST_TOKEN.observe(session.first_token)
         self._unfinished -= 1
-        self._deltas.put_nowait((choice.index, {}, []))
+        self._deltas.put_nowait(Delta(choice.index))
 
     def _ended(self, task: asyncio.Task) -> None:
-        self.chat.running -= self.request.n
+        self.chat.jobs.discard(self)
         RUNNING.dec(self.request.n)
         if task.cancelled() or task.exception() is not None:
             RESPONSES.labels("cancelled" if task.cancelled() else "error").inc(self._unfinished)
@@ -262,80 +284,95 @@ class Job:
         self._task.cancel()
         await asyncio.wait([self._task])
 
+    def cut_off(self, reason: Refused) -> None:
+        """End it, and let the client know why."""
+        self._cut_off = reason
+        self._task.cancel()
+
     async def _done(self) -> None:
         try:
             await self._task
+        except asyncio.CancelledError:
+            raise self._cut_off or asyncio.CancelledError from None
         except BaseExceptionGroup as group:
             error: BaseException = group
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
             raise error from None
 
-    def _finish(self, index: int) -> tuple[str, str | None]:
-        """(finish_reason, stop_reason)"""
-        stopped, finish = self.choices[index].channels.stopped, self.sessions[index].director.response.finish
-        if stopped is not None:
-            return "stop", stopped
-        return ("stop", None) if finish is Finish.ANSWERED else ("length", finish.value)
-
-    async def whole(self) -> dict:
-        await self._done()
-        messages = [{"role": "assistant", "content": "", "reasoning": ""} for _ in self.choices]
-        while (item := self._deltas.get_nowait()) is not None:
-            for field in ("reasoning", "content"):
-                messages[item[0]][field] += item[1].get(field, "")
-        ids = {"prompt_token_ids": self.sessions[0].director.prompt} if self.request.return_token_ids else {}
-        choices = [self._choice(message, index) for index, message in enumerate(messages)]
-        return self._object("chat.completion", choices) | {"usage": self._usage(), **ids}
-
-    def _choice(self, message: dict, index: int) -> dict:
-        finish, reason = self._finish(index)
-        message["reasoning_content"] = message["reasoning"]
-        choice = {"index": index, "message": message, "logprobs": None, "finish_reason": finish, "stop_reason": reason}
-        response, cut = self.sessions[index].director.response, self.sessions[index].cut
-        choice |= {"cut_workers": cut} if cut else {}
-        return choice | ({"token_ids": response.as_read} if self.request.return_token_ids else {})
-
-    async def chunks(self) -> AsyncIterator[list[dict]]:
-        """Events as they arrive; the workers of a round write at the same time, and their events are sent together."""
-        yield [self._chunk(choice.index, {"role": "assistant", "content": ""}) for choice in self.choices]
-        items: list[tuple[int, dict, list[int]] | None] = []
+    async def deltas(self) -> AsyncIterator[list[Delta]]:
+        """As they arrive; the workers of a round write at the same time, and theirs come together."""
+        items: list[Delta | None] = []
         while not items or items[-1] is not None:
             items = [await self._deltas.get()]
             while not self._deltas.empty():
                 items.append(self._deltas.get_nowait())
-            yield [self._told(*item) for item in items if item is not None]
+            yield [delta for delta in items if delta is not None]
         await self._done()
-        if self.request.stream_options.include_usage:
-            yield [self._object("chat.completion.chunk", []) | {"usage": self._usage()}]
 
-    def _told(self, index: int, delta: dict, ids: list[int]) -> dict:
-        if delta:
-            return self._chunk(index, delta, **({"token_ids": ids} if self.request.return_token_ids else {}))
-        finish, reason = self._finish(index)
-        cut = {"cut_workers": cut} if (cut := self.sessions[index].cut) else {}
-        return self._chunk(index, {}, finish_reason=finish, stop_reason=reason, **cut)
+    async def whole(self) -> list[tuple[str, str]]:
+        """(reasoning, content) of each response."""
+        texts = [["", ""] for _ in self.choices]
+        async for deltas in self.deltas():
+            for delta in deltas:
+                texts[delta.index][0] += delta.reasoning
+                texts[delta.index][1] += delta.content
+        return [(reasoning, content) for reasoning, content in texts]
 
-    def _chunk(self, index: int, delta: dict, **more: object) -> dict:
-        choice = {"index": index, "delta": delta, "finish_reason": None, **more}
-        return self._object("chat.completion.chunk", [choice])
+    def refusal(self, error: Exception) -> Refused:
+        """What the client is told of an error."""
+        if not isinstance(error, (EngineDeadError, Refused)):  # of a dead engine vLLM says why, once
+            log.error("request %s failed", self.name, exc_info=error)
+        return self.chat.refusal(error)
 
-    def _object(self, kind: str, choices: list[dict]) -> dict:
-        model = self.request.model or self.chat.models[0]
-        return {"id": self.name, "object": kind, "created": self.created, "model": model, "choices": choices}
+    # ---- what is known of it, at the end ----
 
-    def _usage(self) -> dict:
-        responses = [session.director.response for session in self.sessions]
-        answers = sum(answer_tokens(response, self.chat.vocabulary.decode) for response in responses)
-        sampled, prompt = sum(response.sampled_tokens for response in responses), len(responses[0].prompt)
-        details = {
-            "reasoning_tokens": sampled - answers,
-            "longest_path_tokens": max(response.longest_path for response in responses),
+    @property
+    def model(self) -> str:
+        return self.request.model or self.chat.models[0]
+
+    @property
+    def budget(self) -> int:
+        return self.sessions[0].config.budget
+
+    @property
+    def responses(self) -> list[Response]:
+        return [session.director.response for session in self.sessions]
+
+    def finish(self, index: int) -> tuple[str, str | None]:
+        """(finish_reason, stop_reason)"""
+        stopped, finish = self.choices[index].channels.stopped, self.responses[index].finish
+        if stopped is not None:
+            return "stop", stopped
+        return ("stop", None) if finish is Finish.ANSWERED else ("length", finish.value)
+
+    def counts(self) -> dict[str, int]:
+        """Tokens over all choices; the longest path is the longest one's."""
+        responses = self.responses
+        return {
+            "prompt": len(responses[0].prompt),
+            "cached": self.sessions[0].cached,
+            "sampled": sum(response.sampled_tokens for response in responses),
+            "answers": sum(answer_tokens(response, self.chat.vocabulary.decode) for response in responses),
+            "longest_path": max(response.longest_path for response in responses),
             "rounds": max(len(response.forks) for response in responses),
             "workers": sum(len(list(response.threads())) for response in responses),
         }
-        counts = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-        return counts | {"completion_tokens_details": details}
+
+    def logprobs(self, index: int) -> list[dict[str, Any]]:
+        """Of the tokens that the director sampled after its first `</think>`, as chat completions write them."""
+        response, decode = self.responses[index], self.chat.vocabulary.decode
+        scored = [pair for segment in response.trunk for pair in zip(segment.sampled, segment.logprobs)]
+        answer = scored[len(scored) - answer_tokens(response, decode) :]
+        texts = [(decode([token]), logprob) for token, logprob in answer]
+        return [{"token": t, "logprob": score, "bytes": [*t.encode()], "top_logprobs": []} for t, score in texts]
+
+    def rollout(self, index: int) -> dict:
+        """The response as a line of the file that `dccot view` opens. Nobody has judged it."""
+        response, prompt = self.responses[index], self.chat.prompt
+        text = prompt.whole_text(response.text(self.chat.vocabulary.tokenizer))
+        question = self.request.messages[-1].content
+        return Rollout(self.name, index, question, "", text, response).to_json()
 
 
 def _observe(response: Response) -> None:

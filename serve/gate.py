@@ -1,4 +1,5 @@
-"""What every request passes before it reaches a route, ours or one of vLLM's: the key, and limits on its size.
+"""What every request passes before it reaches a route, ours or one of vLLM's: the key, limits on its size, and whether
+the server is about to end.
 
 vLLM asks for the key below /v1, /v2, /inference and /cohere only: /invocations, /tokenize, /pause and others answer
 without. Where a key is set, this server asks for it everywhere but on the page and where a load balancer looks.
@@ -26,6 +27,7 @@ MAX_VALUES = 2000  # in the JSON of a request; six hundred turns of a conversati
 IDS = ("prompt", "tokens", "token_ids")  # fields whose integers are not counted
 TOO_LARGE = f"the request has more than {MAX_BODY:,} bytes"
 TOO_MANY = f"the request holds more than {MAX_VALUES:,} values (keys, and items of lists): send less at once"
+LEAVING = Refused("this server is shutting down: ask another one, or this one when it has been restarted", status=503)
 
 
 class Gate(AuthenticationMiddleware):
@@ -39,6 +41,9 @@ class Gate(AuthenticationMiddleware):
         preflight = scope.get("method") == "OPTIONS"
         if self.api_tokens and not preflight and path not in OPEN and not self.verify_token(headers):
             return await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+        chat = getattr(scope["app"].state, "dccot", None)
+        if chat and chat.leaving and (scope.get("method") == "POST" or path in OPEN[1:]):
+            return await JSONResponse(LEAVING.body, 503)(scope, receive, send)
         if (length := headers.get("content-length", "0")).isdecimal() and int(length) > MAX_BODY:
             await _drain(receive)
             refused = Refused(TOO_LARGE, status=413)

@@ -13,19 +13,27 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import json
 import os
 import shlex
+import socket
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterable, Sequence
+from functools import partial
 from importlib.metadata import entry_points
+from itertools import islice
 from pathlib import Path
-from typing import get_args
+from typing import Any, NoReturn, get_args
+
+from huggingface_hub import ModelCard
 
 from dccot.core.command import positive, run_cleanly
 from dccot.core.config import ConfigError, NonNegative, Positive, load_config, require
 from dccot.core.run import Run
 from dccot.core.runtime import KEEP_FREED_MEMORY, START_UP
+from dccot.data.problems import read_rows
 from dccot.data.prompts import PromptConfig
 from dccot.data.task import settings_of
 from dccot.model.folder import resolve_model
@@ -33,6 +41,7 @@ from dccot.model.tokenizer import open_tokenizer, tokenizer_folder
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import ONE_PROCESS, as_flags, vllm_options
 from dccot.rollout.tags import width
+from dccot.serve import console
 from dccot.serve.admission import Branching
 
 VARIABLE = "DCCOT_SERVE"
@@ -42,7 +51,9 @@ OWN |= {name: name for name in ("max_n", "max_requests", "branching", "prefill_j
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": "ignore"}
 # where a large model is read from a slow disk; vLLM gives up after 600 seconds
 ENGINE_START = {"VLLM_ENGINE_READY_TIMEOUT_S": str(int(START_UP))}
-QUIET |= dict.fromkeys(("VLLM_LOGGING_LEVEL", "TORCH_CPP_LOG_LEVEL"), "ERROR")
+QUIET["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+EXAMPLES, LONGEST_EXAMPLE = 3, 300
+SHUTDOWN_SECONDS = 25  # less than the 30 that Kubernetes leaves before it kills
 
 
 @dataclasses.dataclass
@@ -56,6 +67,7 @@ class ServeConfig:
     branching: Branching = "eager"  # when workers start: at once, one after another (never), or by load (adaptive)
     # while slower workers write, finished ones that the director will read are prefilled from so many tokens on; 0: not
     prefill_joins: NonNegative = 256
+    examples: list[str] = dataclasses.field(default_factory=list)  # questions that the page offers
 
     def check(self) -> None:
         few = f"max_requests is {self.max_requests}; it must be at least max_n, {self.max_n}"
@@ -74,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("model", help="a hub id, a Hugging Face folder, or a run (its newest checkpoint, prompted as it was trained)")
-    add("--port", default="8000", help="default 8000")
+    add("--port", type=positive, default=8000, help="default 8000")
     add("--host", default="127.0.0.1", help="default 127.0.0.1; 0.0.0.0 listens on every network")
     add("--workers", type=width, metavar="K", help="3, or [1,8]; default: the run's own, or 3")
     add("--depth", type=positive, metavar="D", help="levels of workers; default: the run's own, or 1")
@@ -98,16 +110,33 @@ def overrides(model: str, given: dict) -> list[str]:
     return lines + [f"{key}={given[name]}" for name, key in OWN.items() if given[name] is not None]
 
 
+def examples_of(model: str, folder: Path) -> list[str]:
+    """A few questions of the kind that the model was trained on: of its run's training set, or of its model card."""
+    train, card = (Run.parse(model)[0].settings().get("data") or {}).get("train"), folder / "README.md"
+    if card.is_file():
+        asked: Iterable[Any] = [each.get("text") for each in ModelCard.load(card).data.get("widget") or ()]
+    elif isinstance(train, str) and Path(train).is_file():
+        asked = (row.get("question") or row.get("problem") for _, _, row in islice(read_rows(Path(train)), 100))
+    else:
+        asked = ()
+    short = (text for text in asked if isinstance(text, str) and len(text) <= LONGEST_EXAMPLE)
+    return list(islice(dict.fromkeys(short), EXAMPLES))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments, passed_on = parser().parse_known_args(argv)
     return run_cleanly(lambda: _serve(arguments, passed_on))
 
 
 def _serve(arguments: argparse.Namespace, passed_on: list[str]) -> None:
+    print(f"dccot serve: reading {arguments.model}", file=sys.stderr, flush=True)
     folder = resolve_model(arguments.model)
     lines = overrides(arguments.model, vars(arguments))
+    lines.append(f"examples={json.dumps(examples_of(arguments.model, folder))}")
     config = load_config(ServeConfig, None, lines)
     config.prompt.chat_format_for(open_tokenizer(folder))  # one line, before vLLM's slow startup
+    if "--uds" not in passed_on:
+        _require_free(arguments.host, arguments.port)
     if not any(plugin.name == "dccot" for plugin in entry_points(group="vllm.endpoint_plugins")):
         fault = "vLLM cannot find the dccot endpoint: this installation is older than it"
         raise ConfigError(f"{fault}; install dccot again (make setup)")
@@ -115,9 +144,35 @@ def _serve(arguments: argparse.Namespace, passed_on: list[str]) -> None:
     os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [os.environ.get("VLLM_PLUGINS"), "dccot"]))
     for name, value in (QUIET | ENGINE_START).items():
         os.environ.setdefault(name, value)
+    started = console.starting = console.Starting(Path("runs") / f"serve.{arguments.port}.log")
     with tokenizer_folder(folder) as tokenizer:
-        options = ["--tokenizer", tokenizer, "--port", arguments.port, "--host", arguments.host]
-        _run_vllm(folder, options, passed_on, arguments.model)
+        options = ["--tokenizer", tokenizer, "--port", str(arguments.port), "--host", arguments.host]
+        started.begin()
+        try:
+            _run_vllm(folder, options, passed_on, arguments.model)
+        except ConfigError:
+            raise
+        except Exception as error:
+            if started.over:
+                raise
+            traceback.print_exc()  # into the log
+            raise ConfigError(started.why(error)) from None
+        finally:
+            started.end()
+    if (ending := sys.modules.get("dccot.serve.ending")) and ending.died:  # vLLM then stops as if it were told to
+        print(f"dccot: the engine has died ({started.log}); start the server again", file=sys.stderr)
+        sys.exit(DIED)
+
+
+def _require_free(host: str, port: int) -> None:
+    """vLLM finds out when it has been imported, seconds later."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port") from None
 
 
 def _run_vllm(folder: Path, options: list[str], passed_on: list[str], name: str) -> None:
@@ -133,23 +188,30 @@ def _run_vllm(folder: Path, options: list[str], passed_on: list[str], name: str)
     quiet = ["--uvicorn-log-level", "warning", "--disable-uvicorn-access-log"]
     served = ["--served-model-name", Path(name).resolve().name]
     made = make_arg_parser(FlexibleArgumentParser(prog="dccot serve"))
-    args = made.parse_args([str(folder), *options, *served, *as_flags(vllm_options(not on_cpu)), *quiet, *passed_on])
+    made.error = partial(_refuse, made)
+    finish = ["--shutdown-timeout", str(SHUTDOWN_SECONDS)]
+    ours = [*options, *served, *as_flags(vllm_options(not on_cpu)), *quiet, *finish]
+    args = made.parse_args([str(folder), *ours, *passed_on])
     validate_parsed_serve_args(args)
     if on_cpu:
         for variable, value in KEEP_FREED_MEMORY.items():  # the engine's process is yet to start
             os.environ.setdefault(variable, value)
         if args.distributed_executor_backend is None and args.tensor_parallel_size * args.pipeline_parallel_size == 1:
             args.distributed_executor_backend = ONE_PROCESS
+    if (args.api_server_count or args.data_parallel_size) > 1:  # several processes, none of which is this one
+        assert console.starting is not None
+        console.starting.end()
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     ServeSubcommand.cmd(args)
-    if died():
-        print("dccot: the engine has died; start the server again", file=sys.stderr)
-        sys.exit(DIED)
 
 
-def died() -> bool:
-    """Whether an engine of this process has ended on its own: vLLM's server then stops as if it had been told to."""
-    plugin = sys.modules.get("dccot.serve.plugin")
-    return any(client.engine_core.resources.engine_dead for client in (plugin.served if plugin else ()))
+def _refuse(known: argparse.ArgumentParser, message: str) -> NoReturn:
+    """An option that neither we nor vLLM know, or a value that vLLM rejects."""
+    unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].partition("=")[0]
+    names = [name for each in (parser(), known) for action in each._actions for name in action.option_strings]
+    near = difflib.get_close_matches(unknown, names, n=1) if unknown else []
+    hint = f"did you mean {near[0]}?" if near else "`dccot serve --help` and `vllm serve --help=all` list the options"
+    raise ConfigError(f"{message}; {hint}")
 
 
 if __name__ == "__main__":

@@ -19,13 +19,17 @@ def end_with_parent() -> None:
     """A process that vLLM has spawned ends once its parent is gone. So do those that this one forks, which do not load
     plugins again; but only where we are asked for by name: other programs' children are none of our business.
     """
+    by_name = "dccot" in os.environ.get("VLLM_PLUGINS", "").split(",")
     if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
-        _watch(parent.pid)
-    elif "dccot" in os.environ.get("VLLM_PLUGINS", "").split(","):
-        os.register_at_fork(after_in_child=lambda: _watch(os.getppid()))
+        _watch(parent.pid, by_name)
+    elif by_name:
+        os.register_at_fork(after_in_child=lambda: _watch(os.getppid(), True))
 
 
-def _watch(parent: int) -> None:
+def _watch(parent: int, apart: bool) -> None:
+    if apart:
+        os.setpgrp()  # Ctrl-C is for the server alone, which needs its engine to finish what is being written
+
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(LOOK_SECONDS)

@@ -68,7 +68,9 @@ class Session:
     manner: Manner
     order: int | None = None  # among all responses, for the engine's queue; None: it has no priorities
     piecewise: bool = True  # False: report a call only when it has ended
+    filters: dict[str, Any] = field(default_factory=dict)  # further sampling parameters, by vLLM's names
     first_token: float | None = field(init=False, default=None)  # seconds since the engine got the first call
+    cached: int = field(init=False, default=0)  # tokens of the prompt that were in the prefix cache
     joins: list[float] = field(init=False, default_factory=list)  # seconds from a fork's end to the next token
     cut: list[str] = field(init=False, default_factory=list)  # workers that were, as `Call.writer` has them
     _prefilled: dict[tuple[int, ...], int] = field(init=False, default_factory=dict)  # tokens, by fork
@@ -119,6 +121,7 @@ class Session:
     async def _complete(self, call: Call, hear: Hear, calls: asyncio.TaskGroup) -> list[Call]:
         """Run a call to its end; returns the calls that may run after it."""
         ids: list[int] = []
+        logprobs: list[float] = []
         name = f"{self._key}-{'.'.join(map(str, call.path))}"
         seed = seed_of(self.seed, "problem", self.sample, *call.path)  # as in `dccot solve`
         sampling, config, manner = self.vocabulary.sampling, self.config, self.manner
@@ -127,7 +130,8 @@ class Session:
         most = min(call.max_tokens, manner.max_worker_tokens or call.max_tokens) if call.thread else call.max_tokens
         params = SamplingParams(
             **sampling.parameters(call, seed=seed, temperature=config.temperature, top_p=config.top_p)
-            | {"max_tokens": most},
+            | {"max_tokens": most}
+            | self.filters,
             output_kind=RequestOutputKind.DELTA if self.piecewise else RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
@@ -137,8 +141,10 @@ class Session:
             async for output in outputs:
                 result = output.outputs[0]
                 ids += result.token_ids
+                logprobs += (scores[id].logprob for id, scores in zip(result.token_ids, result.logprobs or ()))
                 if self.first_token is None and output.metrics is not None:
                     self.first_token = output.metrics.first_token_latency
+                    self.cached = output.num_cached_tokens or 0
                 if joins and output.metrics is not None:
                     self.joins.append(output.metrics.first_token_latency)
                     joins = False
@@ -151,11 +157,11 @@ class Session:
                 told += len(text)
                 if stop is None:
                     if hear(Piece(call.path, text, list(result.token_ids))):
-                        return self.director.finished(call, Completion(ids, [], Stop.EOS))
+                        return self.director.finished(call, Completion(ids, logprobs, Stop.EOS))
                     if len(ids) // LOOK > (len(ids) - len(result.token_ids)) // LOOK:
                         self._prefill(call, ids, calls)
                     continue
-                following = self.director.finished(call, Completion(ids, [], stop))
+                following = self.director.finished(call, Completion(ids, logprobs, stop))
                 paths = tuple(each.path for each in following)
                 return [] if hear(Piece(call.path, text, list(result.token_ids), paths)) else following
         raise RuntimeError(f"call {name} ended without a result")

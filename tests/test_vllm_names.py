@@ -21,6 +21,7 @@ from dccot.rollout.director import Call
 from dccot.rollout.engine import EngineConfig, Sampling, as_flags, vllm_options
 from dccot.rollout.response import Finish
 from dccot.rollout.servers import command
+from dccot.serve.responses import ECHOED
 
 pytestmark = pytest.mark.slow
 
@@ -79,6 +80,24 @@ CALLED = {
     "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware": ("app", "tokens"),
     "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware.verify_token": ("headers",),
     "vllm.entrypoints.openai.models.serving:OpenAIServingModels.show_available_models": (),
+    "vllm.v1.engine.async_llm:AsyncLLM.shutdown": ("timeout",),
+    "vllm.entrypoints.generate.base.protocol:DeltaMessage": (),
+    "vllm.entrypoints.serve.engine.protocol:OpenAIBaseModel": (),
+    "vllm.entrypoints.openai.responses.protocol:InputTokensDetails": ("cached_tokens", "cache_write_tokens"),
+    "vllm.entrypoints.openai.responses.protocol:OutputTokensDetails": ("reasoning_tokens",),
+    "vllm.entrypoints.openai.responses.protocol:ResponsesRequest": ("input", *ECHOED),
+    "vllm.entrypoints.openai.responses.protocol:ResponsesResponse.from_request": (
+        *("request", "sampling_params", "model_name", "created_time", "output", "status", "usage"),
+    ),
+    "vllm.entrypoints.openai.responses.protocol:ResponseUsage": (
+        *("input_tokens", "input_tokens_details", "output_tokens", "output_tokens_details", "total_tokens"),
+    ),
+    "vllm.entrypoints.openai.responses.streaming_events:SimpleStreamingEventProcessor.emit_delta": (
+        *("delta_message", "output"),
+    ),
+    "vllm.entrypoints.openai.responses.streaming_events:SimpleStreamingEventProcessor.open": ("target_state",),
+    "vllm.entrypoints.openai.responses.streaming_events:SimpleStreamingEventProcessor.close_current": (),
+    "vllm.entrypoints.openai.responses.streaming_events:SimpleStreamingEventProcessor.resolve_target_state": (),
     # asynchronous rollouts: our weight backend, and the routes that rollout/training_fleet.py asks
     "vllm.distributed.weight_transfer.base:WeightTransferEngine.parse_update_info": ("update_dict",),
     "vllm.distributed.weight_transfer.base:WeightTransferInitInfo": (),
@@ -128,6 +147,9 @@ READ = {
     "vllm.outputs:WeightVersionSpan": ("version", "start", "end"),
     "vllm.distributed.weight_transfer.base:WeightTransferEngine": ("model", "model_config"),
     "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory": ("_registry",),
+    "vllm.entrypoints.openai.responses.streaming_events:SimpleStreamingEventProcessor": ("state", "output_items"),
+    "vllm.entrypoints.openai.responses.streaming_events:SimpleStreamingState": ("accumulated_logprobs",),
+    "vllm.config:VllmConfig": ("shutdown_timeout",),
     "vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateRequest": (
         "token_ids",
         "sampling_params",
@@ -265,6 +287,7 @@ def test_options_that_our_servers_are_given_are_known():
     known = set(make_arg_parser(FlexibleArgumentParser())._option_string_actions)
     for on_gpu in (True, False):
         more = ["--tokenizer", "--served-model-name", "--uvicorn-log-level", "--disable-uvicorn-access-log"]
+        more += ["--shutdown-timeout", "--allowed-origins", "--api-key"]
         ours = command("m", EngineConfig(), host="h", port=1, on_gpu=on_gpu)
         given = {flag for flag in [*as_flags(vllm_options(on_gpu)), *more, *ours] if flag.startswith("--")}
         assert given <= known, given - known

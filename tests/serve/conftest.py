@@ -25,8 +25,10 @@ from tests.support.servers import KEY, dccot_serve, vllm_serve
 CONTEXT, BUDGET = 1024, 160
 NAME, QUESTION = "tiny", "how many are there"
 PREFILLING = "branching=adaptive prefill_joins=1"  # the second server reads workers before their fork has ended
+ELSEWHERE = "https://app.example"  # a page that may ask the first server
 OTHER_EOS = "z"  # ends the model's text as well, because its folder says so
 TEMPLATE = (
+    "{% if tone is defined %}{{ tone }}{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -73,7 +75,7 @@ def hub(model, tmp_path_factory):
 def servers(hub, chat_model, tmp_path_factory):
     """(`dccot serve`, vLLM's own command with our plugin); the last test of test_fleet.py kills the second."""
     folder = tmp_path_factory.mktemp("servers")
-    options = f"--budget {BUDGET} --max-n 4 --max-requests 8".split()
+    options = f"--budget {BUDGET} --max-n 4 --max-requests 8 --allowed-origins".split() + [f'["{ELSEWHERE}"]']
     started = [dccot_serve(f"someone/{NAME}", folder / "dccot", *options, **environment(hub.url, hub.home))]
     started += [vllm_serve(chat_model, folder / "plain", plugin=f"rollout.budget={BUDGET} {PREFILLING}")]
     try:
@@ -131,3 +133,9 @@ def first(client):
         raise AssertionError("no seed gives such a response")
 
     return search
+
+
+@pytest.fixture(scope="session")
+def seeds(first) -> tuple[int, ...]:
+    """Some, one of them of a response that spawned."""
+    return 1, 2, first(lambda answer: answer.usage.completion_tokens_details.rounds)[0]

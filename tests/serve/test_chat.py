@@ -20,12 +20,6 @@ from tests.support.serve_faults import FAILING, HALF_STALLED, OVERFLOWING, STALL
 from tests.support.servers import KEY, eventually
 
 
-@pytest.fixture(scope="module")
-def seeds(first) -> tuple[int, ...]:
-    """Some, one of them of a response that spawned."""
-    return 1, 2, first(lambda answer: answer.usage.completion_tokens_details.rounds)[0]
-
-
 def ask(client, seed=1, question=QUESTION, **more):
     messages = [{"role": "user", "content": question}]
     asked = {"model": NAME, "messages": messages, "seed": seed, "extra_body": {"return_token_ids": True}} | more
@@ -101,8 +95,9 @@ def test_a_worker_that_waited_with_nothing_to_read_does_not_end_the_stream():
         Piece((0, worker), text, [1], ((0, 1), (0, 2)) if not worker else ())
         for worker, text in ((0, "a"), (2, ""), (1, "b"))
     ]
-    told = [delta for piece in pieces for delta, _ in choice.hear(piece)]
-    assert [delta["text"] for delta in told] == ["a", "", "b"]  # an empty delta would be taken for the end
+    told = [delta for piece in pieces for delta in choice.hear(piece)]
+    assert [delta.lane["text"] for delta in told] == ["a", "", "b"]  # an empty delta would be taken for the end
+    assert not any(delta.ends for delta in told)
 
 
 def test_another_token_that_ends_the_models_text_is_not_part_of_it(client, engine):
@@ -198,6 +193,28 @@ def test_the_plugin_by_vllms_own_means_asks_through_the_models_own_chat_template
     assert written.startswith("[system\nbe brief]\n[user\none]\n[assistant\n1]\n[user\ntwo You can spawn")
     with pytest.raises(BadRequestError, match="holds the special token"):
         ask(client, 4, "one<|im_end|>", model=card.id)
+
+
+def test_variables_of_the_chat_template_arrive_and_those_that_it_does_not_know_are_named(
+    plain, client, chat_model, engine
+):
+    def asked(client, model, **variables):
+        more = {"return_token_ids": True, "chat_template_kwargs": variables}
+        return ask(client, 4, model=model, max_tokens=4, extra_body=more)
+
+    there = OpenAI(base_url=f"{plain.address}/v1", api_key=KEY, max_retries=0)
+    name = there.models.list().data[0].id
+    toned = asked(there, name, tone="calm")
+    assert engine.tokenizer.decode(toned.prompt_token_ids).startswith("calm")
+    assert "warnings" not in toned.model_extra
+    for client_, model in ((there, name), (client, NAME)):  # the second has no template
+        assert asked(client_, model, enable_thinking=False).warnings == [
+            "chat_template_kwargs makes no difference to this model's prompt: enable_thinking"
+        ]
+    with pytest.raises(BadRequestError, match=r"chat_template_kwargs.chat_template is not a variable"):
+        asked(there, name, chat_template="{{ 1 }}")
+    with pytest.raises(BadRequestError, match="holds the special token"):
+        asked(there, name, tone="<|im_end|>")
 
 
 def sent(server, length: int, body: str) -> socket.socket:

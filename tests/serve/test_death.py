@@ -1,4 +1,6 @@
-"""An engine that dies is told to everyone once, and ends its server; a server that is killed takes its engine along."""
+"""An engine that dies is told to everyone once, and ends its server; a server that is killed takes its engine along;
+one that is told to end finishes what is being written.
+"""
 
 import json
 import os
@@ -9,7 +11,8 @@ import psutil
 import pytest
 
 from dccot.serve.launch import DIED
-from tests.serve.test_requests import chat
+from tests.serve.test_requests import chat, send
+from tests.support.serve_faults import SLOW, STALLED
 from tests.support.servers import dccot_serve, eventually
 
 pytestmark = pytest.mark.slow
@@ -17,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def mortal(model, tmp_path):
-    server = dccot_serve(model, tmp_path / "mortal", "--budget", "100").ready()
+    server = dccot_serve(model, tmp_path / "mortal", "--budget", "100", "--shutdown-timeout", "4").ready()
     yield server
     server.stop()
 
@@ -55,4 +58,30 @@ def test_a_killed_server_leaves_no_engine_behind(mortal):
     assert running
     mortal.process.kill()
     mortal.process.wait()
+    assert eventually(lambda: not any(process.is_running() and process.status() != "zombie" for process in running), 60)
+
+
+def test_a_server_that_is_told_to_end_finishes_what_is_written_and_answers_the_rest_with_503(mortal):
+    running = engines(mortal)
+    alone = chat(mortal, seed=SLOW, return_token_ids=True)[1]["choices"]
+    with ThreadPoolExecutor(3) as pool:
+        slow = pool.submit(chat, mortal, seed=SLOW, return_token_ids=True)  # has yet to begin
+        stalled = [pool.submit(chat, mortal, seed=STALLED, stream=stream) for stream in (False, True)]
+        assert eventually(lambda: mortal.metric("dccot_responses_running") == 3)
+        for process in [psutil.Process(mortal.process.pid), *running]:
+            if os.getpgid(process.pid) == os.getpgid(mortal.process.pid):
+                process.send_signal(signal.SIGINT)  # as Ctrl-C in a terminal does
+        assert eventually(lambda: send(mortal, "/health")[0] == 503)
+        status, answer = chat(mortal, seed=1)
+        assert (status, answer["error"]["code"]) == (503, 503)
+        assert "shutting down" in answer["error"]["message"]
+        assert slow.result()[1]["choices"] == alone
+        whole, stream = (each.result() for each in stalled)
+    assert whole[0] == 503
+    assert "stopped before the response was finished" in whole[1]["error"]["message"]
+    assert "stopped before the response was finished" in stream[1]
+    assert mortal.process.wait(60) == 0
+    said = mortal.log.read_text()
+    assert "stopping: 3 responses may finish within 4 s" in said
+    assert "stopped; 2 responses cut off" in said
     assert eventually(lambda: not any(process.is_running() and process.status() != "zombie" for process in running), 60)

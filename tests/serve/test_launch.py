@@ -1,14 +1,22 @@
-"""What `dccot serve` decides before vLLM starts."""
+"""What `dccot serve` decides and says before it serves."""
 
 import json
+import os
 import shlex
+import socket
+import subprocess
+import sys
+
+import pytest
 
 from dccot.lab.worlds import bigram as tiny
 from dccot.model.folder import resolve_model
 from dccot.rollout.engine import EngineConfig, as_flags, vllm_options
-from dccot.serve.launch import OWN, VARIABLE, from_environment, main, overrides
-from tests.serve.conftest import NAME
+from dccot.serve.launch import OWN, VARIABLE, examples_of, from_environment, main, overrides
+from tests.serve.conftest import BUDGET, CONTEXT, NAME
+from tests.support import programs
 from tests.support.hub import Hub, use_here
+from tests.support.servers import ROOT, free_port, plugins
 
 NOTHING = dict.fromkeys(OWN)
 
@@ -63,6 +71,58 @@ def test_a_model_that_cannot_be_asked_is_refused_in_one_line(tmp_path, capsys):
     path = folder / "tokenizer.json"
     path.write_text(path.read_text().replace(tiny.USER, "<|im_start|>"))
     assert main([str(folder)]) != 0
-    [line] = capsys.readouterr().err.splitlines()
+    _, line = capsys.readouterr().err.splitlines()
     assert tiny.USER in line
     assert "no chat template either" in line
+
+
+def test_a_server_says_what_it_serves_where_and_to_whom(server):
+    said = server.log.read_text()
+    for wanted in (
+        f"dccot serve: reading someone/{NAME}",
+        f"dccot serves {NAME}",
+        f"3 workers, at most {BUDGET} tokens on the longest path, context {CONTEXT:,}",
+        f"{server.address}/v1",
+        "asked for (Authorization: Bearer …)",
+        "has 25 s to finish",
+    ):
+        assert wanted in said
+    assert "Triton" not in said
+
+
+def test_a_port_in_use_is_refused_in_one_line_at_once(model, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main([str(model), "--port", str(port)]) == 2
+    _, line = capsys.readouterr().err.splitlines()
+    assert line == f"dccot: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another --port"
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (["--buget", "3"], "unrecognized arguments: --buget 3; did you mean --budget?"),
+        (["--max-model-len", "4096"], "max_model_len (4096) is greater than the derived max_model_len"),
+    ],
+)
+def test_what_vllm_would_not_start_with_is_refused_in_one_line(model, tmp_path, options, wanted):
+    command = [sys.executable, "-m", "dccot.cli", "serve", str(model), "--port", str(free_port()), *options]
+    paths = os.pathsep.join(filter(None, [plugins(tmp_path / "plugins"), str(ROOT), os.environ.get("PYTHONPATH")]))
+    given = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": paths}, "stderr": subprocess.STDOUT}
+    done = programs.run(command, stdout=subprocess.PIPE, text=True, timeout=600, **given)
+    assert done.returncode == 2, done.stdout
+    reading, line = [line for line in done.stdout.splitlines() if not line.startswith("starting vLLM")]
+    assert reading.startswith("dccot serve: reading")
+    assert line.startswith("dccot: ")
+    assert wanted in line
+
+
+def test_the_page_offers_questions_of_the_training_set_or_of_the_model_card(tmp_path):
+    asked = [{"question": "one"}, {"question": "one"}, {"question": "x" * 999}, {"problem": "two"}, {"other": "three"}]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    (tmp_path / "config.yaml").write_text(json.dumps({"data": {"train": str(tmp_path / "train.jsonl")}}))
+    assert examples_of(str(tmp_path), tmp_path / "hf") == ["one", "two"]
+    (tmp_path / "hf").mkdir()
+    assert examples_of(str(tmp_path / "hf"), tmp_path / "hf") == []
+    (tmp_path / "hf/README.md").write_text("---\nwidget:\n- text: three?\n---\n# a card\n")
+    assert examples_of(str(tmp_path / "hf"), tmp_path / "hf") == ["three?"]

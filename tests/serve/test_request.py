@@ -5,7 +5,7 @@ import json
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
 
-from dccot.serve.request import MAX_BODY, NEUTRAL, WITHOUT_EFFECT, ChatRequest, Refused, parse_request
+from dccot.serve.request import MAX_BODY, NEUTRAL, WITHOUT_EFFECT, ChatRequest, Refused, read_json
 
 QUESTION = [{"role": "user", "content": "how many"}]
 OF_VLLM = (
@@ -18,7 +18,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
 
 
 def read(**fields) -> ChatRequest:
-    return parse_request(json.dumps({"messages": QUESTION, **fields}).encode())
+    return ChatRequest.read(read_json(json.dumps({"messages": QUESTION, **fields}).encode()))
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -33,6 +33,9 @@ def test_a_field_of_the_api_that_is_not_supported_is_refused_by_name(field):
     [
         ("logprobs", 0),
         ("top_logprobs", False),
+        ("top_k", -2),
+        ("min_p", 2),
+        ("chat_template_kwargs", {"a": [1]}),
         ("n", 0),
         ("n", True),
         ("temperature", -1),
@@ -43,7 +46,7 @@ def test_a_field_of_the_api_that_is_not_supported_is_refused_by_name(field):
     + [
         ("stream", "yes"),
         ("stream_options", {"include_usage": True}),
-        ("reasoning_effort", "high"),
+        ("reasoning_effort", "much"),
         ("model", "\udfff"),
     ]
     + [("messages", []), ("messages", 7), ("messages", [{"role": "tool", "content": "x"}])]
@@ -86,20 +89,60 @@ def test_the_value_that_asks_for_nothing_changes_nothing(field):
 )
 def test_a_body_that_is_no_request_is_refused(body):
     with pytest.raises(Refused) as refused:
-        parse_request(body)
+        ChatRequest.read(read_json(body))
     assert refused.value.status == 400
 
 
 def test_what_is_supported_arrives():
     found = read(n=2, seed=-1, temperature=0, top_p=1, max_tokens=5, stop="a", stream=True)
-    assert (found.n, found.seed, found.temperature, found.top_p, found.budget) == (2, -1, 0.0, 1.0, 5)
+    assert (found.n, found.seed, found.temperature, found.top_p, found.budget(9)) == (2, -1, 0.0, 1.0, (5, None))
     assert (found.stop, found.stream, found.stream_options.include_usage) == (["a"], True, False)
     assert read(stream=True, stream_options={"include_usage": True}).stream_options.include_usage
-    assert read(max_tokens=5, max_completion_tokens=5).budget == 5
+    assert read(max_tokens=5, max_completion_tokens=5).budget(9) == (5, None)
     with pytest.raises(Refused, match="send one of them"):
         read(max_tokens=5, max_completion_tokens=6)
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     earlier = {"role": "assistant", "content": "1", "reasoning": "so", "tool_calls": []}
     turns = [{"role": "developer", "content": "be brief"}, *QUESTION, earlier, {"role": "user", "content": parts}]
-    said = [(message.role, message.content) for message in read(messages=turns).messages]
-    assert said == [("system", "be brief"), ("user", "how many"), ("assistant", "1"), ("user", "one\ntwo")]
+    assert spoken(turns) == [("system", "be brief"), ("user", "how many"), ("assistant", "1"), ("user", "one\ntwo")]
+    assert (read(top_k=0).filters, read(top_k=4, min_p=0.1, logprobs=True).filters) == (
+        {"top_k": 0},
+        {"top_k": 4, "min_p": 0.1, "logprobs": 0},
+    )
+
+
+def spoken(turns) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in read(messages=turns).messages]
+
+
+def test_earlier_answers_are_read_without_their_thinking_and_messages_of_one_role_are_one():
+    turns = [("system", "be brief"), ("developer", "and kind"), ("user", "one"), ("user", "two")]
+    turns += [("assistant", "<think>\nso </think>\n\n<answer>3</answer>"), ("user", "why")]
+    assert spoken([{"role": role, "content": content} for role, content in turns]) == [
+        ("system", "be brief\n\nand kind"),
+        ("user", "one\n\ntwo"),
+        ("assistant", "3"),
+        ("user", "why"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, 800),
+        ({"reasoning_effort": "minimal"}, 100),
+        ({"reasoning_effort": "low"}, 200),
+        ({"reasoning_effort": "medium"}, 400),
+        ({"reasoning_effort": "high"}, 800),
+        ({"reasoning_effort": "medium", "max_tokens": 300}, 300),
+        ({"reasoning_effort": "low", "max_tokens": 300}, 200),
+    ],
+)
+def test_effort_is_a_share_of_the_servers_budget_and_max_tokens_a_further_limit(fields, expected):
+    assert read(**fields).budget(800) == (expected, None)
+
+
+def test_more_tokens_than_the_budget_are_cut_to_it_and_the_client_is_told():
+    budget, told = read(max_completion_tokens=4096).budget(800)
+    assert budget == 800
+    assert told == "max_completion_tokens is 4,096; the longest path has at most 800 tokens here"

@@ -4,13 +4,13 @@ import json
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 
 from dccot.serve.gate import holds_too_many
 from dccot.serve.request import MAX_BODY
-from tests.serve.conftest import BUDGET, CONTEXT
+from tests.serve.conftest import BUDGET, CONTEXT, ELSEWHERE
 from tests.support.servers import KEY
 
 EOS = "<｜end▁of▁sentence｜>"
@@ -39,7 +39,8 @@ def chat(server, question="how many", **fields):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("logprobs", True), ("n", 5), ("max_completion_tokens", BUDGET + 1), ("messages", []), ("best_of", 2)],
+    [("top_logprobs", 2), ("n", 5), ("tools", [{"type": "function"}]), ("messages", []), ("best_of", 2)]
+    + [("response_format", {"type": "json_schema", "json_schema": {}})],
 )
 def test_what_this_server_does_not_support_is_refused_by_name(server, field, value):
     status, answer = chat(server, **{field: value})
@@ -160,6 +161,19 @@ def test_hostile_requests_to_any_route_are_limited_and_a_bystander_gets_its_answ
 )
 def test_values_are_counted_but_for_token_ids_and_what_is_inside_texts(body, refused):
     assert holds_too_many(json.dumps(body).encode()) == refused
+
+
+def test_a_page_elsewhere_may_ask_if_it_was_allowed_to_and_no_other(server):
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    asks |= {"Authorization": f"Bearer {KEY}"}
+    for origin, allowed in ((ELSEWHERE, ELSEWHERE), ("https://other.example", None)):
+        for method, status in (("OPTIONS", 200 if allowed else 400), ("POST", 400)):
+            asked = urllib.request.Request(f"{server.address}/v1/responses", headers={"Origin": origin, **asks})
+            asked.method = method
+            with pytest.raises(urllib.error.HTTPError) if status > 200 else nullcontext() as error:
+                answer = urllib.request.urlopen(asked, timeout=600)
+            answer = error.value if error else answer
+            assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (status, allowed)
 
 
 def test_the_models_list_says_what_this_is_and_an_unknown_model_is_not_found(server):

@@ -204,8 +204,8 @@ FAULTS = [
     *faults(
         "serve/request.py",
         "tests/serve/test_request.py tests/serve/test_requests.py",
-        ("value == neutral and type(value) is type(neutral)", "value == neutral"),
-        ('["user", "assistant"] * (len(turns) // 2) + ["user"]', '["user", "assistant"] * (len(turns) // 2)'),
+        ("value == harmless and type(value) is type(harmless)", "value == harmless"),
+        ('["user", "assistant"] * (len(spoken) // 2) + ["user"]', '["user", "assistant"] * (len(spoken) // 2)'),
     ),
     *faults(
         "data/prompts.py", "tests/data/test_prompts.py",

@@ -9,8 +9,8 @@ from vllm.exceptions import QueueOverflowError
 from dccot.rollout.generate import seed_of
 
 # as `seed` of a chat completion: its second worker fails; nothing of it ever comes; nothing of its first choice; the
-# engine is full
-FAILING, STALLED, HALF_STALLED, OVERFLOWING = 672, 667, 668, 669
+# engine is full; its first call takes a second longer
+FAILING, STALLED, HALF_STALLED, OVERFLOWING, SLOW = 672, 667, 668, 669, 670
 
 
 class Plugin:
@@ -29,6 +29,7 @@ class Plugin:
         failing = seed_of(FAILING, "problem", 0, 0, 2)
         stalled = {seed_of(STALLED, "problem", sample, 0, 0) for sample in range(16)}
         stalled |= {seed_of(HALF_STALLED, "problem", 0, 0, 0)}
+        slow = seed_of(SLOW, "problem", 0, 0, 0)
         overflowing = seed_of(OVERFLOWING, "problem", 0, 0, 0)
 
         async def faulty(prompt, params, request_id, **more):
@@ -36,6 +37,8 @@ class Plugin:
                 raise RuntimeError("a worker failed, as it was told to")
             if params.seed == overflowing:
                 raise QueueOverflowError
+            if params.seed == slow:
+                await asyncio.sleep(1)
             if params.seed in stalled:
                 await asyncio.sleep(3600)
             async for output in generate(prompt, params, request_id, **more):
