@@ -48,7 +48,7 @@ RATES = (0.1, 0.4, 0.7, 1.0, 2.0)  # of the capacity
 GOOD = 1.5  # times the time alone
 CONTEXT = 4096
 PAPER_LIKE = bigram.Chances(spawn=1 / 50, close=1 / 40, eos=1 / 50)
-LONG = bigram.Chances(spawn=1 / 20, close=1 / 700, eos=1 / 20)
+LONG = bigram.Chances(spawn=1 / 200, close=1 / 2400, eos=1 / 1500)  # workers of 520 tokens
 SECONDS, TURNS = 8.0, 2  # of arrivals in a turn of each policy; turns
 CLIENTS = 48  # at once, to measure the capacity
 
@@ -249,7 +249,7 @@ def run(quick: bool = False, parts: Sequence[str] = ()) -> list[dict]:
     rates, seconds = (RATES[1:2], 5.0) if quick else (RATES, SECONDS)
     known = {setting.name: partial(served, setting=setting, rates=rates, seconds=seconds) for setting in SETTINGS}
     known |= {
-        "joins": partial(join_rows, count=4 if quick else 12),
+        "joins": partial(join_rows, count=2 if quick else 6),
         "ids": partial(id_rows, count=60 if quick else 500),
     }
     with tempfile.TemporaryDirectory() as name:
