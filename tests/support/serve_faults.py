@@ -9,7 +9,7 @@ from vllm.exceptions import QueueOverflowError
 from dccot.rollout.generate import seed_of
 
 # as `seed` of a chat completion: its second worker fails; nothing of it ever comes; nothing of its first choice; the
-# engine is full; its first call takes a second longer
+# engine is full; from the second time on, its first call waits until the server is told to end
 FAILING, STALLED, HALF_STALLED, OVERFLOWING, SLOW = 672, 667, 668, 669, 670
 
 
@@ -29,7 +29,7 @@ class Plugin:
         failing = seed_of(FAILING, "problem", 0, 0, 2)
         stalled = {seed_of(STALLED, "problem", sample, 0, 0) for sample in range(16)}
         stalled |= {seed_of(HALF_STALLED, "problem", 0, 0, 0)}
-        slow = seed_of(SLOW, "problem", 0, 0, 0)
+        slow, seen = seed_of(SLOW, "problem", 0, 0, 0), set()
         overflowing = seed_of(OVERFLOWING, "problem", 0, 0, 0)
 
         async def faulty(prompt, params, request_id, **more):
@@ -37,8 +37,9 @@ class Plugin:
                 raise RuntimeError("a worker failed, as it was told to")
             if params.seed == overflowing:
                 raise QueueOverflowError
-            if params.seed == slow:
-                await asyncio.sleep(1)
+            while params.seed == slow and slow in seen and not state.dccot.leaving:
+                await asyncio.sleep(0.05)
+            seen.add(params.seed)
             if params.seed in stalled:
                 await asyncio.sleep(3600)
             async for output in generate(prompt, params, request_id, **more):
