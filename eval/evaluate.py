@@ -30,8 +30,9 @@ from dccot.core.config import RENAMED, ConfigError, load_config, require, to_pla
 from dccot.core.files import BadData, JsonlWriter, checksum, read_jsonl, write_atomic, write_jsonl_atomic
 from dccot.core.progress import Progress, first_rank
 from dccot.core.provenance import record
-from dccot.core.run import Checkpoint, Run
+from dccot.core.run import Checkpoint, Run, steps_until
 from dccot.core.runtime import Runtime, require_shared
+from dccot.core.statistics import over_problems
 from dccot.data.judge import GradingConfig, Judge, classes_of, verdicts_of
 from dccot.data.problems import Columns
 from dccot.data.prompts import PromptConfig, Prompted
@@ -133,7 +134,19 @@ def evaluate(
             evaluation.results[b.name] = results.summarise(b, samples, _classes(samples, judge, runtime))
         if runtime.is_main:
             evaluation.save(out)
+            _draw(evaluation, Run(out), steps_until(model))
     return evaluation
+
+
+def _draw(evaluation: Evaluation, run: Run, step: int) -> None:
+    """A point of each benchmark in TensorBoard, where the curves of the run that trained the model end."""
+    from dccot.train.recorder import EventFile, scalars
+
+    events = EventFile(run.tensorboard, step)
+    for name, result in evaluation.results.items():
+        means = {what: over_problems(result.by_problem[what]).value for what in ("accuracy", "longest_path")}
+        events.add(scalars({f"evaluation/{name}/{what}": value for what, value in means.items()}), step)
+    events.close()
 
 
 def _other_limits(path: Path, config: EvalConfig) -> str | None:

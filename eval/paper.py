@@ -33,7 +33,7 @@ def _read(line: str) -> tuple[str, dict[str, Point]]:
 RESULTS: dict[str, dict[str, Point]] = dict(map(_read, _ROWS.strip().splitlines()))
 COMPARED_WITH = {"DC-CoT": "DSR-32K", "DC-CoT-HLP": "DSR-HLP-12K", "DC-CoT-Maj": "Maj-DSR-3"}  # table 2
 VOTES = {"DSR-12K": "Maj-DSR-3", "DC-CoT": "DC-CoT-Maj"}  # whose responses vote → the row of the votes
-_SEQUENTIAL = ("DSR-32K", "DSR-12K", "Maj-DSR-3", "DSR-RL", "DSR-HLP-24K", "DSR-HLP-12K")  # DSR-RL is ours
+_SEQUENTIAL = ("DSR-32K", "DSR-12K", "Maj-DSR-3", "DSR-HLP-24K", "DSR-HLP-12K")
 LAYOUT = (*_SEQUENTIAL, "SFT", "DC-CoT", "DC-CoT-HLP", "DC-CoT-Maj")
 TOTAL_TOKENS = {
     "DC-CoT": dict(zip(COLUMNS, (6831, 4185, 7603, 2554, 3526, 4489))),

@@ -1,9 +1,9 @@
 """Where a run's metrics go: TensorBoard, metrics.jsonl, the console and, with `wandb: PROJECT`, Weights & Biases.
 
-Names are `section/what`. metrics.jsonl holds one row per step under these names and is what reports read; a resumed run
-truncates it and TensorBoard to the step it continues from, so no step appears twice. TensorBoard sorts by name and is
-read by people: the most important metrics are shown there under SHOWN's titles, numbered to come first, and explained
-in a table; LAYOUT arranges the same curves as charts. Weights & Biases gets the rows of metrics.jsonl.
+Names are `section/what`, the same everywhere, and explained in train/charts.py. metrics.jsonl holds one row per step
+and is what reports read; a resumed run truncates it and TensorBoard to the step it continues from, so no step appears
+twice. In TensorBoard and Weights & Biases a stage's steps are counted from the end of the stage of its kind that it
+started from (`before`), so the stages of a recipe follow one another, each a run with a colour of its own.
 """
 
 from __future__ import annotations
@@ -14,100 +14,21 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import summary
 
 from dccot.core.files import JsonlWriter, flush_to_disk, make_folder, write_atomic
 from dccot.core.run import Run
-from dccot.core.statistics import PERCENTILES
+from dccot.train.charts import arranged, legend, meaning
 from dccot.train.rewards import Graded
 
-# name | TensorBoard's title | description; a title with parentheses would not be drawn among "custom scalars"
-_SHOWN = """
-reward/correct | 1 learning/answers right, share | Training rollouts whose answer is right.
-reward/well_formed | 1 learning/well-formed, share | Training rollouts that keep every rule of the parallel format.
-reward/mean | 1 learning/reward, mean | Of training rollouts, length penalty included.
-length/longest_path | 1 learning/longest path, tokens | Director and each round's longest worker: latency follows.
-length/longest_path_correct | 1 learning/right answers: longest path, tokens | If the answer is right.
-length/longest_path_incorrect | 1 learning/wrong answers: longest path, tokens | If the answer is wrong.
-parallel/degree | 1 learning/parallelism, total over longest path | 1: nothing runs in parallel; 3 workers can reach 3.
-parallel/spawn_rate | 1 learning/spawns workers, share | Responses that spawn at least once.
-validation/accuracy | 1 learning/validation: answers right, share | pass@1 on held-out problems.
-validation/longest_path | 1 learning/validation: longest path, tokens | On held-out problems.
-validation/loss | 1 learning/validation: loss per token | Negative log-prob on held-out demonstrations.
-policy/loss | 1 learning/loss per token | SFT: negative log-prob. RL: the objective, whose size says little.
-policy/entropy | 2 health/entropy, mean, nats | Of the policy at sampled tokens. A fall to 0 ends exploration.
-policy/kl | 2 health/KL to the reference | From the policy at the stage's start, per token (k3).
-policy/grad_norm | 2 health/gradient norm, before clipping | Largest of the step's updates.
-policy/clip_fraction | 2 health/clipped tokens, share | Tokens whose ratio lies at the clip or cap.
-policy/learning_rate | 2 health/learning rate | Of the last update.
-gap/kl | 2 health/KL of trainer and rollout | Log-probs of the engine against the trainer's: should be near 0.
-gap/mean_abs_logprob | 2 health/gap of trainer and rollout, mean, nats | Mean distance of their log-probs.
-gap/max_abs_logprob | 2 health/gap of trainer and rollout, largest, nats | Largest distance of their log-probs.
-gap/perplexity_ratio | 2 health/perplexity, trainer over rollout | Of what the rollout sampled: should be near 1.
-gap/effective_sample_size | 2 health/effective sample size, share | 1: correcting for the gap weighs all tokens alike.
-gap/truncated | 2 health/gap weights at their cap, share | Tokens with trainer over rollout above rollout_ratio_cap.
-gap/masked | 2 health/masked for their gap, share | Tokens of responses that rollout_correction leaves out.
-length/truncated | 2 health/cut off, share | Responses that hit the token limit before they gave an answer.
-staleness/mean | 2 health/staleness, mean, versions | How many updates of the weights ago a trained token was sampled.
-staleness/max | 2 health/staleness, oldest token, versions | At most rollout.max_staleness.
-pool/waiting | 3 time/queue, groups | Complete and kept, not yet trained on.
-pool/unfinished | 3 time/carried over, groups | Unfinished when the step's batch was full.
-pool/started | 3 time/started, groups | In this step.
-pool/too_old | 3 time/dropped for their age, groups | 0 unless an engine had weights that it should not have had.
-"""
-SHOWN: dict[str, tuple[str, str]] = {
-    **{name: (title, about) for name, title, about in (line.split(" | ") for line in _SHOWN.strip().splitlines())},
-    **{
-        f"policy/entropy_p{p}": (f"2 health/entropy, percentile {p:3}, nats", f"{p}% of sampled tokens have less.")
-        for p in PERCENTILES
-    },
-}
-TIMES = ["rollout", "grade", "old_logprob", "reference", "update", "sync"]
-LEARNING, HEALTH, TIME = "1 · Is it learning?", "2 · Is it healthy?", "3 · Where does the time go?"
-LAYOUT = {  # TensorBoard's page "custom scalars": section → chart → curves
-    LEARNING: {
-        "Accuracy and form (training rollouts)": ["reward/correct", "reward/well_formed", "reward/mean"],
-        "Longest path (tokens)": [f"length/longest_path{of}" for of in ("", "_correct", "_incorrect")],
-        "Validation accuracy": ["validation/accuracy"],
-        "Validation longest path (tokens)": ["validation/longest_path"],
-        "Parallelism: total tokens / longest path": ["parallel/degree"],
-        "Share of responses that spawn": ["parallel/spawn_rate"],
-    },
-    HEALTH: {
-        "Entropy: mean and percentiles over tokens": ["policy/entropy", *(f"policy/entropy_p{p}" for p in PERCENTILES)],
-        "KL to the reference": ["policy/kl"],
-        "Gradient norm": ["policy/grad_norm"],
-        "Share of tokens at the clip": ["policy/clip_fraction"],
-        "Rollout against trainer: KL": ["gap/kl"],
-        "Rollout against trainer: effective sample size, truncated, masked": [
-            "gap/effective_sample_size",
-            "gap/truncated",
-            "gap/masked",
-        ],
-        "Cut off by the budget": ["length/truncated"],
-    },
-    TIME: {
-        "Seconds per phase": [f"time/{phase}" for phase in TIMES],
-        "Tokens per second": ["speed/rollout_tokens", "speed/trained_tokens"],
-        "Model FLOP utilisation": ["speed/mfu"],
-        "Waiting, share of the step": ["time/engines_wait", "time/trainer_waits"],
-        "Groups: queue, carried over, started": ["pool/waiting", "pool/unfinished", "pool/started", "pool/too_old"],
-        "Staleness of trained tokens (versions)": ["staleness/mean", "staleness/max"],
-        "Trained tokens by age (share)": [f"staleness/tokens_{age}_old" for age in range(5)],
-    },
-}
-SFT_LAYOUT = {
-    LEARNING: {"Loss per token: training and held-out": ["policy/loss", "validation/loss"]},
-    HEALTH: {"Gradient norm": ["policy/grad_norm"], "Learning rate": ["policy/learning_rate"]},
-    TIME: {"Tokens per second": ["speed/trained_tokens"], "Model FLOP utilisation": ["speed/mfu"]},
-}
+JUDGED_BY = ("validation/accuracy", "validation/longest_path", "policy/loss")  # among the hyperparameters
 CONSOLE = {  # metric → what precedes it, its format
     "reward/mean": ("reward", ".3f"),
     "reward/correct": ("correct", ".1%"),
@@ -121,23 +42,6 @@ CONSOLE = {  # metric → what precedes it, its format
     "validation/longest_path": ("at", ".0f"),
     "time/step": ("|", ".1f"),
 }
-
-
-def tag_of(name: str) -> str:
-    """A metric's name in TensorBoard."""
-    return SHOWN[name][0] if name in SHOWN else name
-
-
-def _charts(layout: dict[str, dict[str, list[str]]]) -> dict:
-    """The layout in TensorBoard's format; tags are patterns there."""
-    exactly = lambda names: ["Multiline", [f"^{re.escape(tag_of(name))}$" for name in names]]
-    return {section: {chart: exactly(names) for chart, names in charts.items()} for section, charts in layout.items()}
-
-
-def _legend(names: Iterable[str]) -> str:
-    """A table of titles and descriptions: TensorBoard shows no descriptions next to curves."""
-    rows = sorted(SHOWN[name] for name in names if name in SHOWN)
-    return "\n".join(["| curve | meaning |", "|---|---|", *(f"| {title} | {about} |" for title, about in rows)])
 
 
 def open_wandb(run: Run, project: str, settings: Mapping[str, Any]) -> Any:
@@ -190,37 +94,56 @@ class EventFile:
         self._file.close()
 
 
+def scalars(values: Mapping[str, float]) -> Summary:
+    """Curves with their meaning."""
+    about = {name: SummaryMetadata(summary_description=meaning(name) or "") for name in values}
+    found = [Summary.Value(tag=name, simple_value=value, metadata=about[name]) for name, value in values.items()]
+    return Summary(value=found)
+
+
+def hyperparameters(settings: Mapping[str, Any]) -> tuple[Summary, ...]:
+    """For TensorBoard's page "hparams"."""
+    plain = {name: value if isinstance(value, int | float | str) else str(value) for name, value in settings.items()}
+    return summary.hparams(plain, dict.fromkeys(JUDGED_BY, 0.0))
+
+
 class Recorder:
     """Writes metrics on rank 0; a no-op elsewhere. `wandb` is a project that also gets them, with the `settings`."""
 
     def __init__(
-        self, run: Run, first_step: int, active: bool, wandb: str | None = None, settings: Mapping | None = None
+        self,
+        run: Run,
+        first_step: int,
+        active: bool,
+        wandb: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+        before: int = 0,
     ):
         self.writer = self.online = None
         if not active:
             return
+        self.before, self.settings, self.begun = before, settings or {}, False
         self.lines = JsonlWriter(run.metrics_file)
-        self.writer = EventFile(run.tensorboard, first_step)
-        self.arranged = False
+        self.writer = EventFile(run.tensorboard, before + first_step)
         if wandb:
-            self.online = open_wandb(run, wandb, settings or {})
+            self.online = open_wandb(run, wandb, self.settings)
 
     def write(self, step: int, metrics: dict[str, float], texts: dict[str, str] | None = None) -> None:
         if self.writer is None:
             return
         finite = {name: value for name, value in metrics.items() if not math.isnan(value)}
-        if not self.arranged:
-            layout = LAYOUT if any(name.startswith("reward/") for name in finite) else SFT_LAYOUT
-            self.writer.add(summary.custom_scalars(_charts(layout)))
-            self.writer.add(summary.text("what the curves mean", _legend(finite)), step)
-            self.arranged = True
-        values = [Summary.Value(tag=tag_of(name), simple_value=value) for name, value in finite.items()]
-        self.writer.add(Summary(value=values), step)
+        shown = self.before + step
+        if not self.begun:
+            for each in (summary.custom_scalars(arranged(finite)), *hyperparameters(self.settings)):
+                self.writer.add(each)
+            self.writer.add(summary.text("what the curves mean", legend(finite)), shown)
+            self.begun = True
+        self.writer.add(scalars(finite), shown)
         for name, text in (texts or {}).items():
-            self.writer.add(summary.text(name, text), step)
+            self.writer.add(summary.text(name, text), shown)
         self.lines.write({"step": step, **finite})
         if self.online is not None:
-            self.online.log({"step": step, **finite})
+            self.online.log({"step": shown, **finite})
 
     def flush(self) -> None:
         """Everything so far survives a power cut."""

@@ -29,7 +29,7 @@ from dccot.core.config import flat
 from dccot.core.files import checksum
 from dccot.core.progress import Progress, waiting
 from dccot.core.provenance import Checksums
-from dccot.core.run import Run
+from dccot.core.run import Run, steps_until
 from dccot.core.runtime import Runtime, inherit_timeout, on_rank_zero, require_shared
 from dccot.kernels.tree_attention import prepare
 from dccot.model.context import ContextGroup
@@ -75,7 +75,8 @@ class Trainer(Generic[C]):
         self.skipped: int = state.get("skipped", 0)
         self.bad_in_a_row: int = state.get("bad_in_a_row", 0)
         on_rank_zero(lambda: self.run.keep_metrics_before(self.first_step))
-        self.recorder = Recorder(self.run, self.first_step, main, config.wandb, flat(config))
+        before = steps_until(config.model.path, rl=hasattr(config, "rollout")) if main else 0
+        self.recorder = Recorder(self.run, self.first_step, main, config.wandb, flat(config), before)
         stack.callback(self.recorder.close)
         select = partial(torch.cuda.set_device, self.runtime.device) if self.runtime.device.type == "cuda" else None
         self._preparing = ThreadPoolExecutor(1, "forests", initializer=select)

@@ -350,3 +350,16 @@ class Run:
                 f"{sorted(kept) or 'none'})"
             )
         return min(found, key=lambda each: (-each.accuracy, each.longest_path, each.step))
+
+
+def steps_until(model: str | Path, rl: bool | None = None) -> int:
+    """Steps of training that led to this model through runs of one kind, of RL or of SFT; 0 for what is no run."""
+    total, seen = 0, set[Path]()
+    while True:
+        run, at = Run.parse(model)
+        settings = run.settings() if run.folder not in seen else {}
+        if "steps" not in settings or (rl is not None and rl != ("rollout" in settings)):
+            return total
+        seen.add(run.folder)
+        total += int(at) if at and at.isdecimal() else settings["steps"]
+        rl, model = "rollout" in settings, settings["model"]["path"]

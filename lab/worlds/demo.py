@@ -81,15 +81,15 @@ def plain_words(rows: dict[str, Evaluation], run: Path) -> list[str]:
         return bool(history) and history == rl_history(rows[other], run)
 
     said = [
-        f"The sequential base solves {100 * of('DSR-12K', 'accuracy').value:.1f}% of the test problems; SFT on its own "
-        f"solutions, rewritten for workers, changes that by {points('SFT', 'DSR-12K')} points, and RL by a further "
+        f"The sequential base solves {100 * of('Base', 'accuracy').value:.1f}% of the test problems; SFT on its own "
+        f"solutions, rewritten for workers, changes that by {points('SFT', 'Base')} points, and RL by a further "
         f"{points('DC-CoT', 'SFT')} (well-formed: {points('DC-CoT', 'SFT', 'well_formed')}).",
-        f"The trained model thinks in parallel: its longest path is {against('DC-CoT', 'DSR-12K')} than the base's, "
+        f"The trained model thinks in parallel: its longest path is {against('DC-CoT', 'Base')} than the base's, "
         f"and {against('DC-CoT', 'SFT')} than after SFT alone.",
     ]
     for name, other, words in (
-        ("DC-CoT", "DSR-RL", "After the same RL as the base itself"),
-        ("DC-CoT-HLP", "DSR-HLP-12K", "After the same high length penalty on top"),
+        ("DC-CoT", "Base-RL", "After the same RL as the base itself"),
+        ("DC-CoT-HLP", "Base-HLP", "After the same high length penalty on top"),
     ):
         if alike(name, other):
             said.append(f"{words}: longest path {against(name, other)}, at {points(name, other)} points of accuracy.")

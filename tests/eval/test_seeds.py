@@ -7,7 +7,7 @@ from dccot.eval.report import main
 from dccot.eval.results import BenchmarkResult, Evaluation, rows_of
 from dccot.lab.worlds.demo import COLUMNS, cell, plain_words
 
-ROWS = {"base": "DSR-12K", "sft": "SFT", "dc": "DC-CoT", "hlp": "DC-CoT-HLP", "dsr": "DSR-HLP-12K"}
+ROWS = {"base": "Base", "sft": "SFT", "dc": "DC-CoT", "hlp": "DC-CoT-HLP", "dsr": "Base-HLP"}
 ACCURACIES, LENGTHS = [0.6, 0.5, 0.7, 0.69, 0.6], [200, 150, 100, 80, 160]
 SHARES = {"well_formed": 1.0, "spawned": 0.5, "parallelism": 1.5, "truncated": 0.0}
 
@@ -32,7 +32,7 @@ def test_recipes_with_several_seeds_show_their_mean_and_every_seeds_value(tmp_pa
     assert main([str(one), str(two), "--out", str(tmp_path / "report")]) == 0
     text = (tmp_path / "report" / "report.md").read_text()
     assert "2 seeds" in text and "one, two" in text
-    assert "| DSR-12K | 70.0 (60.0, 80.0) | – | 210.0 (200.0, 220.0) |" in text
+    assert "| Base | 70.0 (60.0, 80.0) | – | 210.0 (200.0, 220.0) |" in text
     assert "| DC-CoT | 80.0 (70.0, 90.0) | – | 105.0 (100.0, 110.0) |" in text
     assert main([str(one), "--out", str(tmp_path / "alone")]) == 0
     text = (tmp_path / "alone" / "report.md").read_text()
@@ -87,4 +87,4 @@ def test_a_recipe_without_a_report_and_a_folder_without_a_recipe_cost_one_line(t
     one = finished(tmp_path / "one")
     two = finished(tmp_path / "two", [0.6, 0.5], [200, 150])
     (two / "recipe.yaml").write_text((one / "recipe.yaml").read_text().split("        eval_dc:")[0])
-    assert main([str(one), str(two)]) == 2 and "has no results of DC-CoT, DC-CoT-HLP, DSR" in capsys.readouterr().err
+    assert main([str(one), str(two)]) == 2 and "has no results of Base-HLP, DC-CoT, DC-CoT-HLP" in capsys.readouterr().err

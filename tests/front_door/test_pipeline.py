@@ -198,8 +198,8 @@ def test_a_recipe_leaves_out_what_it_is_told_to_and_its_rows(tmp_path):
     recipe, plans = load_recipe("configs/mini/demo.yaml", [f"output={tmp_path}"])
     assert not {plan.name for plan in plans} & set(recipe.without)
     report = plans[-1].load()
-    assert report.rows == {"eval_dsr_12k": "DSR-12K", "eval_sft": "SFT", "eval_dc_cot": "DC-CoT"}
-    assert report.baselines == {"DC-CoT": "DSR-12K", "DC-CoT-Maj": "Maj-DSR-3", "SFT": "DSR-12K"}
+    assert report.rows == {"eval_dsr_12k": "Base", "eval_sft": "SFT", "eval_dc_cot": "DC-CoT"}
+    assert report.baselines == {"DC-CoT": "Base", "DC-CoT-Maj": "Base, maj@3", "SFT": "Base"}
     with pytest.raises(ConfigError, match="a name in without is 'stage9'"):
         load_recipe("configs/mini/demo.yaml", ["without=[stage9]"])
 

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from dccot.core.command import CONTINUE
+from dccot.train.charts import meaning
 from tests.support import programs
 
 pytestmark = pytest.mark.slow
@@ -46,8 +47,8 @@ stages:
     run: report
     set:
       title: small
-      rows: {eval_base: DSR-12K, eval_sft: SFT, eval_stage1: DC-CoT, eval_hlp: DC-CoT-HLP}
-      baselines: {DC-CoT: DSR-12K}
+      rows: {eval_base: Base, eval_sft: SFT, eval_stage1: DC-CoT, eval_hlp: DC-CoT-HLP}
+      baselines: {DC-CoT: Base}
 """
 
 
@@ -85,6 +86,11 @@ def test_it_is_stopped_and_goes_on_to_its_table(start, tmp_path):
     assert steps == list(range(80))  # none lost, none twice
     assert said.count("DC-CoT-HLP") == 1 and "longest path is" in said and "minutes" in said  # printed by one rank
     assert (tmp_path / "r" / "report" / "report.html").is_file()
+    curves = {
+        name for file in tmp_path.glob("r/*/metrics.jsonl") for row in map(json.loads, file.open()) for name in row
+    }
+    assert len(curves) > 60 and {name for name in curves if meaning(name) is None} == {"step"}
+    assert list(tmp_path.glob("r/eval_hlp/tensorboard/events*"))
 
 
 def test_a_wrong_setting_costs_one_line(start):

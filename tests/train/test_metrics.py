@@ -15,12 +15,13 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from dccot.core.config import ConfigError, load_config
-from dccot.core.run import Run
+from dccot.core.run import Run, steps_until
 from dccot.rollout.response import Finish, Response, Segment
 from dccot.rollout.tags import Flaw
+from dccot.train.charts import LAYOUT, MEANINGS, SFT_LAYOUT, meaning
 from dccot.train.config import SFTConfig
 from dccot.train.metrics import rollout_metrics, validation_metrics
-from dccot.train.recorder import LAYOUT, SFT_LAYOUT, Recorder, console_line, sample_text, tag_of
+from dccot.train.recorder import Recorder, console_line, sample_text
 from dccot.train.rewards import Graded
 from tests.support.rounds import Round, flat
 
@@ -109,7 +110,7 @@ def test_a_resumed_run_says_every_step_once_in_jsonl_and_tensorboard(tmp_path):
     again.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["reward/mean"]) for row in rows] == [(0, 0), (1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]
-    assert scalars(tmp_path) == {tag_of("reward/mean"): [(0, 0), (1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]}
+    assert scalars(tmp_path) == {"reward/mean": [(0, 0), (1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]}
 
 
 def test_a_clock_that_is_set_back_hides_no_life_of_a_run(tmp_path, monkeypatch):
@@ -123,8 +124,8 @@ def test_a_clock_that_is_set_back_hides_no_life_of_a_run(tmp_path, monkeypatch):
             expected[step] = 10.0 * life + step
         recorder.close()
         open_one = open_one or EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
-        shown = [(event.step, event.value) for event in open_one.Reload().Scalars(tag_of("reward/mean"))]
-        assert shown == list(expected.items()) == scalars(tmp_path)[tag_of("reward/mean")]
+        shown = [(event.step, event.value) for event in open_one.Reload().Scalars("reward/mean")]
+        assert shown == list(expected.items()) == scalars(tmp_path)["reward/mean"]
 
 
 def test_a_run_cut_off_in_the_middle_of_a_line_goes_on(tmp_path):
@@ -146,25 +147,44 @@ def test_only_the_main_rank_writes(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_answers_whether_it_learns_comes_first_and_is_described(tmp_path):
-    """TensorBoard sorts by tag: digits come before the letters of all that is not in SHOWN."""
-    everything = {name: 1.0 for charts in LAYOUT.values() for names in charts.values() for name in names} | {
-        "data/kept": 1.0
-    }
-    recorder = Recorder(Run(tmp_path), 0, active=True)
-    recorder.write(0, everything)
+def test_a_curve_is_shown_under_its_name_with_its_meaning(tmp_path):
+    recorder = Recorder(Run(tmp_path), 0, active=True, settings={"steps": 4, "wandb": None})
+    recorder.write(0, {"reward/correct": 0.5, "gap/lag_3_kl": 0.1})
     recorder.close()
-    tags = sorted(scalars(tmp_path))
-    assert len(tags) == len(everything)
-    assert tags[:2] == ["1 learning/answers right, share", "1 learning/longest path, tokens"]
-    assert not any("(" in tag for tag in tags), (
-        "TensorBoard takes what is in parentheses for a run's name and draws nothing"
-    )
-    assert tags.index("2 health/KL to the reference") < tags.index("data/kept")
-    [legend] = [value for value in events_of(tmp_path) if value.tag.startswith("what the curves mean")]
+    assert list(scalars(tmp_path)) == ["reward/correct", "gap/lag_3_kl"]
+    shown = {value.tag: value for value in events_of(tmp_path)}
+    assert "answer is right" in shown["reward/correct"].metadata.summary_description
+    [legend] = [value for tag, value in shown.items() if tag.startswith("what the curves mean")]
     assert (
-        b"| 1 learning/answers right, share | Training rollouts whose answer is right. |" in legend.tensor.string_val[0]
+        b"| gap/lag_3_kl | As above, of tokens that were sampled so many versions ago. |" in legend.tensor.string_val[0]
     )
+    assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= set(shown)
+
+
+def test_every_line_of_the_meanings_explains_something():
+    """A line that another one before it covers would never be shown."""
+    for name, about in MEANINGS:
+        assert meaning(name.replace("*", "x")) == about, name
+
+
+def test_stages_continue_on_one_axis(tmp_path, monkeypatch):
+    """SFT of 80 steps, then RL of 8 and of 4 steps from its step 6: RL counts RL alone."""
+    monkeypatch.chdir(tmp_path)
+    for name, settings in {
+        "sft": {"steps": 80, "model": {"path": "somebody/model"}},
+        "one": {"steps": 8, "model": {"path": "runs/sft"}, "rollout": {}},
+        "two": {"steps": 4, "model": {"path": "runs/one@6"}, "rollout": {}},
+    }.items():
+        Run(f"runs/{name}").folder.mkdir(parents=True)
+        Run(f"runs/{name}").config_file.write_text(json.dumps(settings))  # JSON is YAML
+    ends = {model: steps_until(model) for model in ("somebody/model", "runs/sft", "runs/one", "runs/two", "runs/two@3")}
+    assert ends == {"somebody/model": 0, "runs/sft": 80, "runs/one": 8, "runs/two": 10, "runs/two@3": 9}
+    assert steps_until("runs/sft", rl=True) == 0
+    recorder = Recorder(Run("runs/two"), 1, active=True, before=steps_until("runs/one@6", rl=True))
+    recorder.write(1, {"reward/mean": 1.0})
+    recorder.close()
+    assert scalars(tmp_path / "runs/two") == {"reward/mean": [(7, 1.0)]}
+    assert [row["step"] for row in Run("runs/two").rows()] == [1]
 
 
 @pytest.mark.parametrize(("metrics", "charts"), [({"reward/mean": 1.0}, LAYOUT), ({"policy/loss": 1.0}, SFT_LAYOUT)])
@@ -177,7 +197,7 @@ def test_every_chart_names_curves_by_the_tags_they_have(tmp_path, metrics, chart
     assert [category.title for category in layout.category] == list(charts)
     patterns = [pattern for category in layout.category for chart in category.chart for pattern in chart.multiline.tag]
     names = [name for section in charts.values() for names in section.values() for name in names]
-    assert all(re.match(pattern, tag_of(name)) for pattern, name in zip(patterns, names, strict=True))
+    assert all(re.match(pattern, name) for pattern, name in zip(patterns, names, strict=True))
 
 
 def events_of(run) -> list:
