@@ -34,8 +34,9 @@ def constants_for(url: str, home: Path) -> dict[str, object]:
 
 
 def use_here(patch: pytest.MonkeyPatch, url: str, home: Path) -> None:
-    from huggingface_hub import constants
+    from huggingface_hub import close_session, constants
 
+    close_session()  # a connection that it keeps to a hub that is gone fails in another way than a new one
     for name, value in constants_for(url, home).items():
         patch.setattr(constants, name, value)
 

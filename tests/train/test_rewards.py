@@ -5,7 +5,6 @@ import statistics
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +19,6 @@ from dccot.rollout.tags import sequential_flaw_of
 from dccot.rollout.thread import Thread
 from dccot.train.batch import Batch
 from dccot.train.config import RLConfig
-from dccot.train.phases import Phases
 from dccot.train.rewards import (
     FILTERS,
     Graded,
@@ -96,13 +94,10 @@ def test_a_sequential_baseline_is_graded_on_what_follows_its_thinking(prompt, te
     config = load_config(
         RLConfig, "configs/rl/dsr_hlp_12k.yaml", ["model.path=m", "data.train=d", f"prompt.kind={prompt}"]
     )
-    rl = object.__new__(RL)  # neither engine nor problems
-    rl.config, rl.runtime = config, Runtime(0, 1, torch.device("cpu"))
-    rl.phases = Phases(rl.runtime)
     asked = Rollout("417", 0, "?", "45", text, flat([1], [], Segment([], [5])), sequential_flaw_of(text))
-    with Grader(GradingConfig(workers=1)) as rl.judge:
-        [graded] = rl._judged([asked])
-    assert reward_of(graded, config.reward, config.rollout.budget) == expected
+    with Grader(GradingConfig(workers=1)) as judge:
+        grade([asked], judge=judge, thinking_counts=config.prompt.parallel, part=True)
+    assert reward_of(asked, config.reward, config.rollout.budget) == expected
 
 
 @pytest.mark.parametrize(
