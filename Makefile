@@ -13,7 +13,7 @@ UV := $(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes
 # Modules are compiled once, whatever the environment says: importing vLLM takes seconds longer from source.
 export PYTHONDONTWRITEBYTECODE :=
 
-setup: .venv/ready
+setup: announce .venv/ready .venv/system
 
 .venv/ready: Makefile setup.py pyproject.toml $(wildcard requirements/*.lock)
 	@command -v $(PYTHON) >/dev/null || { echo "dccot needs Python 3.11, 3.12 or 3.13: $(PYTHON) was not found; set PYTHON=/path/to/python3.11"; exit 1; }
@@ -41,8 +41,8 @@ named = $(word $(1),$(subst :, ,$(2)))
 MISSING = $(strip $(foreach pair,$(SYSTEM),$(if $(shell command -v $(call named,1,$(pair))),,$(call named,2,$(pair)))))
 MAY_INSTALL := $(if $(filter no,$(APT)),,$(shell command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] && echo yes))
 announce:
-	@$(if $(MISSING),$(if $(MAY_INSTALL),echo "[test] you are root: $(MISSING) will be installed on this system with apt-get (APT=no: not)",\
-	  echo "[test] some tests need $(MISSING), not found here: apt-get install $(MISSING)"),:)
+	@$(if $(MISSING),$(if $(MAY_INSTALL),echo "[setup] you are root: $(MISSING) will be installed on this system with apt-get (APT=no: not)",\
+	  echo "[setup] some tests need $(MISSING), not found here: apt-get install $(MISSING)"),:)
 .venv/system: .venv/ready
 	@$(if $(and $(MISSING),$(MAY_INSTALL)),apt-get update -qq && apt-get install -y -qq $(MISSING) >/dev/null,:)
 	@touch $@
@@ -57,11 +57,11 @@ format: .venv/ready
 	$(BIN)/ruff format .
 
 # Two at a time: the cores of the smallest machine it must run on. ROOM=train runs tests/train alone.
-test: announce setup .venv/system lint
+test: setup lint
 	$(PYTEST) $(if $(ROOM),tests/$(ROOM))
 
 # Also the long proofs: every command of the documentation, every architecture compiled, kernels interpreted one by one.
-test-all: announce setup .venv/system lint
+test-all: setup lint
 	$(PYTEST) -m "" --ignore tests/real $(if $(ROOM),tests/$(ROOM))
 
 # Before each commit: no engine, no torchrun, no browser, no compiler.
@@ -109,7 +109,7 @@ gpu-check: .venv/ready
 	$(BIN)/dccot gpu-check $(if $(MODEL),--model $(MODEL))
 
 # Runs every command of README.md and docs/ (tests/test_docs.py says how), and the wheel outside the checkout.
-docs-check: announce setup .venv/system
+docs-check: setup
 	$(BIN)/python -m pytest tests/test_docs.py -m ""
 
 # A real pretrained model and real tokenizers, 180 MB from the package index: import, parity, promise 1, a step of SFT and one of RL. Minutes.
