@@ -29,7 +29,7 @@ import numpy as np
 
 from dccot import plan as one_run
 from dccot.core.command import Parser, positive, print_table, run_cleanly
-from dccot.core.config import ConfigError, load_config
+from dccot.core.config import ConfigError, find_config, load_config, read_yaml, require
 from dccot.core.progress import waiting
 from dccot.core.run import Run
 from dccot.data.sft_set import RewriteConfig, SequentialConfig
@@ -339,7 +339,9 @@ def show(costs: Sequence[Cost], gpus: int, gpu: str, a: Assumptions) -> None:
 def costs_of(
     recipe: str, overrides: Sequence[str], model: ModelConfig, gpus: int, gpu: Gpu, a: Assumptions, run: Path | None
 ) -> tuple[list[Cost], Assumptions]:
-    _, plans = load_recipe(recipe, overrides)
+    whole, plans = load_recipe(recipe, overrides)
+    if whole.model is None:  # its shape is `model`; its weights are not read
+        _, plans = load_recipe(recipe, ["model=MODEL", *overrides])
     # a recipe that only evaluates is planned as if its engine had a trainer next to it
     configs = [config for plan in plans if isinstance(config := plan.load(), RLConfig)] or [RLConfig()]
     if run is not None:
@@ -367,6 +369,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.read(words)
 
     def work() -> None:
+        single = "holds no stages; a single one of RL comes after its model: `dccot plan 1.5B configs/rl/stage1.yaml`"
+        require("stages" in read_yaml(find_config(arguments.recipe)), f"{arguments.recipe} {single}")
         a = load_config(Assumptions, None, arguments.assume)
         shape = one_run.read_shape(arguments.model)
         chosen = (arguments.gpus, GPUS[arguments.gpu])

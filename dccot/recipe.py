@@ -8,11 +8,11 @@
       eval_sft: {run: eval, set: {model: sft}}      a stage's name is its folder; sft@600 is a checkpoint of it
 
 A stage's keys, later ones win: its own file, what the recipe gives every stage of its kind (name, folder, seed, model,
-problems), `common.KIND`, its `set`, `settings.STAGE`, `STAGE.key=value` on the command line. In all values {run} stands
-for the recipe's folder, {model}, {train} and {validation} for the recipe's own. A recipe that extends another (`base:`)
-changes stages by name, and drops those that it lists in `without`, including their rows in the report. Its keys under
-`quick` replace its own when it is run with --quick; the name must be among them, so that neither takes the other's
-results for its own.
+problems), `common.KIND`, its `set`, `settings.STAGE`, to which `STAGE.key=value` on the command line adds. In all
+values {run} stands for the recipe's folder, {model}, {train} and {validation} for the recipe's own. A recipe that
+extends another (`base:`) changes stages by name, and drops those that it lists in `without`, including their rows in
+the report. Its keys under `quick` replace its own when it is run with --quick; the name must be among them, so that
+neither takes the other's results for its own.
 
 Each stage has its own seed, derived from the recipe's seed and its name: no two stages draw the same problems or
 samples. What a stage does is its kind, an entry of stages.KINDS or your own:
@@ -101,6 +101,7 @@ class Recipe:
             gone = {report.get("rows", {}).pop(name, None) for name in self.without}
             pairs = report.get("baselines", {}).items()
             report["baselines"] = {row: other for row, other in pairs if not {row, other} & gone}
+        self.without = []
 
     def filled_in(self, value: Any) -> Any:
         """With placeholders filled in; {model} may itself hold {run}. Unset ones stay: preflight reports them."""
@@ -164,7 +165,6 @@ class StagePlan:
     kind: Kind
     start: str | None
     file: Path | None  # with settings of its own
-    overrides: list[str]  # key=value, from the command line
 
     @property
     def folder(self) -> Path:
@@ -194,7 +194,7 @@ class StagePlan:
         chosen = (recipe.common.get(self.stage.run, {}), self.stage.set, recipe.settings.get(self.name, {}))
         settings = [each for keys in (self.given(), *chosen) for each in recipe.filled_in(keys).items()]
         try:
-            return load_config(self.kind.config, self.file, self.overrides, settings)
+            return load_config(self.kind.config, self.file, settings=settings)
         except ConfigError as error:
             raise ConfigError(f"stage {self.name}: {error}") from None
 

@@ -31,6 +31,7 @@ from dccot.core.config import (
     load_config,
     lookup,
     one_of,
+    override_settings,
     read_yaml,
     require,
     required,
@@ -407,12 +408,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), quick: bool = F
     kinds = {name: _kind_of(stage.run) for name, stage in recipe.all_stages().items()}
     for name in recipe.common:
         one_of(name, [*KINDS, *(stage.run for stage in recipe.all_stages().values())], "a key of common")
+    for name in filter(extra.get, names):
+        override_settings(recipe.settings.setdefault(name, {}), extra[name])
     recipe.leave_out()
     plans, trained = [], recipe.filled_in(recipe.model)
     for name, stage in recipe.all_stages().items():
         own = _config_file(file.parent, stage.config, name) if stage.config else None
+        if own and own.parent.is_relative_to(file.parent):  # the saved recipe has another place
+            stage.config = str(own)
         start = recipe.place(stage.start) if stage.start else trained
-        plans.append(StagePlan(recipe, name, stage, kinds[name], start, own, extra[name]))
+        plans.append(StagePlan(recipe, name, stage, kinds[name], start, own))
         if kinds[name].trains and name in recipe.stages:
             trained = str(plans[-1].folder)
     return recipe, plans

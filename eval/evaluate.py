@@ -77,10 +77,9 @@ def eval_config(
     """What is not given is as the run of `model` has it: its task, how it is prompted, its budget and workers."""
     own = Run.parse(model)[0].settings() if model else {}
     prompt, rollout = own.get("prompt") or {}, own.get("rollout") or {}
-    default = EvalConfig()  # of which a group that is given in part would keep nothing
-    settings: dict[str, Any] = {"prompt.max_prompt_tokens": default.prompt.max_prompt_tokens}
-    settings |= {"rollout.budget": default.rollout.budget, "rollout.top_p": default.rollout.top_p}
-    settings |= {f"rollout.{key}": rollout[key] for key in ("budget", "workers", "depth") if key in rollout}
+    settings: dict[str, Any] = {
+        f"rollout.{key}": rollout[key] for key in ("budget", "workers", "depth") if key in rollout
+    }
     settings |= {"prompt.kind": prompt["kind"]} if prompt.get("kind") in METHODS else {}
     settings |= {"task": own["task"]} if own.get("task") else {}
     given = {"prompt.kind": method, "rollout.budget": budget}

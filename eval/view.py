@@ -23,7 +23,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from dccot.data.task import settings_of
 from dccot.eval.document import render
 from dccot.eval.solve import answer_in
 from dccot.model.folder import resolve_model
-from dccot.model.tokenizer import open_tokenizer
+from dccot.model.tokenizer import open_decoder
 from dccot.rollout.response import Response, Segment
 from dccot.rollout.tags import SPAWN_CLOSE, SPAWN_OPEN, overshoots, worker_close, worker_open
 from dccot.rollout.thread import Thread
@@ -113,8 +113,8 @@ class Pieces:
 
     LONGEST_CHARACTER = 8  # tokens
 
-    def __init__(self, tokenizer):
-        self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    def __init__(self, decode: Callable[[Sequence[int]], str]):
+        self._decode = decode
         self._known: dict[int, str] = {}
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
@@ -273,7 +273,7 @@ def build(paths: Sequence[Path], out: Path, model: str | Path | None, entropy: b
     pieces = scorer = None
     if model is not None:
         folder = resolve_model(model)
-        pieces = Pieces(open_tokenizer(folder))
+        pieces = Pieces(open_decoder(folder))
         if entropy:
             from dccot.eval.entropy import Scorer  # which needs torch
 

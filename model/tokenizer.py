@@ -3,6 +3,7 @@
     tokenizer = open_tokenizer(folder)            what transformers opens, if it splits text as tokenizer.json says;
                                                   tokenizer.json itself otherwise
     with tokenizer_folder(folder) as path: …      the same for a program that loads its own (vLLM)
+    decode = open_decoder(folder)                 token ids → text only, in a hundredth of the time
 
 Published folders declare classes that rebuild the pipeline of tokenizer.json in their own way: transformers 5 opens the
 tokenizers of R1-Distill-Llama-8B and R1-0528-Qwen3-8B as LlamaTokenizer, which silently drops every space. Therefore
@@ -14,13 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dccot.core.files import BadData
+from dccot.core.files import BadData, read_json
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 SPACED = "Find $x^2$ when x = 12.\n\nLet's think  about 3,141 and  a (b) case:\n    "
@@ -43,6 +45,22 @@ def open_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         proof = f"{lost[0]!r} comes back as {lost[1]!r}"
         raise BadData(f"the tokenizer of {folder} loses white space: {proof}; fetch its files again")
     return tokenizer
+
+
+def open_decoder(folder: str | Path) -> Callable[[Sequence[int]], str]:
+    """Token ids → their text, special tokens included: by tokenizer.json alone, because transformers takes seconds to
+    import, unless there is none or tokens are declared elsewhere.
+    """
+    folder = Path(folder)
+    with _no_panic(folder):
+        if tokenizer := _tokenizer_json(folder):
+            beside = read_json(path, "fetch it again") if (path := folder / "tokenizer_config.json").is_file() else {}
+            declared = map(int, beside.get("added_tokens_decoder", {}))
+            if all(tokenizer.id_to_token(token) is not None for token in declared):
+                return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+    opened = open_tokenizer(folder)
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    return lambda ids: str(opened.decode(list(ids), **options))
 
 
 @contextlib.contextmanager
@@ -92,6 +110,11 @@ def _ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def _ids_of_file(folder: Path) -> list[int] | None:
     """The probe's ids according to tokenizer.json alone; None for a model without that file."""
+    tokenizer = _tokenizer_json(folder)
+    return tokenizer and tokenizer.encode(PROBE, add_special_tokens=False).ids
+
+
+def _tokenizer_json(folder: Path) -> Tokenizer | None:
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json"
@@ -103,4 +126,4 @@ def _ids_of_file(folder: Path) -> list[int] | None:
         raise BadData(f"{path} is damaged or a git-LFS pointer ({error}); fetch it again") from None
     tokenizer.no_truncation()  # transformers ignores how training code last cut and padded its batches, and so do we
     tokenizer.no_padding()
-    return tokenizer.encode(PROBE, add_special_tokens=False).ids
+    return tokenizer

@@ -129,15 +129,22 @@ def load_config(
     tree = read_yaml(find_config(path)) if path is not None else {}
     for name, value in settings:
         _set(tree, name, value)
+    override_settings(tree, overrides)
+    _refuse_interpolation(tree, "")
+    config = _build(kind, _over_defaults(kind, tree))
+    check(config)
+    return config
+
+
+def override_settings(tree: dict[str, Any], overrides: Iterable[str]) -> None:
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
             raise ConfigError(f"{override!r} is not of the form key=value")
-        _set(tree, key.strip(), _parse(value, key))
-    _refuse_interpolation(tree, "")
-    config = _build(kind, tree)
-    check(config)
-    return config
+        name, new = key.strip(), _parse(value, key)
+        if "." in name:
+            tree.pop(name, None)  # a recipe may spell it so
+        _set(tree, name, new)
 
 
 def with_new_names(tree: dict[str, Any], today: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -316,6 +323,19 @@ def _merge(under: dict, over: dict) -> dict:
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merge(merged[key], value) if both else value
     return merged
+
+
+def _over_defaults(kind: type, tree: dict[str, Any]) -> dict[str, Any]:
+    """`tree` over the values that dataclasses choose for their groups: SFT's weight decay is 0 whichever other
+    settings of its optimizer are given.
+    """
+    found = dict(tree)
+    for field in dataclasses.fields(kind):
+        make, given = field.default_factory, tree.get(field.name)
+        if callable(make) and isinstance(given, dict) and dataclasses.is_dataclass(default := make()):
+            group = _over_defaults(type(default), given)
+            found[field.name] = group if isinstance(make, type) else _merge(to_plain(default), group)
+    return found
 
 
 def _set(tree: dict, dotted: str, value: Any) -> None:

@@ -58,6 +58,11 @@ class Outer:
     folder: Annotated[str, required("name one")] = "f"
 
 
+@dataclass
+class Owner:
+    outer: Outer = field(default_factory=lambda: Outer(text="its own", inner=Inner(width=5)))
+
+
 @pytest.fixture
 def write(tmp_path):
     def make(text: str, name: str = "c.yaml"):
@@ -74,6 +79,13 @@ def refused(overrides=(), path=None, kind=Outer) -> str:
     message = str(caught.value)
     assert "\n" not in message
     return message
+
+
+def test_a_group_given_in_part_keeps_what_its_owner_chose_for_the_rest():
+    outer = load_config(Owner, None, ["outer.flag=true", "outer.inner.label=x"]).outer
+    assert (outer.flag, outer.text, outer.inner) == (True, "its own", Inner(width=5, label="x"))
+    sft = load_config(SFTConfig, None, ["model.path=x", "data.train=y", "optimizer.learning_rate=1"])
+    assert (sft.optimizer.weight_decay, sft.optimizer.warmup_steps) == (0.0, 105)  # of the release
 
 
 def test_file_then_overrides_then_defaults(write):

@@ -102,18 +102,18 @@ def test_no_text_is_lost_however_the_tags_stand(parts, rounds, answered):
 
 def test_pieces_of_tokens_are_the_text_and_a_split_character_belongs_to_its_last_token():
     ids = BYTEWISE.encode("a≥😀b", add_special_tokens=False)
-    assert Pieces(BYTEWISE)(ids) == ["a", "", "", "≥", "", "", "", "😀", "b"]
+    assert Pieces(BYTEWISE.decode)(ids) == ["a", "", "", "≥", "", "", "", "😀", "b"]
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=30))
 def test_pieces_join_to_the_text(text):
     ids = BYTEWISE.encode(text, add_special_tokens=False)
-    assert "".join(Pieces(BYTEWISE)(ids)) == BYTEWISE.decode(ids)
+    assert "".join(Pieces(BYTEWISE.decode)(ids)) == BYTEWISE.decode(ids)
 
 
 def test_bytes_that_are_no_character_do_not_swallow_what_follows():
     half = BYTEWISE.encode("😀", add_special_tokens=False)[:2]
-    assert Pieces(BYTEWISE)([*half, *BYTEWISE.encode("ab", add_special_tokens=False)])[-1] == "b"
+    assert Pieces(BYTEWISE.decode)([*half, *BYTEWISE.encode("ab", add_special_tokens=False)])[-1] == "b"
 
 
 def test_lengths_are_counted_as_javascript_counts_them():
@@ -147,7 +147,7 @@ def test_what_ran_on_after_a_tag_is_in_the_index_by_kind(tmp_path):
 
 
 def test_details_hold_texts_tokens_and_logprobs_of_every_segment(tmp_path):
-    [[*segments]] = unpacked(built(tmp_path, rollout(), pieces=Pieces(WORDS)), "block-0")
+    [[*segments]] = unpacked(built(tmp_path, rollout(), pieces=Pieces(WORDS.decode)), "block-0")
     expected = list(rollout().response.segments())
     assert [s["text"] for s in segments] == [WORDS.decode(s.tokens) for s in expected]
     assert [len(s["lengths"]) for s in segments] == [len(s) for s in expected]
@@ -159,7 +159,7 @@ def test_details_say_where_other_weights_began_to_write(tmp_path):
     stale = rollout()
     first, *_ = stale.response.segments()
     first.versions = [3] * (len(first.sampled) - 1) + [4]
-    [[*segments]] = unpacked(built(tmp_path, stale, pieces=Pieces(WORDS)), "block-0")
+    [[*segments]] = unpacked(built(tmp_path, stale, pieces=Pieces(WORDS.decode)), "block-0")
     assert segments[0]["changes"] == [[0, 3], [len(first.sampled) - 1, 4]]
     assert all("changes" not in segment for segment in segments[1:])
 
@@ -270,7 +270,7 @@ def test_a_malformed_row_costs_itself_alone(tmp_path, place, junk, lost, tokens)
         inner[last] = junk
     path, said = tmp_path / "rows.jsonl", []
     path.write_text("".join(json.dumps(row) + "\n" for row in (rollout(0).to_json(), bad, rollout(2).to_json())))
-    page = Page(Pieces(WORDS) if tokens else None)
+    page = Page(Pieces(WORDS.decode) if tokens else None)
     collect(page, [path], said.append)
     page.write(tmp_path / "page.html", "title")
     written = (tmp_path / "page.html").read_text("utf-8")

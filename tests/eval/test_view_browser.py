@@ -46,7 +46,7 @@ def rollouts() -> list[Graded]:
 
 @pytest.fixture(scope="module")
 def page(rollouts, tmp_path_factory):
-    page = Page(Pieces(tokenizer("spelled")))
+    page = Page(Pieces(tokenizer("spelled").decode))
     for rollout in rollouts:
         page.add(rollout)
     path = tmp_path_factory.mktemp("pages") / "rollouts.html"
@@ -255,7 +255,7 @@ def test_tokens_are_coloured_by_their_own_logprob(browser, rollouts):
             if (start >= 0) found.push([card, starts[start] + range.startOffset, starts[end] + range.endOffset, shade]);
           } });
         return found""")
-    expected, pieces = [], Pieces(tokenizer("spelled"))
+    expected, pieces = [], Pieces(tokenizer("spelled").decode)
     for card, segment in enumerate(rollouts[row].response.segments()):
         at = 0
         for i, piece in enumerate(pieces(segment.tokens)):

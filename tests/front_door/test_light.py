@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dccot.lab.worlds import bigram
+
 HEAVY = ("torch", "transformers", "vllm", "matplotlib", "math_verify", "fastapi", "triton")
 COMMANDS = [
     *([name, "--help"] for name in ("rl", "sft", "pipeline", "eval", "solve", "view", "report", "export", "rollout")),
@@ -19,6 +21,7 @@ COMMANDS = [
     ["solve", "runs/none", "What?"],
     ["export", "runs/none", "exported"],
     ["view", "rollouts.jsonl"],
+    ["view", "rollouts.jsonl", "--model", "model", "--out", "tokens.html"],
 ]
 PROGRAM = """
 import contextlib, io, json, sys
@@ -37,6 +40,7 @@ print(json.dumps(found))
 def test_help_configurations_plans_pages_and_rejections_import_nothing_heavy(tmp_path):
     rollouts = Path(__file__).parents[1] / "support/rollouts_of_rounds.jsonl"
     (tmp_path / "rollouts.jsonl").write_bytes(rollouts.read_bytes())
+    bigram.save(tmp_path / "model")
     command = [sys.executable, "-c", PROGRAM, json.dumps(COMMANDS), json.dumps(HEAVY)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

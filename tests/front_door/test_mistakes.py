@@ -66,6 +66,7 @@ MISTAKES = {  # what is typed → what the answer says, and its exit code if tha
     "view runs": "is a folder without rollouts; name one of runs/other",
     "view none.jsonl": "none.jsonl does not exist; name a file of rollouts (.jsonl or .jsonl.gz), or a run",
     "report MODEL": "MODEL holds neither summary.json",
+    "plan configs/rl/stage1.yaml": "comes after its model: `dccot plan 1.5B configs/rl/stage1.yaml`",
     "plan 8B": "'8B' is neither one of 1.5B, 7B, 32B nor a folder with a config.json",
     "export MODEL out": "MODEL has no config.yaml",
     "export MODEL MODEL": "already exists; export writes a new folder",

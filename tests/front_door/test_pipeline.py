@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from dataclasses import asdict
 
 import pytest
 
-from dccot.core.config import ConfigError, flat
+from dccot.core.config import ConfigError, flat, to_yaml
 from dccot.core.runtime import Runtime
 from dccot.data.problems import Problem, ProblemStream
 from dccot.lab.worlds import bigram
@@ -47,6 +48,21 @@ def test_a_stage_starts_from_the_one_before_and_settings_win_in_order(recipe_fil
     assert (config.rollout.budget, config.rollout.workers) == (300, 2)
     assert config.data.train == str(tmp_path / "runs" / "r" / "world" / "train.jsonl")
     assert (config.seed, recipe.seed) == (7, 5)
+
+
+def test_the_saved_recipe_is_the_same_recipe(tmp_path):
+    """Without the stages it dropped, with what was set on the command line; its own files are found again."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "own.yaml").write_text("steps: 5\n")
+    (tmp_path / "here" / "r.yaml").write_text(f"base: {os.path.abspath('configs/mini/demo.yaml')}\n")
+    given = ["sft.optimizer.learning_rate=0.5", "stage1.rollout={workers: 2}", "stages.stage4.config=own.yaml"]
+    recipe, plans = load_recipe(tmp_path / "here" / "r.yaml", [*given, "output=o"])
+    assert plans[4].load().optimizer.learning_rate == 0.5 and "hlp" not in recipe.stages
+    (tmp_path / "saved.yaml").write_text(to_yaml(recipe))
+    again, other = load_recipe(tmp_path / "saved.yaml")
+    assert [plan.name for plan in other] == [plan.name for plan in plans]
+    assert [plan.load() for plan in other] == [plan.load() for plan in plans]
+    assert again == recipe
 
 
 def test_a_stage_is_named_by_itself_by_a_step_or_by_a_folder_inside(recipe_file):

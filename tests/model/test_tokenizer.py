@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dccot.core.files import BadData
-from dccot.model.tokenizer import lost_white_space, open_tokenizer, tokenizer_folder
+from dccot.model.tokenizer import lost_white_space, open_decoder, open_tokenizer, tokenizer_folder
 from dccot.rollout.tags import PROBE, check_same_ids
 
 TEXT = "Find $x^2$ when x = 12.\n\nLet's go"
@@ -50,7 +50,8 @@ def test_ids_are_those_of_tokenizer_json_and_the_text_comes_back(tmp_path, decla
     tokenizer = open_tokenizer(folder)
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     assert ids == ids_of_file(folder, TEXT)
-    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.decode(ids) == open_decoder(folder)(ids) == TEXT
+    assert open_decoder(folder)([*ids, tokenizer.eos_token_id]) == tokenizer.decode([*ids, tokenizer.eos_token_id])
 
 
 def test_special_tokens_and_chat_template_survive_the_repair(tmp_path):
