@@ -121,7 +121,7 @@ real: .venv/ready
 	$(BIN)/python -m tests.support.real_packages runs/models/smollm2
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 -m dccot.pipeline configs/real/real.yaml $(SETTINGS)
 
-# Coverage-guided fuzzing of what is read from outside: ten minutes for each kind of file. SECONDS=60 TARGET=gguf for less.
+# Coverage-guided fuzzing of what is read from outside: ten minutes of CPU for each kind of file. SECONDS=60 TARGET=gguf for less.
 fuzz: .venv/ready
 	@$(BIN)/python -c "import atheris" 2>/dev/null || $(PIP) --no-deps atheris==3.0.0
 	$(BIN)/python -m tests.fuzz $(or $(TARGET),all) --seconds $(or $(SECONDS),600)
