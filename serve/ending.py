@@ -13,6 +13,7 @@ from typing import Any
 from vllm.engine.protocol import EngineClient
 
 from dccot.serve.chat import Chat
+from dccot.serve.launch import SHUTDOWN_SECONDS
 from dccot.serve.request import Refused
 
 LOOK_SECONDS = 0.1
@@ -30,6 +31,9 @@ def finish_first(chat: Chat, engine: Any) -> None:
             asyncio.run_coroutine_threadsafe(_finish(chat, timeout or 0.0), loop).result()
         chat.leaving = True
         shut_down(timeout=timeout)
+        # vLLM next asks who holds its port, and fails if that is an engine that it has just killed
+        for process in getattr(engine.engine_core.resources.engine_manager, "processes", ()):
+            process.join(SHUTDOWN_SECONDS)
 
     engine.shutdown = shutdown
 

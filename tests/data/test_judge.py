@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -275,14 +276,26 @@ def alive(pid: int) -> bool:
     "math_verify, said",
     [
         ("raise ImportError('antlr does not fit')", "antlr does not fit"),
-        ("parse = lambda text, **_: [text]\nverify = lambda a, b, **_: False", "two known answers were judged"),
+        (
+            "parse = lambda text, **_: [text]\nverify = lambda *_, **__: False",
+            "two known answers.*reinstall math-verify",
+        ),
+        (
+            "parse = lambda text, **_: [text]\nverify = lambda *_, **__: exit(1)",
+            "lack memory: ulimit -v is 1073741824;",
+        ),
     ],
 )
 def test_grader_that_cannot_start_or_cannot_tell_right_from_wrong_says_so(monkeypatch, tmp_path, math_verify, said):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "math_verify.py").write_text(math_verify)
-    with Grader(GradingConfig(workers=1)) as useless, pytest.raises(RuntimeError, match=said):
-        useless.grade([(r"\boxed{1}", "1")])
+    usual = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2**40, usual[1]))
+    try:
+        with Grader(GradingConfig(workers=1)) as useless, pytest.raises(RuntimeError, match=said):
+            useless.grade([(r"\boxed{1}", "1")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, usual)
 
 
 def test_grading_processes_are_light_and_know_no_secrets(grader, monkeypatch):
