@@ -137,6 +137,8 @@ READ = {
     "vllm.v1.engine.core_client:InprocClient": ("engine_core", "_finalizer"),
     "vllm.v1.engine.core:EngineCore": ("model_executor", "scheduler"),
     "vllm.v1.core.sched.scheduler:Scheduler": ("running",),
+    "vllm.v1.engine.core_client:BackgroundResources": ("engine_dead", "engine_manager"),
+    "vllm.v1.engine.utils:CoreEngineProcManager": ("processes",),
     "vllm.v1.executor.uniproc_executor:UniProcExecutor": ("driver_worker",),
     "vllm.v1.worker.worker_base:WorkerWrapperBase": ("worker",),
     "vllm.v1.engine.output_processor:OutputProcessor": ("request_states",),
