@@ -2,16 +2,18 @@
 
     eager      every worker at once
     never      the workers of a response one after another
-    adaptive   worker 1 at once, the others while a larger batch still makes the engine faster
+    adaptive   worker 1 at once, the others while there is room, and none before a director that has just arrived
 
-A step of the engine takes `base + per_sequence · n` seconds for n sequences. One more makes it longer by `per_sequence`
-for each of them, so the share `per_sequence · n / step` of what the new one gains is lost by the others: nearly nothing
-in a small batch, all of it where the step grows as the batch does. A worker waits while that share is above `CROWDED`,
-while sequences queue in the engine, or while its KV cache is nearly full. The line is fitted to the latest steps.
+Room: a step of the engine takes `base + per_sequence · n` seconds for n sequences. One more makes it longer by
+`per_sequence` for each of them, so the share `per_sequence · n / step` of what the new one gains is lost by the others:
+nearly nothing in a small batch, all of it where the step grows as the batch does. A worker waits while that share is
+above `CROWDED`, while sequences queue in the engine, or while its batch (but for one place) or its KV cache is full.
+The line is fitted to the latest steps.
 
-Nothing starves: a response always has a call that runs, and its next worker starts when none does. Of the responses
-with waiting workers the one with the fewest running calls goes first, then the oldest; within a response, workers start
-in the order in which they are read. What a call samples depends on its own seed and text, not on when it ran.
+Nothing starves: a response always has a call that runs or is next in the engine's queue, and its next worker starts
+when none does. Of the responses with waiting workers the one with the fewest running calls goes first, then the oldest;
+within a response, workers start in the order in which they are read. What a call samples depends on its own seed and
+text, not on when it ran.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from typing import Literal
 Branching = Literal["eager", "never", "adaptive"]
 Start = tuple[tuple[int, ...], Callable[[], object]]  # a call's path, and what starts it
 
-CROWDED = 0.8  # of what one more sequence gains, at most this share may be lost by the others
+CROWDED = 0.6  # of what one more sequence gains, at most this share may be lost by the others
+SPARE = 1  # places in the batch that stay free for a director that arrives
+GIVES_WAY = 128  # an adaptive worker lets the directors of so many later responses go first
+JOINS_FIRST = 2**40  # more than there are responses
 FULL = 0.9  # of the KV cache: beyond it running sequences are soon preempted, and computed again
 RECENT, MEMORY = 0.05, 0.995  # weight of a new step in the means; what the slope keeps of earlier ones
 
@@ -68,6 +73,14 @@ class StepTime:
         """The share of what one more sequence gains that the others lose."""
         growing = self.per_sequence * sequences
         return growing / (self.base + growing) if growing else 0.0
+
+
+def place(order: int, branching: Branching, *, worker: bool, joins: bool) -> int:
+    """Of a call of response number `order` in the engine's queue; the lowest goes first. A thread that has read its
+    workers (`joins`) goes before all that is new: it holds the most cache, and is the nearest to its answer."""
+    if joins:
+        return order - JOINS_FIRST
+    return order + GIVES_WAY * (worker and branching == "adaptive")
 
 
 @dataclass

@@ -14,7 +14,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from dccot.serve.admission import CROWDED, FULL, StepTime
+from dccot.serve.admission import CROWDED, FULL, SPARE, StepTime
 
 BASE = Gauge("dccot_step_seconds_base", "learnt: of an engine step, without its sequences", multiprocess_mode="max")
 EACH = Gauge("dccot_step_seconds_per_sequence", "learnt: what a sequence adds to a step", multiprocess_mode="max")
@@ -60,4 +60,4 @@ class EngineLoad(AggregateStatLoggerBase):
         if any(engine.num_waiting_reqs or engine.kv_cache_usage > FULL for engine in engines):
             return True
         each = max(running, sum(engine.num_running_reqs for engine in engines)) / max(1, len(engines))
-        return each >= self.most or self.steps.crowding(each) > CROWDED
+        return each >= self.most - SPARE or self.steps.crowding(each) > CROWDED

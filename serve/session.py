@@ -25,12 +25,11 @@ from dccot.rollout.director import Call, Completion, Director, RolloutConfig, St
 from dccot.rollout.engine import Sampling
 from dccot.rollout.generate import seed_of
 from dccot.rollout.tags import SPAWN_CLOSE, TagIds, Width, worker_open
-from dccot.serve.admission import Admission, Branching, Start
+from dccot.serve.admission import JOINS_FIRST, Admission, Branching, Start, place
 from dccot.serve.stream import Piece
 
 LOOK = 16  # tokens after which a worker's text is looked at again
 Hear = Callable[[Piece], bool]
-JOINS_FIRST = 2**40  # more than there are responses: a thread that has read its workers goes before all that is new
 
 
 class Vocabulary:
@@ -114,8 +113,9 @@ class Session:
 
     async def _read(self, prompt: list[int], name: str) -> None:
         params = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        last = 0 if self.order is None else self.order + JOINS_FIRST  # in what time is left
         with suppress(Exception):  # the director reads it in any case
-            async for _ in self.engine.generate(tokens_input(prompt), params, name, priority=self.order or 0):
+            async for _ in self.engine.generate(tokens_input(prompt), params, name, priority=last):
                 pass
 
     async def _complete(self, call: Call, hear: Hear, calls: asyncio.TaskGroup) -> list[Call]:
@@ -126,8 +126,9 @@ class Session:
         seed = seed_of(self.seed, "problem", self.sample, *call.path)  # as in `dccot solve`
         sampling, config, manner = self.vocabulary.sampling, self.config, self.manner
         joins = bool(call.inserted) and not call.path[-1]
-        priority = 0 if self.order is None else self.order - JOINS_FIRST * joins
-        most = min(call.max_tokens, manner.max_worker_tokens or call.max_tokens) if call.thread else call.max_tokens
+        worker = bool(call.thread)
+        priority = 0 if self.order is None else place(self.order, manner.branching, worker=worker, joins=joins)
+        most = min(call.max_tokens, manner.max_worker_tokens or call.max_tokens) if worker else call.max_tokens
         params = SamplingParams(
             **sampling.parameters(call, seed=seed, temperature=config.temperature, top_p=config.top_p)
             | {"max_tokens": most}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dccot.serve.admission import CROWDED, Admission, StepTime
+from dccot.serve.admission import CROWDED, Admission, StepTime, place
 
 POLICIES = ("eager", "never", "adaptive")
 
@@ -123,6 +123,18 @@ def test_what_a_cancelled_response_left_goes_to_the_others():
     assert started[2:] == ["here 2"]
 
 
+def test_a_directors_next_text_goes_first_and_adaptive_workers_give_way_to_later_directors_but_not_for_ever():
+    queue = [
+        ("join of the newest", place(999, "adaptive", worker=False, joins=True)),
+        ("eager worker", place(3, "eager", worker=True, joins=False)),
+        ("director", place(4, "adaptive", worker=False, joins=False)),
+        ("later director", place(60, "never", worker=False, joins=False)),
+        ("adaptive worker", place(2, "adaptive", worker=True, joins=False)),
+        ("much later director", place(200, "eager", worker=False, joins=False)),
+    ]
+    assert sorted(queue, key=lambda call: call[1]) == queue
+
+
 def learnt(step, batches, seed=0, noise=0.03):
     rng, steps = random.Random(seed), StepTime()
     for _ in range(3000):
@@ -143,7 +155,7 @@ def test_a_larger_batch_is_worth_it_until_the_step_grows_with_it():
     assert flat.crowding(24) < 0.2
     assert steep.crowding(40) > CROWDED
     additive = learnt(lambda n: 3 + 0.4 * n, range(1, 50))
-    assert additive.crowding(15) < CROWDED < additive.crowding(60)
+    assert additive.crowding(8) < CROWDED < additive.crowding(60)
 
 
 def test_before_anything_is_known_nothing_is_crowded():
