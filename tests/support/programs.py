@@ -149,9 +149,9 @@ def new_session() -> None:
 
 
 def new_address() -> str:
-    """For a socket: short, as its kind must be, and gone when this process ends."""
-    folder = tempfile.mkdtemp(prefix="dccot-", dir="/tmp")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    """For a socket: short, as its kind must be, and gone when this process ends, not one that it forked."""
+    folder, owner = tempfile.mkdtemp(prefix="dccot-", dir="/tmp"), os.getpid()
+    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
     return f"{folder}/socket"
 
 

@@ -6,17 +6,21 @@ came back; and without staleness responses and weights are those of the synchron
 
 import os
 import signal
+import subprocess
 import threading
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from dccot.core.config import load_config
 from dccot.lab.worlds.exact_task import TEMPERATURE, make_task, write_problems
+from dccot.rollout import servers as servers_module
 from dccot.rollout.servers import Servers
 from dccot.rollout.vllm_engine import VllmEngine
 from dccot.train.config import RLConfig
 from dccot.train.rl import train
+from tests.support import programs
 from tests.support.servers import eventually
 from tests.support.spans import gaps, responses_in, trained_in
 
@@ -39,15 +43,19 @@ def settings(out, name: str, *more: str) -> RLConfig:
     return load_config(RLConfig, out / "rl.yaml", [*own, *more])
 
 
+def forked(command, *, env, preexec_fn, **options):
+    """The process of a server, without settings of memory that are read before main."""
+    kept = {name: value for name, value in env.items() if not name.startswith("MALLOC_")}
+    return programs.Popen(command, env=kept, **options)
+
+
 @pytest.fixture(scope="module")
 def servers(out):
-    key = os.environ.get("VLLM_API_KEY")
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(servers_module, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": forked}))
+        patch.setenv("VLLM_API_KEY", "")  # Servers sets another one; undone in the end
         with Servers(out / "model", settings(out, "any").engine, 2, logs=out) as servers:
             yield servers
-    finally:
-        os.environ.pop("VLLM_API_KEY")
-        os.environ |= {"VLLM_API_KEY": key} if key else {}
 
 
 def answers(url: str) -> bool:

@@ -238,7 +238,7 @@ def test_reward_rises_by_more_than_noise_can_explain(out):
 
 def test_a_run_killed_and_restarted_by_torchrun_is_one_that_nobody_touched(out):
     """A small part of `make torture`: weights and optimizer to the bit, rollouts, metrics and TensorBoard series."""
-    injection = FaultInjection(out, STEPS, settings=())
+    injection = FaultInjection(out, STEPS, settings=(), run=programs.run)
     injection.inject([Kill("rollout", "rank 1", 0.5)], restarts=1)
     assert (injection.problems, injection.lost(), injection.differences()) == ([], [], [])
     assert len(injection.kills()) == 1

@@ -82,8 +82,10 @@ def in_launches(kills: Sequence[Kill], seed: int) -> list[list[Kill]]:
 class FaultInjection:
     """The faulted run and the whole one, below one folder that holds the task (task.py)."""
 
-    def __init__(self, out: Path, steps: int, settings: Sequence[str] = SETTINGS, under: Sequence[str] = ()):
-        self.out, self.steps, self.settings, self.under = out, steps, settings, under
+    def __init__(
+        self, out: Path, steps: int, settings: Sequence[str] = SETTINGS, under: Sequence[str] = (), run=subprocess.run
+    ):
+        self.out, self.steps, self.settings, self.under, self._start = out, steps, settings, under, run
         self.run, self.whole, self.log = out / "faulted", out / "whole", out / "kills.jsonl"
         self.problems: list[str] = []
         self.damaged: list[tuple[int, str, int]] = []  # number of kills before it, how, step it must go back to
@@ -107,7 +109,7 @@ class FaultInjection:
         environment["DCCOT_KILLS"] = json.dumps([asdict(kill) for kill in kills])
         self.launches += 1
         with open(self.out / "logs" / f"{self.launches:02d}_{name}.log", "w") as said:
-            return subprocess.run([*self.under, *command], env=environment, stdout=said, stderr=said).returncode
+            return self._start([*self.under, *command], env=environment, stdout=said, stderr=said).returncode
 
     def kills(self) -> list[dict]:
         return [row for _, row in read_jsonl(self.log)] if self.log.exists() else []
