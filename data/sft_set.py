@@ -53,7 +53,7 @@ from dccot.model.folder import model_checksums, resolve_model
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import Engine, EngineConfig, open_engine
 from dccot.rollout.response import Rollout
-from dccot.rollout.tags import TAG_PATTERN, TASK_PATTERN, THINK_OPEN, IllFormed, Parsed, Width, flaw_of, parse
+from dccot.rollout.tags import TAG_PATTERN, TASK_PATTERN, THINK_OPEN, IllFormed, Width, flaw_of, parse
 from dccot.rollout.thread import Thread
 
 Progress = Callable[[int, int, str], None]  # (done, total, what else to say)
@@ -521,7 +521,7 @@ def check_set(path: str | Path, *, workers: Width = 3, depth: int = 1, tokenizer
     return report
 
 
-def _measure(report: SetReport, parsed: Parsed, row: dict, size: Callable[[str], int]) -> None:
+def _measure(report: SetReport, parsed: Thread[str], row: dict, size: Callable[[str], int]) -> None:
     source = word_runs(row["source"]) if row.get("source") else None
 
     def measure_forks(thread: Thread[str], known: str, place: str) -> None:

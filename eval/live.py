@@ -43,7 +43,7 @@ def parts(timeline: Timeline) -> list[list[Lane]]:
 def is_finished(part: list[Lane]) -> bool:
     """Whether everything in it is written; a worker that has spawned continues after its workers."""
     last = {lane.call.thread: lane for lane in part}.values()
-    return all(lane.completion and lane.completion.stop is not Stop.SPAWN for lane in last)
+    return all(lane.completion and not (lane.worker and lane.completion.stop is Stop.SPAWN) for lane in last)
 
 
 def title(lane: Lane) -> str:

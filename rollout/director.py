@@ -24,8 +24,9 @@ has left of it equally, so that limit holds in the same way. How a response ends
     a thread spawns more often than allowed                    max_rounds       (its text is its last segment)
     a thread spawns without as many tasks as allowed           width            (its text is its last segment)
 
-What ends a worker early ends the response, once the other workers of its fork have finished. A worker that writes EOS
-is finished like any other: the EOS stays in its tokens and no closing tag is forced.
+What ends a worker early ends the response, once the other workers of its fork have finished; of several such reasons
+the first of `Finish` counts. A worker that writes EOS is finished like any other: the EOS stays in its tokens and no
+closing tag is forced.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import count, takewhile
+from itertools import takewhile
 
 from dccot.core.config import NonNegative, NonNegativeFloat, Positive, Share
-from dccot.rollout.response import Finish, Response, Segment
+from dccot.rollout.response import Finish, Response, Segment, tokens_of
 from dccot.rollout.tags import SPAWN_OPEN, TagIds, Width, worker_close
 from dccot.rollout.thread import Thread
 
@@ -56,8 +57,8 @@ class Stop(StrEnum):
     """Why a call ended."""
 
     EOS = "eos"
-    TAG = "tag"  # the stop string was written
-    SPAWN = "spawn"  # a worker wrote <spawn_workers>
+    SPAWN = "spawn"  # <spawn_workers> was written
+    CLOSE = "close"  # the worker's closing tag was written
     LENGTH = "length"  # max_tokens were sampled
 
 
@@ -78,16 +79,15 @@ class Call:
     path: tuple[int, ...]  # a `segment_path`
     prompt: list[int]  # everything the writer has read, ending with `inserted`
     inserted: list[int]
-    stop: str | None
+    stops: tuple[str, ...]  # tags that end it
     max_tokens: int
     limit: Finish  # what the response ends with if max_tokens are used up
-    spawns: bool = False  # a worker that <spawn_workers> ends as well
 
     @property
     def thread(self) -> tuple[int, ...]:
         """The path of the thread that it writes; () is the director.
 
-        >>> [Call(path, [], [], None, 1, Finish.BUDGET).thread for path in ((1, 0), (1, 2), (1, 2, 3, 0), (1, 2, 0, 4))]
+        >>> [Call(path, [], [], (), 1, Finish.BUDGET).thread for path in ((1, 0), (1, 2), (1, 2, 3, 0), (1, 2, 0, 4))]
         [(), (1, 2), (1, 2), (1, 2, 0, 4)]
         """
         return self.path if self.path[-1] else self.path[:-2]
@@ -119,14 +119,9 @@ class _Writer:
     total: int  # of all tokens, in the same way
     above: _Writer | None = None
     read: list[int] = field(default_factory=list)  # up to its last fork
-    running: int = 0  # threads of its last fork
-    cut_by: Finish | None = None  # what ended one of them early
+    fork: list[_Writer] = field(default_factory=list)  # the last one
     ended: bool = False
-
-
-def _tokens(worker: Thread[Segment]) -> list[int]:
-    """As the thread above reads it."""
-    return [token for segment in worker.segments() for token in segment.tokens]
+    cut_by: Finish | None = None  # what ended it early
 
 
 @dataclass
@@ -157,30 +152,31 @@ class Director:
         writer.thread.trunk.append(segment)
         writer.left -= len(segment)
         writer.total -= len(segment)
-        if completion.stop is Stop.SPAWN or (completion.stop is Stop.TAG and call.stop == SPAWN_OPEN):
+        if completion.stop is Stop.SPAWN:
             return self._fork(writer, call.prompt + completion.ids)
         return self._end(writer, call.limit if completion.stop is Stop.LENGTH else None)
 
     def read_so_far(self, call: Call, written: list[int]) -> list[list[int]]:
         """Of the fork that a worker's call belongs to, until all of it is written: what is read before it, the texts of
         the workers that are finished up to the first that is not, and if that one writes the call, its text so far."""
-        above = self._writers[call.thread].above
-        if above is None or not above.running or above.cut_by is not None:
+        worker = self._writers[call.thread]
+        above = worker.above
+        if above is None or all(each.ended for each in above.fork) or any(each.cut_by for each in above.fork):
             return []
-        path = (*above.path, len(above.thread.forks) - 1)
-        finished = takewhile(lambda i: self._writers[(*path, i)].ended, count(1))
-        texts = [above.read, *(_tokens(self._writers[(*path, i)].thread) for i in finished)]
-        if len(texts) == call.thread[-1]:
-            texts.append(_tokens(self._writers[call.thread].thread) + call.inserted + written)
+        finished = takewhile(lambda each: each.ended, above.fork)
+        texts = [above.read, *(tokens_of(each.thread) for each in finished)]
+        if above.fork[len(texts) - 1] is worker:
+            texts.append(tokens_of(worker.thread) + call.inserted + written)
         return texts
 
     def overdue(self, call: Call, written: int, factor: float) -> bool:
         """Whether a worker that has written so much in this call is the last one of its fork that writes, and `factor`
         times longer than the longest of the others."""
         worker = self._writers[call.thread]
-        if worker.above is None or worker.above.running > 1 or len(worker.above.thread.forks[-1]) == 1:
+        others = [each for each in worker.above.fork if each is not worker] if worker.above else []
+        if not others or not all(each.ended for each in others):
             return False
-        longest = max(other.path() for other in worker.above.thread.forks[-1] if other is not worker.thread)
+        longest = max(each.thread.path() for each in others)
         return worker.thread.path() + len(call.inserted) + written > factor * longest
 
     def _fork(self, writer: _Writer, read: list[int]) -> list[Call]:
@@ -200,36 +196,33 @@ class Director:
         if cramped := next((call for call in calls if call.max_tokens < 1), None):
             return self._end(writer, cramped.limit)
         writer.thread.forks.append([worker.thread for worker in workers])
-        writer.read, writer.running, writer.cut_by = read, len(workers), None
+        writer.read, writer.fork = read, workers
         self._writers |= {worker.path: worker for worker in workers}
         return calls
 
     def _end(self, writer: _Writer, cut_by: Finish | None) -> list[Call]:
         """The thread is written; the one that spawned it continues when all of its fork are."""
-        above, writer.ended = writer.above, True
+        writer.ended, writer.cut_by, above = True, cut_by, writer.above
         if above is None:
             self.response.finish, self.done = cut_by or Finish.ANSWERED, True
             return []
-        above.running -= 1
-        if cut_by is not None and above.cut_by is not Finish.BUDGET:
-            above.cut_by = cut_by
-        if above.running:
+        if not all(worker.ended for worker in above.fork):
             return []
         fork = above.thread.forks[-1]
         above.left -= max(worker.path() for worker in fork)
         above.total -= sum(worker.total() for worker in fork)
-        if above.cut_by is not None:
-            return self._end(above, above.cut_by)
-        read = above.read + [token for worker in fork for token in _tokens(worker)]
+        if cuts := {worker.cut_by for worker in above.fork} - {None}:
+            return self._end(above, next(reason for reason in Finish if reason in cuts))
+        read = above.read + [token for worker in fork for token in tokens_of(worker)]
         following = self._call(above, read, list(self.tags.spawn_close))
         return [following] if following.max_tokens >= 1 else self._end(above, following.limit)
 
     def _call(self, writer: _Writer, read: list[int], inserted: list[int]) -> Call:
         """The next segment of a thread."""
         path = segment_path(writer.path, len(writer.thread.trunk))
-        stop = worker_close(writer.path[-1]) if writer.path else SPAWN_OPEN if self.parallel else None
+        closing = (worker_close(writer.path[-1]),) if writer.path else ()
+        spawning = (SPAWN_OPEN,) if self.parallel and len(writer.path) < 2 * self.config.depth else ()
         budget = min(writer.left, writer.total) - len(inserted)
         context = self.context - len(read) - len(inserted)
         limit = Finish.BUDGET if budget <= context else Finish.CONTEXT
-        spawns = 0 < len(writer.path) < 2 * self.config.depth
-        return Call(path, read + inserted, inserted, stop, min(budget, context), limit, spawns)
+        return Call(path, read + inserted, inserted, closing + spawning, min(budget, context), limit)

@@ -155,19 +155,18 @@ class Sampling:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
-        self._tag_tokens: dict[str | None, int | None] = {None: None}
+        self._stops: dict[str, str | int] = {}
 
     def parameters(self, call: Call, *, seed: int, temperature: float, top_p: float) -> dict[str, Any]:
         """By the names that vLLM's SamplingParams and /v1/completions share."""
-        tags = [tag for tag in (call.stop, SPAWN_OPEN if call.spawns else None) if tag]
-        tokens = [token for tag in tags if (token := self._single_token(tag)) is not None]
+        stops = [self._as_stop(tag) for tag in call.stops]
         return {
             "temperature": temperature,
             "top_p": top_p,
             "seed": seed,
             "max_tokens": call.max_tokens,
-            "stop": [tag for tag in tags if self._single_token(tag) is None] or None,
-            "stop_token_ids": tokens or None,
+            "stop": [tag for tag in stops if isinstance(tag, str)] or None,
+            "stop_token_ids": [token for token in stops if isinstance(token, int)] or None,
             "include_stop_str_in_output": True,
             "skip_special_tokens": False,  # pieces of the tags may be special tokens
         }
@@ -177,18 +176,17 @@ class Sampling:
             raise RuntimeError(f"call {call.path} ended with {finish_reason!r}; expected 'stop' or 'length'")
         if finish_reason == "length":
             return Stop.LENGTH
-        # None: the tokenizer's EOS; the model's folder may name other tokens that end its text
-        if stop_reason is not None and stop_reason in (call.stop, self._single_token(call.stop)):
-            return Stop.TAG
-        spawned = call.spawns and stop_reason in (SPAWN_OPEN, self._single_token(SPAWN_OPEN))
-        return Stop.SPAWN if spawned and stop_reason is not None else Stop.EOS
+        tag = next((tag for tag in call.stops if stop_reason in (tag, self._as_stop(tag))), None)
+        if tag is None:  # the tokenizer's EOS, or another token that the model's folder names as the end of its text
+            return Stop.EOS
+        return Stop.SPAWN if tag == SPAWN_OPEN else Stop.CLOSE
 
-    def _single_token(self, tag: str | None) -> int | None:
-        """The token that is this tag; None if the tokenizer spells it with several."""
-        if tag not in self._tag_tokens:
+    def _as_stop(self, tag: str) -> str | int:
+        """The token that is this tag; the tag if the tokenizer spells it with several."""
+        if tag not in self._stops:
             ids = self._tokenizer.encode(tag, add_special_tokens=False)
-            self._tag_tokens[tag] = ids[0] if len(ids) == 1 else None
-        return self._tag_tokens[tag]
+            self._stops[tag] = ids[0] if len(ids) == 1 else tag
+        return self._stops[tag]
 
 
 def versions_of(spans: Iterable[Any] | None) -> list[int]:

@@ -58,6 +58,11 @@ class Segment:
         return {name: values for name, values in vars(self).items() if values or name != "versions"}
 
 
+def tokens_of(thread: Thread[Segment]) -> list[int]:
+    """As the thread above reads it."""
+    return [token for segment in thread.segments() for token in segment.tokens]
+
+
 @dataclass
 class Response(Thread[Segment]):
     """
@@ -106,7 +111,7 @@ class Response(Thread[Segment]):
     @property
     def as_read(self) -> list[int]:
         """The response's ids as the director reads them in the end; prompt excluded."""
-        return [token for segment in self.segments() for token in segment.tokens]
+        return tokens_of(self)
 
     def text(self, tokenizer) -> str:
         """The response as text, tags included, without the tokens that ended its segments."""

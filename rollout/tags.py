@@ -21,7 +21,7 @@ import re
 from argparse import ArgumentTypeError
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -136,17 +136,12 @@ class IllFormed(ValueError):
         self.flaw = flaw
 
 
-@dataclass
-class Parsed(Thread[str]):
-    """A well-formed text split as inference would have produced it: a piece ends with the tag that ended it, a worker's
-    begins after its opening tag. White space between the tags of a block is dropped.
+def parse(text: str, workers: Width = 3, *, depth: int = 1) -> Thread[str]:
+    """Split a well-formed text into the threads that wrote it; raise `IllFormed` with the broken rule otherwise.
+
+    A piece ends with the tag that ended it, a worker's begins after its opening tag. White space between the tags of a
+    block is dropped.
     """
-
-    answer: str = field(default="", kw_only=True)  # inside <answer>, stripped
-
-
-def parse(text: str, workers: Width = 3, *, depth: int = 1) -> Parsed:
-    """Split a well-formed text into the threads that wrote it; raise `IllFormed` with the broken rule otherwise."""
     parser = _Parser(text, workers)
     before, tag = parser.take()
     if before.strip() or tag != THINK_OPEN:
@@ -159,15 +154,13 @@ def parse(text: str, workers: Width = 3, *, depth: int = 1) -> Parsed:
     if between.strip() or tag != ANSWER_OPEN:
         raise parser.error(Flaw.NO_ANSWER)
     answer, tag = parser.take()
-    if tag != ANSWER_CLOSE:
+    if tag != ANSWER_CLOSE or parser.lists_tasks(answer):
         raise parser.error(Flaw.OPEN_ANSWER if tag is None else Flaw.TAG_IN_ANSWER)
-    if parser.lists_tasks(answer):
-        raise parser.error(Flaw.TAG_IN_ANSWER)
     after, tag = parser.take()
     if after.strip() or tag is not None:
         raise parser.error(Flaw.TEXT_AFTER_ANSWER)
     thread.trunk[-1] += text[thought:].rstrip()
-    return Parsed(thread.trunk, thread.forks, answer=answer.strip())
+    return thread
 
 
 def flaw_of(text: str, workers: Width = 3, *, depth: int = 1) -> Flaw | None:

@@ -11,12 +11,13 @@ from rich.console import Console
 
 from dccot.data.prompts import PromptConfig
 from dccot.data.task import settings_of
-from dccot.eval.live import View
+from dccot.eval.live import View, is_finished, parts
 from dccot.eval.solve import answer_in, main, solve, summary
-from dccot.eval.timeline import Step, Timeline
+from dccot.eval.timeline import Lane, Step, Timeline, _arrows
 from dccot.lab.worlds.bigram import save
-from dccot.rollout.director import RolloutConfig
+from dccot.rollout.director import Call, Completion, RolloutConfig, Stop
 from dccot.rollout.generate import Request, generate
+from dccot.rollout.response import Finish
 from tests.support.rounds import final_of, rounds_of
 
 PROBLEM = "What is 1 plus 2?"
@@ -108,6 +109,27 @@ def test_arrows_lead_from_the_director_to_its_workers_and_back(solution, trace):
         for worker in (f"worker {i}, round {number}" for i in (1, 2, 3)):
             expected += [(f"director, part {number}", worker), (worker, f"director, part {number + 1}")]
     assert sorted((starts[key], ends[key]) for key in starts) == sorted(expected)
+
+
+def test_workers_of_a_worker_are_shown_with_it_and_read_by_it():
+    """Worker 1 spawns two; nothing here was sampled, only the paths of the calls and why each ended."""
+    stops = {(0, 0): Stop.SPAWN, (0, 1): Stop.SPAWN, (0, 1, 0, 1): Stop.CLOSE, (0, 1, 0, 2): Stop.CLOSE}
+    stops |= {(0, 1, 1, 0): Stop.CLOSE, (0, 2): Stop.CLOSE, (1, 0): Stop.EOS}
+    timeline = Timeline()
+    for path, stop in stops.items():
+        lane = Lane(Call(path, [], [], (), 1, Finish.BUDGET), 0.0, completion=Completion([], [], stop))
+        timeline.lanes.append(lane)
+    found = [[lane.call.path for lane in part] for part in parts(timeline)]
+    assert found == [[(0, 0)], [(0, 1), (0, 1, 0, 1), (0, 1, 0, 2), (0, 1, 1, 0), (0, 2)], [(1, 0)]]
+    assert all(map(is_finished, parts(timeline)))
+    arrows = [(start.call.path, end.call.path) for start, end in _arrows(timeline.lanes)]
+    inner = [((0, 1), (0, 1, 0, i)) for i in (1, 2)] + [((0, 1, 0, i), (0, 1, 1, 0)) for i in (1, 2)]
+    outer = [((0, 0), (0, 1)), ((0, 0), (0, 2)), ((0, 1, 1, 0), (1, 0)), ((0, 2), (1, 0))]
+    assert sorted(arrows) == sorted(inner + outer)
+    timeline.lanes = [lane for lane in timeline.lanes if lane.call.path not in ((0, 1, 1, 0), (1, 0))]
+    assert [is_finished(part) for part in parts(timeline)] == [True, False]  # worker 1 has yet to continue
+    writers = [lane.call.writer for lane in timeline.lanes]
+    assert writers == ["director", "worker 1", "worker 1.1", "worker 1.2", "worker 2"]
 
 
 def test_sequential_time_counts_only_steps_that_decoded_alone():

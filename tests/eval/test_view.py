@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from dccot.core.files import write_jsonl_atomic
 from dccot.eval.entropy import Scorer
-from dccot.eval.view import BLOCK, Page, Pieces, collect, cut, main, utf16_length
+from dccot.eval.view import BLOCK, Page, Pieces, _shape, collect, cut, main, utf16_length
 from dccot.lab.worlds.arithmetic import make_tokenizer
 from dccot.lab.worlds.bigram import save, tokenizer
 from dccot.rollout.response import Finish, Response, Segment
 from dccot.rollout.tags import TagIds
+from dccot.rollout.thread import Thread
 from dccot.train.rewards import Graded
 from tests.support.rounds import Round, final_of, flat, rounds_of
 
@@ -81,6 +82,16 @@ def test_tags_tell_where_segments_begin(case):
     expected = [first, *(f"<worker_{i}>{text}" for i, text in enumerate(workers, start=1))]
     expected += [f"</spawn_workers>{last}"] if last else []
     assert cut("".join(expected), response(first, workers, last)) == expected
+
+
+def test_a_worker_of_a_worker_has_a_lane_inside_that_of_its_worker():
+    texts = ["plan<spawn_workers>", "<worker_1>a<spawn_workers>", "<worker_1>b</worker_1>", "<worker_2>c</worker_2>"]
+    texts += ["</spawn_workers>d</worker_1>", "<worker_2>e</worker_2>", "</spawn_workers>so</think>"]
+    of = lambda length: Segment([], [0] * length)
+    inner = Thread([of(2), of(5)], [[Thread([of(3)]), Thread([of(4)])]])
+    whole = Response([of(1), of(7)], [[inner, Thread([of(6)])]], prompt=[0])
+    assert cut("".join(texts), whole) == texts
+    assert _shape(whole) == [1, [[2, [3, 4], 5], 6], 7]
 
 
 SOME_TAGS = ["<worker_1>", "</worker_1>", "<worker_2>", "<worker_3>", "</worker_3>", "\n"]

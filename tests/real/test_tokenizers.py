@@ -158,7 +158,10 @@ def respond(tags: TagIds, stop: str, written: list[int], encode) -> tuple[Respon
     director = Director([1, 2, 3], RolloutConfig(budget=2000), tags, context=10_000)
     calls = director.start()
     while calls:
-        ended = [(says[call.stop], Stop.TAG) if call.path[0] == 0 else (final, Stop.EOS) for call in calls]
+        stop = {True: Stop.CLOSE, False: Stop.SPAWN}
+        ended = [
+            (says[call.stops[0]], stop[call.path[1] > 0]) if call.path[0] == 0 else (final, Stop.EOS) for call in calls
+        ]
         calls = [
             new
             for call, (ids, why) in zip(calls, ended)

@@ -56,7 +56,7 @@ def only(calls: list[Call]) -> Call:
 
 
 def spawn(machine: Director, count: int = 5) -> list[Call]:
-    return machine.finished(only(machine.start()), written(count, Stop.TAG))
+    return machine.finished(only(machine.start()), written(count, Stop.SPAWN))
 
 
 def end(machine: Director) -> tuple[Finish, int, bool]:
@@ -71,16 +71,16 @@ def end(machine: Director) -> tuple[Finish, int, bool]:
 def test_the_director_continues_with_all_workers_read_between_its_tags():
     machine = director(prompt=[1, 2], budget=100)
     first = only(machine.start())
-    assert (first.path, first.prompt, first.inserted, first.stop) == ((0, 0), [1, 2], [], "<spawn_workers>")
-    workers = machine.finished(first, Completion([11, 12], [0.0, 0.0], Stop.TAG))
+    assert (first.path, first.prompt, first.inserted, first.stops) == ((0, 0), [1, 2], [], ("<spawn_workers>",))
+    workers = machine.finished(first, Completion([11, 12], [0.0, 0.0], Stop.SPAWN))
     opens = [list(ids) for ids in tags(3).worker_open]
     assert [call.path for call in workers] == [(0, 1), (0, 2), (0, 3)]
     assert [call.prompt for call in workers] == [[1, 2, 11, 12, *tag] for tag in opens]
     assert [call.inserted for call in workers] == opens
-    assert [call.stop for call in workers] == ["</worker_1>", "</worker_2>", "</worker_3>"]
-    assert machine.finished(workers[2], Completion([33], [0.0], Stop.TAG)) == []
-    assert machine.finished(workers[0], Completion([31], [0.0], Stop.TAG)) == []
-    second = only(machine.finished(workers[1], Completion([32, 32], [0.0, 0.0], Stop.TAG)))
+    assert [call.stops for call in workers] == [("</worker_1>",), ("</worker_2>",), ("</worker_3>",)]
+    assert machine.finished(workers[2], Completion([33], [0.0], Stop.CLOSE)) == []
+    assert machine.finished(workers[0], Completion([31], [0.0], Stop.CLOSE)) == []
+    second = only(machine.finished(workers[1], Completion([32, 32], [0.0, 0.0], Stop.CLOSE)))
     read = [*opens[0], 31, *opens[1], 32, 32, *opens[2], 33]
     assert (second.path, second.prompt, second.inserted) == ((1, 0), [1, 2, 11, 12, *read, *CLOSE], list(CLOSE))
     assert not machine.done
@@ -101,7 +101,7 @@ def test_a_director_that_never_spawns_answers_alone():
 def test_sequential_mode_is_one_call_without_a_stop():
     machine = director(budget=10, parallel=False)
     call = only(machine.start())
-    assert (call.stop, call.max_tokens) == (None, 10)
+    assert (call.stops, call.max_tokens) == ((), 10)
     machine.finished(call, written(10, Stop.LENGTH))
     assert machine.response.finish is Finish.BUDGET
 
@@ -113,11 +113,11 @@ def test_what_is_read_so_far_of_a_fork_begins_what_the_director_reads():
     machine = director(prompt=[1, 2], budget=1000)
     first, second, third = spawn(machine)
     assert machine.read_so_far(second, [51, 52]) == [first.prompt[:-3]]  # the first worker is not finished
-    machine.finished(third, written(6, Stop.TAG))
-    machine.finished(first, written(4, Stop.TAG))
+    machine.finished(third, written(6, Stop.CLOSE))
+    machine.finished(first, written(4, Stop.CLOSE))
     early = machine.read_so_far(second, [51, 52])
     assert [len(text) for text in early] == [len(first.prompt) - 3, 3 + 4, 3 + 2]
-    ended = Completion([51, 52, 53], [-0.1] * 3, Stop.TAG)
+    ended = Completion([51, 52, 53], [-0.1] * 3, Stop.CLOSE)
     [join] = machine.finished(second, ended)
     assert join.prompt[: sum(map(len, early))] == [token for text in early for token in text]
     assert machine.read_so_far(second, []) == []
@@ -127,9 +127,9 @@ def test_what_is_read_so_far_of_a_fork_begins_what_the_director_reads():
 def test_a_worker_is_overdue_when_it_is_the_last_and_so_many_times_longer():
     machine = director(budget=1000)
     first, second, third = spawn(machine)
-    machine.finished(first, written(17, Stop.TAG))  # with its tag of three 20 tokens
+    machine.finished(first, written(17, Stop.CLOSE))  # with its tag of three 20 tokens
     assert not machine.overdue(third, 500, 2.0)
-    machine.finished(second, written(7, Stop.TAG))
+    machine.finished(second, written(7, Stop.CLOSE))
     assert not machine.overdue(third, 37, 2.0)
     assert machine.overdue(third, 38, 2.0)
 
@@ -146,10 +146,10 @@ def test_the_only_worker_of_a_fork_and_the_director_are_never_overdue():
 def test_tags_are_charged_to_the_budget_and_room_to_close_is_reserved():
     machine = director(budget=100)
     assert only(machine.start()).max_tokens == 100
-    workers = machine.finished(machine.start()[0], written(40, Stop.TAG))
+    workers = machine.finished(machine.start()[0], written(40, Stop.SPAWN))
     assert [call.max_tokens for call in workers] == [100 - 40 - 3 - (2 + 1)] * 3
     for call, count in zip(workers, (5, 20, 10)):
-        following = machine.finished(call, written(count, Stop.TAG))
+        following = machine.finished(call, written(count, Stop.CLOSE))
     assert only(following).max_tokens == 100 - 40 - (3 + 20) - 2
 
 
@@ -158,7 +158,7 @@ def test_a_worker_that_closes_with_its_last_token_is_still_read():
     workers = spawn(machine, 10)
     following = []
     for call in workers:
-        following = machine.finished(call, written(call.max_tokens, Stop.TAG))
+        following = machine.finished(call, written(call.max_tokens, Stop.CLOSE))
     last = only(following)
     assert last.max_tokens == 1
     machine.finished(last, written(1, Stop.LENGTH))
@@ -169,8 +169,8 @@ def test_a_worker_that_writes_eos_keeps_it_and_no_closing_tag_is_forced():
     machine = director(budget=100)
     workers = spawn(machine)
     machine.finished(workers[0], Completion([21, EOS], [0.0, 0.0], Stop.EOS))
-    machine.finished(workers[1], written(3, Stop.TAG))
-    call = only(machine.finished(workers[2], written(3, Stop.TAG)))
+    machine.finished(workers[1], written(3, Stop.CLOSE))
+    call = only(machine.finished(workers[2], written(3, Stop.CLOSE)))
     assert rounds_of(machine.response)[0].workers[0].sampled == [21, EOS]
     opening, second = tags(3).worker_open[:2]
     assert call.prompt[3 + 5 :][: 3 + 2 + 3] == [*opening, 21, EOS, *second]
@@ -181,8 +181,8 @@ def test_a_worker_that_uses_up_the_budget_ends_the_response_after_its_round():
     workers = spawn(machine)
     assert machine.finished(workers[1], written(workers[1].max_tokens, Stop.LENGTH)) == []
     assert not machine.done  # the others are still writing
-    machine.finished(workers[0], written(3, Stop.TAG))
-    assert machine.finished(workers[2], written(4, Stop.TAG)) == []
+    machine.finished(workers[0], written(3, Stop.CLOSE))
+    assert machine.finished(workers[2], written(4, Stop.CLOSE)) == []
     assert end(machine) == (Finish.BUDGET, 1, False)
     assert [len(w.sampled) for w in rounds_of(machine.response)[0].workers] == [3, workers[1].max_tokens, 4]
 
@@ -201,7 +201,7 @@ def test_an_overshooting_stop_keeps_its_ids_and_is_charged():
     machine = director(budget=100)
     call = only(machine.start())
     # 99: the end of the tag and some more
-    workers = machine.finished(call, Completion([11, 12, 99], [0.0] * 3, Stop.TAG))
+    workers = machine.finished(call, Completion([11, 12, 99], [0.0] * 3, Stop.SPAWN))
     assert workers[0].prompt == [*call.prompt, 11, 12, 99, *tags(3).worker_open[0]]
     assert workers[0].max_tokens == 100 - 3 - 3 - 3
 
@@ -210,8 +210,8 @@ def test_the_round_after_the_last_allowed_one_ends_the_response():
     machine = director(budget=1000, max_rounds=1)
     following = []
     for call in spawn(machine):
-        following = machine.finished(call, written(4, Stop.TAG))
-    assert machine.finished(only(following), written(6, Stop.TAG)) == []
+        following = machine.finished(call, written(4, Stop.CLOSE))
+    assert machine.finished(only(following), written(6, Stop.SPAWN)) == []
     assert (*end(machine), len(final_of(machine.response).sampled)) == (Finish.MAX_ROUNDS, 1, True, 6)
     machine = director(budget=1000, max_rounds=0)
     assert spawn(machine) == []
@@ -242,7 +242,7 @@ def test_a_worker_cut_by_the_context_ends_the_response():
 def test_workers_that_together_fill_the_context_are_not_read():
     machine = director(prompt=[1] * 10, budget=100, context=60)
     for call in spawn(machine, 10):  # 20 in, then three times 3 + 10 leaves 1: too little for </spawn_workers>
-        following = machine.finished(call, written(10, Stop.TAG))
+        following = machine.finished(call, written(10, Stop.CLOSE))
     assert following == []
     assert end(machine) == (Finish.CONTEXT, 1, False)
 
@@ -264,7 +264,7 @@ def test_a_prompt_that_fills_the_context_is_refused():
 @pytest.mark.parametrize(("listed", "started"), [(1, 0), (2, 2), (4, 4), (5, 0), (0, 0)])
 def test_as_many_workers_start_as_tasks_were_listed_and_none_outside_the_range(listed, started):
     machine = director(budget=100, workers=[2, 4])
-    calls = machine.finished(only(machine.start()), written(6, Stop.TAG, TASKS + listed))
+    calls = machine.finished(only(machine.start()), written(6, Stop.SPAWN, TASKS + listed))
     assert [call.path for call in calls] == [(0, i) for i in range(1, started + 1)]
     if not started:
         assert end(machine) == (Finish.WIDTH, 0, True)
@@ -272,32 +272,32 @@ def test_as_many_workers_start_as_tasks_were_listed_and_none_outside_the_range(l
 
 def test_only_the_tasks_of_the_last_segment_count():
     machine = director(budget=200, workers=[1, 4])
-    for call in machine.finished(only(machine.start()), written(6, Stop.TAG, TASKS + 4)):
-        following = machine.finished(call, written(3, Stop.TAG))
-    assert len(machine.finished(only(following), written(6, Stop.TAG, TASKS + 2))) == 2
+    for call in machine.finished(only(machine.start()), written(6, Stop.SPAWN, TASKS + 4)):
+        following = machine.finished(call, written(3, Stop.CLOSE))
+    assert len(machine.finished(only(following), written(6, Stop.SPAWN, TASKS + 2))) == 2
 
 
 def test_a_worker_that_spawns_reads_its_workers_before_the_director_reads_it():
     machine = director(prompt=[1, 2], budget=200, workers=2, depth=2, closing=4)
     one, two = tags(2).worker_open
     first = only(machine.start())
-    assert (first.stop, first.spawns) == ("<spawn_workers>", False)
-    calls = machine.finished(first, Completion([11], [0.0], Stop.TAG))
-    assert [(call.stop, call.spawns) for call in calls] == [("</worker_1>", True), ("</worker_2>", True)]
+    assert first.stops == ("<spawn_workers>",)
+    calls = machine.finished(first, Completion([11], [0.0], Stop.SPAWN))
+    assert [call.stops for call in calls] == [(f"</worker_{i}>", "<spawn_workers>") for i in (1, 2)]
     inner = machine.finished(calls[0], Completion([12], [0.0], Stop.SPAWN))
     assert [call.path for call in inner] == [(0, 1, 0, 1), (0, 1, 0, 2)]
     assert [call.thread for call in inner] == [(0, 1, 0, 1), (0, 1, 0, 2)]
     assert [call.prompt for call in inner] == [[1, 2, 11, *one, 12, *tag] for tag in (one, two)]
-    assert [(call.stop, call.spawns) for call in inner] == [("</worker_1>", False), ("</worker_2>", False)]
+    assert [call.stops for call in inner] == [("</worker_1>",), ("</worker_2>",)]
     # 200 − 1 − (2 + 1) of the director, − 3 − 1 − (2 + 4) of the worker, − 3 of the tag
     assert [call.max_tokens for call in inner] == [200 - 1 - 3 - 4 - 6 - 3] * 2
-    assert machine.finished(inner[1], Completion([22], [0.0], Stop.TAG)) == []
-    assert machine.finished(calls[1], Completion([14], [0.0], Stop.TAG)) == []
-    after = only(machine.finished(inner[0], Completion([21, 21], [0.0] * 2, Stop.TAG)))
+    assert machine.finished(inner[1], Completion([22], [0.0], Stop.CLOSE)) == []
+    assert machine.finished(calls[1], Completion([14], [0.0], Stop.CLOSE)) == []
+    after = only(machine.finished(inner[0], Completion([21, 21], [0.0] * 2, Stop.CLOSE)))
     nested = [*one, 12, *one, 21, 21, *two, 22, *CLOSE]
     assert (after.path, after.thread, after.prompt) == ((0, 1, 1, 0), (0, 1), [1, 2, 11, *nested])
     assert after.max_tokens == 200 - 1 - 3 - (3 + 1) - (3 + 2) - 2
-    last = only(machine.finished(after, Completion([13], [0.0], Stop.TAG)))
+    last = only(machine.finished(after, Completion([13], [0.0], Stop.CLOSE)))
     assert (last.path, last.prompt) == ((1, 0), [1, 2, 11, *nested, 13, *two, 14, *CLOSE])
     machine.finished(last, Completion([15, EOS], [0.0] * 2, Stop.EOS))
     # director 1, worker 1: 3 + 1, its longer worker 3 + 2, then 2 + 1, director 2 + 2
@@ -307,11 +307,11 @@ def test_a_worker_that_spawns_reads_its_workers_before_the_director_reads_it():
 
 def test_a_worker_of_a_worker_that_closes_with_its_last_token_is_read_by_every_level():
     machine = director(budget=40, workers=1, depth=2, tag_length=1, closing=3)
-    [worker] = machine.finished(only(machine.start()), written(5, Stop.TAG))
+    [worker] = machine.finished(only(machine.start()), written(5, Stop.SPAWN))
     [inner] = machine.finished(worker, written(6, Stop.SPAWN))
-    after = only(machine.finished(inner, written(inner.max_tokens, Stop.TAG)))
+    after = only(machine.finished(inner, written(inner.max_tokens, Stop.CLOSE)))
     assert after.max_tokens == 3  # </worker_1>
-    last = only(machine.finished(after, written(3, Stop.TAG)))
+    last = only(machine.finished(after, written(3, Stop.CLOSE)))
     assert last.max_tokens == 1
     machine.finished(last, written(1, Stop.LENGTH))
     assert machine.response.longest_path == 40
@@ -319,11 +319,11 @@ def test_a_worker_of_a_worker_that_closes_with_its_last_token_is_read_by_every_l
 
 def test_what_cuts_a_worker_of_a_worker_ends_the_response_once_all_others_have_finished():
     machine = director(budget=60, workers=2, depth=2)
-    one, two = machine.finished(only(machine.start()), written(5, Stop.TAG))
+    one, two = machine.finished(only(machine.start()), written(5, Stop.SPAWN))
     inner = machine.finished(one, written(4, Stop.SPAWN))
     machine.finished(inner[0], written(inner[0].max_tokens, Stop.LENGTH))
-    assert machine.finished(inner[1], written(2, Stop.TAG)) == [] and not machine.done
-    assert machine.finished(two, written(2, Stop.TAG)) == []
+    assert machine.finished(inner[1], written(2, Stop.CLOSE)) == [] and not machine.done
+    assert machine.finished(two, written(2, Stop.CLOSE)) == []
     assert end(machine) == (Finish.BUDGET, 1, False)
     [[cut, whole]] = machine.response.forks
     assert (len(cut.trunk), len(cut.forks), len(whole.trunk), whole.forks) == (1, 1, 1, [])
@@ -332,10 +332,10 @@ def test_what_cuts_a_worker_of_a_worker_ends_the_response_once_all_others_have_f
 def test_workers_of_a_worker_share_what_it_has_left_of_all_tokens():
     """48 for three as below, 16 + 3 each; of those 3 + 4 written, 9 for tags, 3 to close: 0 for three."""
     machine = director(budget=90, total_tokens=100, depth=2)
-    workers = machine.finished(only(machine.start()), written(40, Stop.TAG))
+    workers = machine.finished(only(machine.start()), written(40, Stop.SPAWN))
     assert machine.finished(workers[0], written(4, Stop.SPAWN)) == []
     machine = director(budget=190, total_tokens=200, depth=2)
-    workers = machine.finished(only(machine.start()), written(40, Stop.TAG))
+    workers = machine.finished(only(machine.start()), written(40, Stop.SPAWN))
     assert {call.max_tokens for call in workers} == {(200 - 40 - 9 - 3) // 3}
     inner = machine.finished(workers[0], written(4, Stop.SPAWN))
     assert {call.max_tokens for call in inner} == {(49 - 4 - 9 - 3) // 3}
@@ -358,8 +358,10 @@ def adversarial(rng: random.Random, call: Call) -> Completion:
     most = call.max_tokens
     assert most >= 1
     count = min(rng.choice([1, 2, rng.randint(1, most), most - 1, most]) or 1, most)
-    stops = [Stop.EOS] + [Stop.TAG] * (4 if call.stop else 0) + [Stop.LENGTH] * (count == most)
-    stop = rng.choice(stops + [Stop.SPAWN] * (4 if call.spawns else 0))
+    stops = [Stop.EOS] + [Stop.LENGTH] * (count == most)
+    for tag in call.stops:
+        stops += [Stop.SPAWN if tag == "<spawn_workers>" else Stop.CLOSE] * 4
+    stop = rng.choice(stops)
     ids = [rng.randrange(1, 100) for _ in range(count)]
     ids[-1] = EOS if stop is Stop.EOS else TASKS + rng.choice([0, 1, 2, 3, 8, 9, *range(1, 9)])
     return Completion(ids, [-rng.random() for _ in ids], stop)
@@ -427,10 +429,10 @@ def test_longest_path_and_total_tokens_never_exceed_their_limits_in_ten_thousand
 def test_workers_share_what_is_left_of_all_tokens():
     """100 − 40 of the director − 3 tags of 3 − room for </spawn_workers> (2) and a token: 48 for three."""
     machine = director(budget=90, total_tokens=100)
-    workers = machine.finished(only(machine.start()), written(40, Stop.TAG))
+    workers = machine.finished(only(machine.start()), written(40, Stop.SPAWN))
     assert [call.max_tokens for call in workers] == [16] * 3
     for call in workers:
-        following = machine.finished(call, written(16, Stop.TAG))
+        following = machine.finished(call, written(16, Stop.CLOSE))
     assert only(following).max_tokens == 100 - 40 - 3 * (3 + 16) - 2
 
 
@@ -447,7 +449,7 @@ def closed_or_accounted_for(machine: Director, asked: list[Asked], stops: dict[t
             kept[path if path and not number else (*path, number, 0)] = segment.sampled
         inner = [walk(t, (*path, n, i)) for n, fork in enumerate(thread.forks) for i, t in enumerate(fork, start=1)]
         last = path if path and len(thread.trunk) == 1 else (*path, len(thread.trunk) - 1, 0)
-        ends = (Stop.EOS, Stop.TAG) if path else (Stop.EOS,)
+        ends = (Stop.EOS, Stop.CLOSE)
         return all(inner) and len(thread.trunk) > len(thread.forks) and stops[last] in ends
 
     whole = walk(machine.response, ())

@@ -11,26 +11,27 @@ from dccot.rollout.response import Finish
 TAG = "<spawn_workers>"
 
 
-def call(stop: str | None = TAG) -> Call:
-    return Call((0, 0), [1, 2], [], stop, 9, Finish.BUDGET)
+def call(*stops: str) -> Call:
+    return Call((0, 0), [1, 2], [], stops, 9, Finish.BUDGET)
 
 
 @pytest.mark.parametrize("kind", ["single", "spelled"])
 def test_a_tag_stops_as_its_token_where_it_has_one_and_as_text_otherwise(kind):
     words = tiny.tokenizer(kind)
-    rule, token = Sampling(words), words.convert_tokens_to_ids(TAG)
-    given = rule.parameters(call(), seed=5, temperature=0.6, top_p=0.9)
-    stops = (None, [token]) if kind == "single" else ([TAG], None)
-    assert (given["stop"], given["stop_token_ids"]) == stops
+    rule = Sampling(words)
+    both = call("</worker_2>", TAG)
+    given = rule.parameters(both, seed=5, temperature=0.6, top_p=0.9)
+    stops = [words.convert_tokens_to_ids(tag) if kind == "single" else tag for tag in both.stops]
+    assert (given["stop"], given["stop_token_ids"]) == ((None, stops) if kind == "single" else (stops, None))
     assert (given["seed"], given["temperature"], given["top_p"], given["max_tokens"]) == (5, 0.6, 0.9, 9)
     assert given["include_stop_str_in_output"] and not given["skip_special_tokens"]
-    alone = rule.parameters(call(None), seed=5, temperature=0.6, top_p=1.0)
+    alone = rule.parameters(call(), seed=5, temperature=0.6, top_p=1.0)
     assert alone["stop"] is alone["stop_token_ids"] is None
-    written = token if kind == "single" else TAG
-    for reason, expected in ((written, Stop.TAG), (None, Stop.EOS), (7, Stop.EOS)):  # 7: another end of the model's
-        assert rule.stop_of(call(), "stop", reason) is expected
-        assert rule.stop_of(call(None), "stop", reason) is Stop.EOS
-        assert rule.stop_of(call(), "length", reason) is Stop.LENGTH
+    # 7: another end of the model's
+    for reason, expected in zip((*stops, None, 7), (Stop.CLOSE, Stop.SPAWN, Stop.EOS, Stop.EOS)):
+        assert rule.stop_of(both, "stop", reason) is expected
+        assert rule.stop_of(call(), "stop", reason) is Stop.EOS
+        assert rule.stop_of(both, "length", reason) is Stop.LENGTH
     with pytest.raises(RuntimeError, match="ended with 'abort'"):
         rule.stop_of(call(), "abort", None)
 

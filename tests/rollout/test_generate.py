@@ -108,11 +108,12 @@ def test_responses_hold_exactly_what_was_sampled(responses, heard):
 
 def test_each_call_stops_at_its_own_tag_and_nowhere_before(engine, heard):
     ends = Counter(completion.stop for _, _, completion in heard.ended)
-    assert min(ends["tag"], ends["eos"], ends["length"]) > 0
+    assert min(ends["spawn"], ends["close"], ends["eos"], ends["length"]) > 0
     for _, call, completion in heard.ended:
         but_last, whole = engine.tokenizer.decode(completion.ids[:-1]), engine.tokenizer.decode(completion.ids)
-        assert call.stop not in but_last
-        assert (call.stop in whole) == (completion.stop == "tag")
+        [stop] = call.stops
+        assert stop not in but_last
+        assert (stop in whole) == (completion.stop == ("close" if call.path[1] else "spawn"))
         assert (completion.ids[-1] == engine.tokenizer.eos_token_id) == (completion.stop == "eos")
         assert engine.tokenizer.eos_token_id not in completion.ids[:-1]
         assert len(completion.ids) <= call.max_tokens
@@ -125,7 +126,7 @@ def test_a_tag_that_runs_on_into_the_next_line_keeps_its_last_token(engines, hea
     overshot = [(request, call, completion) for request, call, completion in heard.ended if completion.ids[-1] == over]
     assert {call.path[1] > 0 for _, call, _ in overshot} == {True, False}
     for request, call, completion in overshot:
-        if call.path[1] == 0 and completion.stop == "tag":
+        if completion.stop == "spawn":
             workers = [c for r, c in heard.began if r is request and c.path[0] == call.path[0] and c.path[1]]
             assert all(c.prompt[: len(c.prompt) - len(c.inserted)] == call.prompt + completion.ids for c in workers)
 

@@ -49,8 +49,8 @@ def soak(engine: VllmEngine, parameters: Callable[[], Iterator[tuple[str, torch.
             (name, (1 + 0.1 * turn) * tensor if ".layers." in name else tensor) for name, tensor in parameters()
         )
         for number in range(9):
-            stop = "</worker_1>" if number % 2 else None
-            call = Call((turn, number), [5, 6, 7 + number], [], stop, 8 + 5 * number, Finish.BUDGET)
+            stops = ("</worker_1>",) if number % 2 else ()
+            call = Call((turn, number), [5, 6, 7 + number], [], stops, 8 + 5 * number, Finish.BUDGET)
             engine.add(f"{turn}/{number}", call, seed=100 * turn + number, temperature=0.6)
         done: dict[str, list[int]] = {}
         for step in itertools.count():

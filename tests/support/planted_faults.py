@@ -73,7 +73,7 @@ FAULTS = [
         "rollout/engine.py",
         "tests/rollout/test_engine.py",
         ('"include_stop_str_in_output": True', '"include_stop_str_in_output": False'),
-        ("            return Stop.TAG", "            return Stop.EOS"),
+        ("Stop.SPAWN if tag == SPAWN_OPEN else Stop.CLOSE", "Stop.CLOSE"),
     ),
     *faults(
         "train/rewards.py",

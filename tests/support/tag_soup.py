@@ -64,7 +64,7 @@ def parsed(text: str, workers: int) -> Cut | None:
         cut = parse(text, workers)
     except IllFormed:
         return None
-    return [(one.director, one.workers) for one in rounds_of(cut)], final_of(cut), cut.answer
+    return [(one.director, one.workers) for one in rounds_of(cut)], final_of(cut), (answer_block(text) or "").strip()
 
 
 Node = tuple[str, str, int, int]  # kind (text, tag, task, block), text, from, to
@@ -178,7 +178,7 @@ def limited_parse(text: str, workers: int | list[int], depth: int) -> tuple[Tree
         cut = parse(text, workers, depth=depth)
     except IllFormed:
         return None
-    return tree(cut), cut.answer
+    return tree(cut), (answer_block(text) or "").strip()
 
 
 def limited_soup(rng: random.Random, workers: int | list[int], depth: int) -> str:

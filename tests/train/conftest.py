@@ -12,6 +12,7 @@ from dccot.model.config import parse_config
 from dccot.model.transformer import Transformer
 from dccot.model.weights import create_checkpoint
 from dccot.rollout.response import Response, Segment
+from dccot.rollout.thread import Thread
 from tests.support import programs
 from tests.support.rounds import Round, flat
 
@@ -43,7 +44,7 @@ def small_model():
 @pytest.fixture(scope="session")
 def random_responses():
     """`random_responses(prompts, samples, seed)`: groups of parallel responses over tokens 2..39 that share their
-    group's prompt.
+    group's prompt, and with `levels` above 1 some workers that spawned workers.
     """
 
     def segment(rng: random.Random, inserted: int, longest: int) -> Segment:
@@ -59,10 +60,20 @@ def random_responses():
         final = None if rounds and rng.random() < 0.2 else segment(rng, 2 * bool(rounds), longest)
         return flat(list(prompt), rounds, final)
 
-    def make(prompts: int, samples: int, seed: int = 0, longest: int = 12) -> list[Response]:
+    def deepen(rng: random.Random, thread: Thread[Segment], longest: int, levels: int) -> None:
+        for worker in [worker for fork in thread.forks for worker in fork] if levels > 1 else ():
+            if rng.random() < 0.4:
+                worker.forks.append([Thread([segment(rng, 3, longest)]) for _ in range(rng.randint(1, 8))])
+                worker.trunk += [segment(rng, 2, longest)] if rng.random() < 0.8 else []  # or it was cut before
+                deepen(rng, worker, longest, levels - 1)
+
+    def make(prompts: int, samples: int, seed: int = 0, longest: int = 12, levels: int = 1) -> list[Response]:
         rng = random.Random(seed)
         asked = [[rng.randrange(2, 40) for _ in range(rng.randint(1, 9))] for _ in range(prompts)]
-        return [response(rng, prompt, longest) for prompt in asked for _ in range(samples)]
+        made = [response(rng, prompt, longest) for prompt in asked for _ in range(samples)]
+        for each in made:
+            deepen(rng, each, longest, levels)
+        return made
 
     return make
 

@@ -75,6 +75,7 @@ def groups(nano):
 @pytest.mark.parametrize("budget", [1, 4, 5, 9, 20, 60, 200])
 def test_the_director_asks_for_what_the_real_one_asks_for(nano, budget):
     tags = TagIds(nano.WORKERS, (nano.JOIN,), tuple((token,) for token in nano.OPEN), nano.EOS, 1, None)
+    stops = {nano.SPAWN: Stop.SPAWN, nano.EOS: Stop.EOS, **dict.fromkeys(nano.CLOSE, Stop.CLOSE)}
     for seed in range(30):
         prompt, scribe = nano.Problem.draw(random.Random(seed)).prompt, Scribe(nano, seed)
         [response] = nano.roll_out([prompt], budget, scribe)
@@ -84,8 +85,8 @@ def test_the_director_asks_for_what_the_real_one_asks_for(nano, budget):
             wanted = [(call.prompt, call.max_tokens) for call in calls]
             assert [(call.prompt, call.max_tokens) for call in asked] == wanted
             following = []
-            for call, mine, text in zip(calls, asked, texts):
-                stop = {mine.stop: Stop.TAG, nano.EOS: Stop.EOS}.get(text[-1], Stop.LENGTH)
+            for call, text in zip(calls, texts):
+                stop = stops.get(text[-1], Stop.LENGTH)
                 following += machine.finished(call, Completion(text, [0.0] * len(text), stop))
             calls = following
         assert machine.done and not calls

@@ -20,12 +20,13 @@ from dccot.model.transformer import Transformer
 from dccot.model.weights import load_weights
 from dccot.rollout.response import Response, Segment
 from dccot.train.objectives import dapo
-from tests.support.rounds import final_of, rounds_of
+from tests.train.test_forest import inference_calls
 from tests.train.test_token_metrics import agree
 from tests.train.test_trace import names, opened
 from tests.train.two_ranks_program import LONELY, PACKINGS, gradients
 
 PROGRAM = Path(__file__).with_name("two_ranks_program.py")
+RESPONSES = {"prompts": 5, "samples": 4, "seed": 5, "longest": 30, "levels": 3}
 PACKED = [name for name in PACKINGS if name != LONELY]
 
 
@@ -34,7 +35,7 @@ def world(checkpoint, random_responses, torchrun, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("two_ranks")
     for folder in ("1", "2", "profile", "full", "spread"):
         (out / folder).mkdir()
-    responses = random_responses(prompts=5, samples=4, seed=5, longest=30)
+    responses = random_responses(**RESPONSES)
     (out / "responses.json").write_text(json.dumps([response.to_json() for response in responses]))
     (out / "said.txt").write_text(torchrun(2, PROGRAM, checkpoint, out))
     with Runtime.start() as runtime:
@@ -48,19 +49,12 @@ def facts(world: Path, ranks: int, packing: str) -> dict:
 
 def separate_calls(model: Transformer, response: Response, temperature: float) -> Iterator[tuple[Segment, Tensor]]:
     """(segment, log-probs of what it sampled), one causal run per call that inference made, none packed."""
-    read = list(response.prompt)
-    segments = [[round_.director] for round_ in rounds_of(response)]
-    for director, round_ in zip(segments, rounds_of(response)):
-        director.extend(round_.workers)
-    for together in [*segments, [final_of(response)] if final_of(response) else []]:
-        for number, segment in enumerate(together):
-            context = read + (together[0].tokens if number else [])
-            ids = torch.tensor(context + segment.tokens)
-            mask = TreeMask.causal([len(ids)])
-            logprobs = (model(ids, mask.position, mask) / temperature).log_softmax(-1)
-            first = len(context) + len(segment.inserted)
-            yield segment, logprobs[first - 1 : len(ids) - 1].gather(1, ids[first:, None])[:, 0]
-        read += [token for segment in together for token in segment.tokens]
+    for context, segment in inference_calls(response):
+        ids = torch.tensor(context + segment.tokens)
+        mask = TreeMask.causal([len(ids)])
+        logprobs = (model(ids, mask.position, mask) / temperature).log_softmax(-1)
+        first = len(context) + len(segment.inserted)
+        yield segment, logprobs[first - 1 : len(ids) - 1].gather(1, ids[first:, None])[:, 0]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +67,7 @@ def model(checkpoint) -> Transformer:
 @pytest.fixture(scope="module")
 def expected(world, model, random_responses) -> tuple[float, int, dict[str, Tensor]]:
     """Loss, tokens and gradient in fp64."""
-    responses = random_responses(prompts=5, samples=4, seed=5, longest=30)
+    responses = random_responses(**RESPONSES)
     losses = []
     for response, advantage in zip(responses, torch.linspace(-1.5, 2.0, len(responses))):
         for segment, logprob in separate_calls(model, response, 0.6):
@@ -89,7 +83,7 @@ def expected(world, model, random_responses) -> tuple[float, int, dict[str, Tens
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_mean_of_example_means_depends_neither_on_packing_nor_on_ranks(world, model, random_responses, ranks):
     """SFT's loss and the norm of its gradient, against separate calls in fp64."""
-    responses = random_responses(prompts=5, samples=4, seed=5, longest=30)
+    responses = random_responses(**RESPONSES)
     calls = [[logprob for _, logprob in separate_calls(model, one, 1.0)] for one in responses]
     loss = sum(-torch.cat(logprobs).mean() for logprobs in calls if logprobs) / len(responses)  # one is empty
     model.zero_grad()
