@@ -177,7 +177,7 @@ def _warm_up(engine: Engine, asked: _Prepared) -> None:
     temperature, top_p = asked.rollout.temperature, asked.rollout.top_p
     for batch in (1, asked.widest):
         for number in range(batch):
-            call = Call((0, number), asked.ids, [], (), 3, Finish.BUDGET)
+            call = Call((), number, asked.ids, [], (), 3, Finish.BUDGET)
             engine.add(f"warm-up {number}", call, seed=number, temperature=temperature, top_p=top_p)
         while engine.pending:
             engine.step()

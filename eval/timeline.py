@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dccot.rollout.director import Call, Completion, segment_path
+from dccot.rollout.director import Call, Completion
 from dccot.rollout.engine import Engine
 from dccot.rollout.generate import Request, Watch
 
@@ -165,11 +165,11 @@ class Timeline(Watch):
 
 def _arrows(lanes: list[Lane]) -> Iterator[tuple[Lane, Lane]]:
     """(from, to): a thread to each worker it spawned, the end of each worker to the thread that read it."""
-    by_path = {lane.call.path: lane for lane in lanes}
+    by_place = {(lane.call.thread, lane.call.number): lane for lane in lanes}
     last = {lane.call.thread: lane for lane in sorted(lanes, key=lambda lane: lane.call.path)}
     for thread, lane in last.items():
         if thread:
             *above, number, _ = thread
-            yield by_path[segment_path(tuple(above), number)], by_path[thread]
-            if reader := by_path.get(segment_path(tuple(above), number + 1)):
+            yield by_place[tuple(above), number], by_place[thread, 0]
+            if reader := by_place.get((tuple(above), number + 1)):
                 yield lane, reader

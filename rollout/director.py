@@ -62,21 +62,12 @@ class Stop(StrEnum):
     LENGTH = "length"  # max_tokens were sampled
 
 
-def segment_path(thread: tuple[int, ...], number: int) -> tuple[int, ...]:
-    """Of a thread's segment: (fork, worker) from the director downwards. After a fork, and for the director from the
-    start, it ends with the number of forks before it and 0.
-
-    >>> [segment_path((), 0), segment_path((), 1), segment_path((1, 2), 0), segment_path((1, 2), 1)]
-    [(0, 0), (1, 0), (1, 2), (1, 2, 1, 0)]
-    """
-    return thread if thread and not number else (*thread, number, 0)
-
-
 @dataclass(frozen=True)
 class Call:
-    """One request to the engine."""
+    """One request to the engine: a segment of a thread."""
 
-    path: tuple[int, ...]  # a `segment_path`
+    thread: tuple[int, ...]  # (fork, worker) from the director, which is (), downwards
+    number: int  # of the thread's segments
     prompt: list[int]  # everything the writer has read, ending with `inserted`
     inserted: list[int]
     stops: tuple[str, ...]  # tags that end it
@@ -84,13 +75,13 @@ class Call:
     limit: Finish  # what the response ends with if max_tokens are used up
 
     @property
-    def thread(self) -> tuple[int, ...]:
-        """The path of the thread that it writes; () is the director.
+    def path(self) -> tuple[int, ...]:
+        """Its place in reading order, which decides its seed: of a worker's first segment that of the thread.
 
-        >>> [Call(path, [], [], (), 1, Finish.BUDGET).thread for path in ((1, 0), (1, 2), (1, 2, 3, 0), (1, 2, 0, 4))]
-        [(), (1, 2), (1, 2), (1, 2, 0, 4)]
+        >>> [Call(*place, [], [], (), 1, Finish.BUDGET).path for place in (((), 0), ((), 1), ((1, 2), 0), ((1, 2), 1))]
+        [(0, 0), (1, 0), (1, 2), (1, 2, 1, 0)]
         """
-        return self.path if self.path[-1] else self.path[:-2]
+        return self.thread if self.thread and not self.number else (*self.thread, self.number, 0)
 
     @property
     def writer(self) -> str:
@@ -219,10 +210,10 @@ class Director:
 
     def _call(self, writer: _Writer, read: list[int], inserted: list[int]) -> Call:
         """The next segment of a thread."""
-        path = segment_path(writer.path, len(writer.thread.trunk))
         closing = (worker_close(writer.path[-1]),) if writer.path else ()
         spawning = (SPAWN_OPEN,) if self.parallel and len(writer.path) < 2 * self.config.depth else ()
         budget = min(writer.left, writer.total) - len(inserted)
         context = self.context - len(read) - len(inserted)
         limit = Finish.BUDGET if budget <= context else Finish.CONTEXT
-        return Call(path, read + inserted, inserted, closing + spawning, min(budget, context), limit)
+        number, stops = len(writer.thread.trunk), closing + spawning
+        return Call(writer.path, number, read + inserted, inserted, stops, min(budget, context), limit)

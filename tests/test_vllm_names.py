@@ -258,7 +258,7 @@ def test_settings_that_we_give_exist():
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
 
-    call = Call((0, 0), [1], [], ("<spawn_workers>",), 1, Finish.BUDGET)
+    call = Call((), 0, [1], [], ("<spawn_workers>",), 1, Finish.BUDGET)
     rule = Sampling(bigram.tokenizer("single")).parameters(call, seed=0, temperature=1.0, top_p=1.0)
     for known, given in (
         ({field.name for field in dataclasses.fields(EngineArgs)}, keywords("EngineArgs") | {*vllm_options(False)}),

@@ -113,17 +113,18 @@ def test_arrows_lead_from_the_director_to_its_workers_and_back(solution, trace):
 
 def test_workers_of_a_worker_are_shown_with_it_and_read_by_it():
     """Worker 1 spawns two; nothing here was sampled, only the paths of the calls and why each ended."""
-    stops = {(0, 0): Stop.SPAWN, (0, 1): Stop.SPAWN, (0, 1, 0, 1): Stop.CLOSE, (0, 1, 0, 2): Stop.CLOSE}
-    stops |= {(0, 1, 1, 0): Stop.CLOSE, (0, 2): Stop.CLOSE, (1, 0): Stop.EOS}
+    one, deeper = (0, 1), [(0, 1, 0, 1), (0, 1, 0, 2)]
+    stops = {((), 0): Stop.SPAWN, (one, 0): Stop.SPAWN, (deeper[0], 0): Stop.CLOSE, (deeper[1], 0): Stop.CLOSE}
+    stops |= {(one, 1): Stop.CLOSE, ((0, 2), 0): Stop.CLOSE, ((), 1): Stop.EOS}
     timeline = Timeline()
-    for path, stop in stops.items():
-        lane = Lane(Call(path, [], [], (), 1, Finish.BUDGET), 0.0, completion=Completion([], [], stop))
+    for place, stop in stops.items():
+        lane = Lane(Call(*place, [], [], (), 1, Finish.BUDGET), 0.0, completion=Completion([], [], stop))
         timeline.lanes.append(lane)
     found = [[lane.call.path for lane in part] for part in parts(timeline)]
     assert found == [[(0, 0)], [(0, 1), (0, 1, 0, 1), (0, 1, 0, 2), (0, 1, 1, 0), (0, 2)], [(1, 0)]]
     assert all(map(is_finished, parts(timeline)))
     arrows = [(start.call.path, end.call.path) for start, end in _arrows(timeline.lanes)]
-    inner = [((0, 1), (0, 1, 0, i)) for i in (1, 2)] + [((0, 1, 0, i), (0, 1, 1, 0)) for i in (1, 2)]
+    inner = [(one, path) for path in deeper] + [(path, (0, 1, 1, 0)) for path in deeper]
     outer = [((0, 0), (0, 1)), ((0, 0), (0, 2)), ((0, 1, 1, 0), (1, 0)), ((0, 2), (1, 0))]
     assert sorted(arrows) == sorted(inner + outer)
     timeline.lanes = [lane for lane in timeline.lanes if lane.call.path not in ((0, 1, 1, 0), (1, 0))]

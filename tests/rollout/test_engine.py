@@ -12,7 +12,7 @@ TAG = "<spawn_workers>"
 
 
 def call(*stops: str) -> Call:
-    return Call((0, 0), [1, 2], [], stops, 9, Finish.BUDGET)
+    return Call((), 0, [1, 2], [], stops, 9, Finish.BUDGET)
 
 
 @pytest.mark.parametrize("kind", ["single", "spelled"])

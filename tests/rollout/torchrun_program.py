@@ -50,7 +50,7 @@ def soak(engine: VllmEngine, parameters: Callable[[], Iterator[tuple[str, torch.
         )
         for number in range(9):
             stops = ("</worker_1>",) if number % 2 else ()
-            call = Call((turn, number), [5, 6, 7 + number], [], stops, 8 + 5 * number, Finish.BUDGET)
+            call = Call((), number, [5, 6, 7 + number], [], stops, 8 + 5 * number, Finish.BUDGET)
             engine.add(f"{turn}/{number}", call, seed=100 * turn + number, temperature=0.6)
         done: dict[str, list[int]] = {}
         for step in itertools.count():
