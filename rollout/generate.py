@@ -17,7 +17,7 @@ import hashlib
 import time
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 
 from rich.console import Console
 
@@ -89,7 +89,7 @@ class Sampler:
     def __init__(self, engine: Engine, watch: Watch | None = None):
         self.engine, self.watch = engine, watch or Watch()
         self._running: dict[str, tuple[_Started, Call]] = {}
-        self._count = 0  # responses started so far; earlier ones go first
+        self._order = count()  # of responses: earlier ones go first
         self._tags: dict[str, TagIds] = {}  # by rollout.workers
 
     def __len__(self) -> int:
@@ -102,8 +102,7 @@ class Sampler:
             self._tags[width] = TagIds.of(self.engine.tokenizer, config.workers)
         tags = self._tags[width]
         director = Director(request.prompt, config, tags, self.engine.context, request.parallel)
-        started = _Started(self._count, request, director, config, (*seed, request.problem, request.sample))
-        self._count += 1
+        started = _Started(next(self._order), request, director, (*seed, request.problem, request.sample))
         self._run(started, director.start())
 
     def step(self) -> list[tuple[Request, Response]]:
@@ -126,7 +125,7 @@ class Sampler:
         self._running.clear()
 
     def _run(self, started: _Started, calls: list[Call]) -> None:
-        config = started.config
+        config = started.director.config
         for call in calls:
             key = f"{started.request.name}/{'.'.join(map(str, call.path))}"
             seed, heat, top_p = seed_of(*started.seed, *call.path), config.temperature, config.top_p
@@ -140,7 +139,6 @@ class _Started:
     order: int
     request: Request
     director: Director
-    config: RolloutConfig
     seed: tuple[int | str, ...]
 
 
@@ -160,8 +158,8 @@ def generate(
     check(config, "rollout")
     sampler, waiting = Sampler(engine, watch), iter(requests)
 
-    def begin(count: int | None) -> None:
-        for request in islice(waiting, count):
+    def begin(most: int | None) -> None:
+        for request in islice(waiting, most):
             sampler.start(request, config, seed=seed)
 
     try:

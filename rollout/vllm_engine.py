@@ -310,10 +310,6 @@ def _some(names: Iterable[str], limit: int = 20) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _rank() -> str:
-    return os.environ.get("RANK", "0")
-
-
 # ---- startup: minutes on a GPU, and the cause of a failure is usually logged long before the exception ----
 
 
@@ -326,7 +322,7 @@ def logged(folder: Path | None) -> Iterator[logging.Handler]:
     """
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
-    log = folder / f"engine.rank{_rank()}.log" if folder else None
+    log = folder / f"engine.rank{os.environ.get('RANK', '0')}.log" if folder else None
     with open(log, "ab") if log else tempfile.NamedTemporaryFile() as file:
         handler = logging.FileHandler(file.name)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
