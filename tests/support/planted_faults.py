@@ -39,7 +39,6 @@ FAULTS = [
         "tests/rollout/test_director.py",
         ("(self.tags.closing if writer.path else 1)", "0"),
         ("above.left -= max(worker.path()", "above.left -= min(worker.path()"),
-        ("for token in segment.tokens]", "for token in segment.sampled]"),
         ("if number == self.config.max_rounds:", "if number - 1 == self.config.max_rounds:"),
         ("if budget <= context else", "if budget >= context else"),
         ("sum(map(len, opening)) - reserve)", "sum(map(len, opening)))"),
@@ -48,7 +47,8 @@ FAULTS = [
     *faults(
         "rollout/response.py",
         "tests/rollout/test_response.py tests/rollout/test_director.py",
-                ("self.total_tokens / max(1, self.longest_path)", "self.longest_path / max(1, self.total_tokens)"),
+        ("self.total_tokens / max(1, self.longest_path)", "self.longest_path / max(1, self.total_tokens)"),
+        ("for token in segment.tokens]", "for token in segment.sampled]"),
     ),
     *faults(
         "rollout/thread.py",
