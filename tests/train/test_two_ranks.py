@@ -84,8 +84,8 @@ def expected(world, model, random_responses) -> tuple[float, int, dict[str, Tens
 def test_the_mean_of_example_means_depends_neither_on_packing_nor_on_ranks(world, model, random_responses, ranks):
     """SFT's loss and the norm of its gradient, against separate calls in fp64."""
     responses = random_responses(**RESPONSES)
-    calls = [[logprob for _, logprob in separate_calls(model, one, 1.0)] for one in responses]
-    loss = sum(-torch.cat(logprobs).mean() for logprobs in calls if logprobs) / len(responses)  # one is empty
+    written = [torch.cat([logprob for _, logprob in separate_calls(model, one, 1.0)]) for one in responses]
+    loss = sum(-logprobs.mean() for logprobs in written if len(logprobs)) / len(responses)  # one is empty
     model.zero_grad()
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     norm = float(torch.cat([gradient.flatten() for gradient in gradients]).norm())
