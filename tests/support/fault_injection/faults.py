@@ -163,7 +163,7 @@ def rewriting_with_a_key(out: Path, under: Sequence[str]) -> list[Trial]:
                 f"endpoint.base_url={url}",
                 f"endpoint.key_variable={variable}",
             ]
-            settings += ["endpoint.model=m", "endpoint.patience_seconds=2"]
+            settings += ["endpoint.model=m", "endpoint.patience_seconds=10"]
             command = ["-m", "dccot.data.cli", "rewrite", str(out / "rewrite.yaml"), *settings]
             debug = {"OPENAI_LOG": "debug", "ANTHROPIC_LOG": "debug", "PYTHONASYNCIODEBUG": "1", **PLANTED}
             _, said = run(command, (), out / f"{protocol}_{name}.log", **debug)
