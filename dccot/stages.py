@@ -355,22 +355,17 @@ def run_report(context: Context, config: ReportStage) -> None:
     from dccot.eval.report import show_comparison, write_report  # it imports matplotlib, which no other stage needs
 
     recipe = context.plan.recipe
-    evaluations = [Evaluation.load(recipe.folder / name) for name in config.rows]
-    for evaluation, shown in zip(evaluations, config.rows.values()):
-        evaluation.name = shown
-    runs = {
-        kind: [recipe.folder / name for name, stage in recipe.all_stages().items() if stage.run == kind]
-        for kind in ("rl", "latency")
-    }
+    evaluations = [Evaluation.load(recipe.folder / name, shown) for name, shown in config.rows.items()]
+    folders = lambda kind, stages: [recipe.folder / name for name, stage in stages.items() if stage.run == kind]
     one = f"The recipe {recipe.name} with seed {recipe.seed}; its own ± are those of one run. {made_by(recipe)}"
     page = write_report(
         evaluations,
-        runs["rl"],
+        folders("sft", recipe.stages) + folders("rl", recipe.all_stages()),
         context.folder,
         config.title,
         [one, *config.notes],
         baseline=config.baselines,
-        latencies=runs["latency"],
+        latencies=folders("latency", recipe.all_stages()),
         kind=config.kind,
         seeds=[recipe.folder, *map(Path, config.other_seeds)] if config.other_seeds else [],
     )

@@ -1,18 +1,20 @@
 """The report's figures as PNG: pictures(training, stages) draws one for light and for dark screens.
 
 tradeoff     accuracy vs. longest path on one benchmark, ours and the paper's, with the Pareto front of ours
-training     accuracy, longest path, parallelism and entropy percentiles of one training, its stages one after another
-overlaid     accuracy, longest path and parallelism of several trainings over their own steps, one colour each; of
-             continuations of one stage, after that stage
+training     accuracy, longest path, parallelism and entropy of RL runs, or the loss of SFT runs: stages one after
+             another, runs that do not continue one another over each other, a colour each
+courses      accuracy vs. longest path of several such runs while they were trained
 latency      seconds vs. longest path, one panel per concurrency
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from dccot.core.lazy import Lazy
@@ -142,9 +144,21 @@ def _name_where_there_is_room(
 
 @dataclass(frozen=True)
 class Stage:
+    """A training run. The stages of a figure are all of RL or all of SFT."""
+
     name: str
     rows: Sequence[dict]  # of metrics.jsonl
     config: Mapping = field(default_factory=dict)
+    start: int = 0  # where it begins on the axis
+    branch: int = 0  # its colour, if there are several: stages that continue one another share it
+
+    @property
+    def rl(self) -> bool:
+        return any("reward/correct" in row for row in self.rows)
+
+    def values(self, metric: str, scale: float = 1.0) -> list[tuple[int, float]]:
+        """(place on the axis, value) as in metrics.jsonl."""
+        return [(self.start + row["step"], scale * row[metric]) for row in self.rows if metric in row]
 
 
 @dataclass(frozen=True)
@@ -178,62 +192,92 @@ SUPERVISED = Panel("Loss of supervised fine-tuning", LOSSES)
 ENTROPIES = [Line(f"policy/entropy_p{p}", f"p{p}", i) for i, p in enumerate(PERCENTILES, start=1)]
 ENTROPY_LINES = (Line("policy/entropy", "mean", 0, "--"), *ENTROPIES)
 ENTROPY = Panel("Entropy per token (nats): mean and percentiles", ENTROPY_LINES, log=True)
+MEAN_ENTROPY = Panel("Entropy per token (nats)", (Line("policy/entropy", "", 0),), log=True)
 SMALLEST_ENTROPY = 1e-4  # nats; the logarithmic axis ends there
 
 
-def training(stages: Sequence[Stage], theme: Theme) -> Canvas:
-    """All panels that have something to show, over one axis on which each stage begins where the last one ended."""
-    starts = [0]
+def branches(stages: Sequence[Stage]) -> dict[int, str]:
+    """Colour → the stages that have it."""
+    names: dict[int, list[str]] = {}
     for stage in stages:
-        starts.append(starts[-1] + stage.rows[-1]["step"] + 1)
-    canvas, every = _panels([SUPERVISED, *COMPARED, ENTROPY], stages)
-    for panel, axes in every.items():
-        for line in panel.lines:
-            for stage, start in zip(stages, starts):
-                _draw_line(axes, line, [(start + step, value) for step, value in _values(stage, panel, line)], theme)
-        for boundary in starts[1:-1]:
-            axes.axvline(boundary, color=theme.quiet, linewidth=0.8, linestyle=(0, (2, 2)))
-        _finish_panel(axes, panel)
-    axes = next(iter(every.values()))
-    looks: dict[str, Any] = {"va": "top", "fontsize": 7.5, "color": theme.quiet, "textcoords": "offset points"}
-    for stage, start in zip(stages, starts):
-        axes.annotate(literal(stage.name), (start, 1.0), (3, -3), xycoords=("data", "axes fraction"), **looks)
-    axes.margins(y=0.15)  # room for the names
-    axes.set_xlim(0, max(1, starts[-1]))
-    return canvas
+        names.setdefault(stage.branch, []).append(stage.name)
+    return {branch: " → ".join(each if len(each) < 4 else [each[0], "…", each[-1]]) for branch, each in names.items()}
 
 
-def overlaid(runs: Sequence[Stage], before: Stage | None, theme: Theme) -> Canvas:
-    """Several trainings over their own steps: rollouts as lines, validation as marks, one colour per training. They
-    begin where the stage `before` them ended.
+def training(stages: Sequence[Stage], theme: Theme) -> Canvas:
+    """Everything there is to show of runs, over one axis on which each begins where the one that it continues ended.
+    Several branches have a colour each.
     """
-    start = before.rows[-1]["step"] + 1 if before else 0
-    shown = [(before, 0)] * bool(before) + [(run, start) for run in runs]
-    canvas, every = _panels(COMPARED, runs)
-    for panel, axes in every.items():
-        rollouts, validation = panel.lines
-        for number, (run, first) in enumerate(shown):
-            for line in (Line(rollouts.metric, run.name, number), Line(validation.metric, "", number, MARKED)):
-                _draw_line(axes, line, [(first + step, value) for step, value in _values(run, panel, line)], theme)
-        _finish_panel(axes, panel)
-    return canvas
-
-
-def _panels(panels: Sequence[Panel], stages: Sequence[Stage]) -> tuple[Canvas, dict[Panel, Axes]]:
-    """A figure of the panels that have something to show."""
-    shown = [p for p in panels if any(_values(stage, p, line) for stage in stages for line in p.lines)]
+    names = branches(stages)
+    several = len(names) > 1
+    panels = [*COMPARED, MEAN_ENTROPY if several else ENTROPY] if stages[0].rl else [SUPERVISED]
+    shown = [panel for panel in panels if any(stage.values(line.metric) for stage in stages for line in panel.lines)]
     canvas = figure.Figure(figsize=(9.6, 2.1 * len(shown) + 0.4), layout="constrained")
     every = canvas.subplots(len(shown), sharex=True, squeeze=False)[:, 0]
+    for panel, axes in zip(shown, every):
+        for stage, line in itertools.product(stages, panel.lines):
+            drawn = replace(line, colour=stage.branch, label=names[stage.branch]) if several else line
+            _draw_line(axes, drawn, stage.values(line.metric, panel.scale), theme)
+        for boundary in {stage.start for stage in stages} - {0}:
+            axes.axvline(boundary, color=theme.quiet, linewidth=0.8, linestyle=(0, (2, 2)))
+        _finish_panel(axes, panel, legend=not several)
     every[-1].set(xlabel="step")
-    return canvas, dict(zip(shown, every))
+    every[-1].xaxis.get_major_locator().set_params(integer=True)
+    every[0].set_xlim(0, max(1, *(stage.start + stage.rows[-1]["step"] + 1 for stage in stages)))
+    if several:
+        _name_branches(canvas, every[0])
+    _name_stages(canvas, every[0], stages, theme)
+    return canvas
 
 
-def _values(stage: Stage, panel: Panel, line: Line) -> list[tuple[int, float]]:
-    """(step, value) as in metrics.jsonl."""
-    supervised = not any("reward/correct" in row for row in stage.rows)
-    if supervised != (panel is SUPERVISED):
-        return []
-    return [(row["step"], panel.scale * row[line.metric]) for row in stage.rows if line.metric in row]
+def _name_branches(canvas: Canvas, axes: Axes) -> None:
+    marks, names = axes.get_legend_handles_labels()
+    canvas.legend(marks, names, loc="outside upper left", ncols=1 if max(map(len, names)) > 30 else 4)
+
+
+def _name_stages(canvas: Canvas, axes: Axes, stages: Sequence[Stage], theme: Theme) -> None:
+    """The names of stages where they begin, a line for each branch that has several, as far as there is room."""
+    lengths = Counter(stage.branch for stage in stages)
+    levels = [branch for branch, count in lengths.items() if count > 1 or len(lengths) == 1]
+    axes.margins(y=0.07 + 0.08 * len(levels))
+    backend_agg.FigureCanvasAgg(canvas).draw()
+    ends = dict.fromkeys(levels, 0.0)
+    for stage in (stage for stage in stages if stage.branch in levels):
+        offset, colour = (3, -3 - 10 * levels.index(stage.branch)), theme.quiet
+        looks: dict[str, Any] = {"va": "top", "fontsize": 7.5, "textcoords": "offset points"}
+        looks["color"] = theme.colour(stage.branch) if len(lengths) > 1 else colour
+        label = axes.annotate(literal(stage.name), (stage.start, 1.0), offset, ("data", "axes fraction"), **looks)
+        place = label.get_window_extent()
+        if place.x0 < ends[stage.branch] or place.x1 > axes.bbox.x1:
+            label.remove()
+        else:
+            ends[stage.branch] = place.x1
+
+
+def courses(stages: Sequence[Stage], theme: Theme) -> Canvas:
+    """How accuracy and longest path of each branch of RL moved: validation, or rollouts if not all have it."""
+    names = branches(stages)
+    accuracy, longest = COMPARED[:2]
+    validated = {stage.branch for stage in stages if stage.values(accuracy.lines[1].metric)}
+    which = 1 if validated == set(names) else 0
+    canvas = figure.Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = canvas.subplots()
+    for branch, name in names.items():
+        here = [stage for stage in stages if stage.branch == branch]
+        points = []
+        for panel in (longest, accuracy):
+            found = [value for stage in here for _, value in stage.values(panel.lines[which].metric, panel.scale)]
+            points.append(found if which else smoothed(found, max(1, len(found) // 10)))
+        x, y = (found[: min(map(len, points))] for found in points)
+        colour = theme.colour(branch)
+        axes.plot(x, y, "-", marker="." if which else "", color=colour, linewidth=1.2, label=literal(name))
+        axes.plot(x[:1], y[:1], "o", color=colour, fillstyle="none", ms=6)
+        axes.plot(x[-1:], y[-1:], "o", color=colour, ms=6)
+    axes.margins(0.08)
+    what = "validation" if which else "training rollouts, running means"
+    axes.set(title=f"From ○ to ● ({what})", xlabel="longest path (tokens)", ylabel="accuracy (%)")
+    _name_branches(canvas, axes)
+    return canvas
 
 
 def _draw_line(axes: Axes, line: Line, points: Sequence[tuple[float, float]], theme: Theme) -> None:
@@ -251,14 +295,18 @@ def _draw_line(axes: Axes, line: Line, points: Sequence[tuple[float, float]], th
     axes.plot(x, smoothed(y, max(1, len(y) // 40)), line.style, color=colour, linewidth=1.4, label=label)
 
 
-def _finish_panel(axes: Axes, panel: Panel) -> None:
+def _finish_panel(axes: Axes, panel: Panel, legend: bool) -> None:
     axes.set_title(panel.title)
     if panel.log:
         axes.set_yscale("log")
         least, most = axes.get_ylim()
         axes.set_ylim(bottom=max(SMALLEST_ENTROPY, least) if most > SMALLEST_ENTROPY else least)
-    if len(labels := axes.get_legend_handles_labels()[1]) > 1:
-        axes.legend(loc="lower right", bbox_to_anchor=(1, 0.98), ncols=len(labels), borderaxespad=0.2)
+    least = axes.get_ylim()[0]
+    marks, labels = axes.get_legend_handles_labels()
+    shown = [i for i, line in enumerate(marks) if max(line.get_ydata()) >= least]  # type: ignore[attr-defined]
+    if legend and len(shown) > 1:
+        where: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 0.98), "borderaxespad": 0.2}
+        axes.legend([marks[i] for i in shown], [labels[i] for i in shown], ncols=len(shown), **where)
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:

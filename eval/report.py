@@ -2,14 +2,15 @@
 wall-clock.
 
     dccot report runs/eval/dc-cot runs/eval/dsr runs/stage1 runs/stage2 --baseline dsr --out report/
+    dccot report runs/demo
     dccot report runs/mini runs/mini-seed1
 
 A RUN is an evaluation (summary.json), a training run (metrics.jsonl), a latency measurement (latency.json) or the
-folder of a finished recipe (recipe.yaml). Training runs share one axis in the order given, as long as each starts from
-the one before it; one that does not gets its own figure. Runs that continue the same stage are also drawn over each
-other. Of a recipe, the evaluations in its own report are shown; of
-several, which may differ in their seed only, those of the first and the spread over all. A seed changes the task, the
-base model and every later draw, so the spread is that of the whole method, not just of the test problems.
+folder of a recipe (recipe.yaml), which stands for what is finished of it. Training runs are drawn over each other, a
+colour each; one that started from a run before it in the list begins where that ended. A table has the settings in
+which runs, evaluations or recipes differ. Of recipes that differ in their seed only, the evaluations of the first are
+shown, and the spread over all. A seed changes the task, the base model and every later draw, so the spread is that of
+the whole method, not just of the test problems.
 
 Writes report.html, one file that opens offline, and report.md with its figures next to it.
 """
@@ -17,21 +18,24 @@ Writes report.html, one file that opens offline, and report.md with its figures 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dccot.core.command import Parser, run_cleanly
 from dccot.core.config import require
 from dccot.core.files import BadData, read_jsonl
 from dccot.core.progress import waiting
-from dccot.core.run import METRICS, RECIPE, Run
+from dccot.core.run import METRICS, RECIPE, Run, history, trained_by
 from dccot.core.statistics import ByProblem, Estimate, over_problems
 from dccot.eval import latency, paper, plots, tables
 from dccot.eval.document import Block, Cell, Figure, Grid, Heading, Row, Table, render, show, write_markdown
-from dccot.eval.results import BENCHMARKS, DAMAGED, SUMMARY, Evaluation, rows_of
+from dccot.eval.results import BENCHMARKS, DAMAGED, SUMMARY, Evaluation, Recipe
 
+TITLE = "Divide-and-Conquer CoT"
 ERRORS = (
     "± is the standard error of the mean with problems as the independent unit, however many responses each has; "
     "changes are paired by problem, and coloured where they exceed two standard errors. In brackets: the standard "
@@ -46,7 +50,7 @@ APART = (
 )
 CURVES = (
     "Thin lines are single steps, thick ones running means, marks validation. "
-    "Each stage begins where the one before it ended."
+    "A run that continues another begins where that one ended."
 )
 
 
@@ -54,15 +58,15 @@ def write_report(
     evaluations: Sequence[Evaluation],
     training_runs: Sequence[Path],
     out: str | Path,
-    title: str = "Divide-and-Conquer CoT",
-    notes: Sequence[str] = (),
+    title: str = TITLE,
+    notes: Sequence[Block] = (),
     *,
     baseline: str | Mapping[str, str] | None = None,
     latencies: Sequence[Path] = (),
     kind: str | None = None,
     seeds: Sequence[Path] = (),
 ) -> Path:
-    """Write report.html and report.md into `out` and return the path of the page. `notes` open it, a paragraph each.
+    """Write report.html and report.md into `out` and return the path of the page. `notes` open it.
 
     `baseline` names the evaluation that the others are compared with, or says for each row of table 1 which row is its
     baseline. `kind`: a regular expression whose group extracts the kind of problem from its id, if ids contain it.
@@ -104,12 +108,13 @@ def _results(
     if comparison := tables.against_paper(methods, titles):
         blocks += [Heading("Against the paper"), comparison, APART]
     if pairs := tables.compared_pairs(methods, baseline):
-        blocks += [Heading("Change against the baseline"), tables.table_2(pairs, titles)]
+        blocks += [Heading("Change against the baseline"), tables.table_2(pairs, titles), *_training_behind(pairs)]
     hollow = "; hollow marks are the paper's." if known else "."
     how = f"Up and to the left is better. The dashed line is the Pareto front of our points{hollow}"
     figures = Grid([_tradeoff(name, titles[name], methods) for name in titles])
     blocks += [Heading("Accuracy against longest path"), how, figures, Heading("The responses")]
     blocks += [tables.totals_table(methods, titles), tables.responses_table(evaluations, titles)]
+    blocks += tables.settings_table("evaluations", {each.name: _of_evaluation(each) for each in evaluations})
     if kind:
         blocks.append(tables.kinds_table(evaluations, titles, kind))
     if seeds:
@@ -117,6 +122,30 @@ def _results(
     if known:
         blocks.append(tables.papers_tables())
     return blocks
+
+
+def _training_behind(pairs: Iterable[tuple[tables.Method, tables.Method]]) -> list[str]:
+    """What the sides of a comparison were trained for, where they are not alike in it."""
+    models = {each.evaluation.name: each.evaluation.model for pair in pairs for each in pair}
+    if not all(Path(model).exists() for model in models.values()):
+        return []  # runs that have been moved or deleted since
+    steps: dict[str, dict[str, int]] = {name: {"SFT": 0, "RL": 0} for name in models}
+    for name, model in models.items():
+        for settings, count in history(model):
+            steps[name]["RL" if "reward" in settings else "SFT"] += count
+    if len({str(each) for each in steps.values()}) == 1:
+        return []
+    said = (f"{name} {each['SFT']:,} of SFT and {each['RL']:,} of RL" for name, each in steps.items())
+    what = f"Steps of training in these runs, back to the first model: {'; '.join(said)}."
+    return [f"{what} Where two sides differ in them, so does what the change is owed to."]
+
+
+def _of_evaluation(evaluation: Evaluation) -> dict:
+    """Its settings, with the model as it is named on command lines."""
+    known = {"model": evaluation.model, **evaluation.settings}
+    run, step = trained_by(known["model"])
+    known["model"] = f"{run}@{step}" if step else known["model"]
+    return {key: value for key, value in known.items() if key != "model.sha256"}
 
 
 def show_comparison(evaluations: Sequence[Evaluation]) -> None:
@@ -164,92 +193,126 @@ def _latency(folder: Path) -> list[Block]:
 
 
 def _training(runs: Sequence[Path]) -> list[Block]:
-    figures = chains(runs)
-    every = [stage for stages in figures for stage in stages]
-    blocks: list[Block] = [Heading("Training"), CURVES]
-    for stages in figures:
-        names = " → ".join(stage.name for stage in stages)
-        blocks.append(Figure(f"training_{stages[-1].name}", names, *plots.pictures(plots.training, stages)))
-    blocks += continuations(runs, every)
-    if figure := penalised(every):
-        blocks.append(figure)
-    learnt = [(stage.name, stage.config, stage.rows) for stage in every if "reward/correct" in stage.rows[0]]
-    if learnt:
-        blocks.append(tables.stages_table(learnt))
+    blocks: list[Block] = []
+    for heading, rl in (("Supervised fine-tuning", False), ("Reinforcement learning", True)):
+        if not (stages := placed(runs, rl)):
+            continue
+        what, names = ("rl" if rl else "sft"), plots.branches(stages)
+        blocks += [Heading(heading), CURVES]
+        blocks.append(Figure(f"training_{what}", "; ".join(names.values()), *plots.pictures(plots.training, stages)))
+        if rl and len(names) > 1:
+            caption = "Accuracy against longest path while they were trained. Up and to the left is better."
+            blocks.append(Figure("courses", caption, *plots.pictures(plots.courses, stages)))
+        if (penalised := [stage for stage in stages if _penalised(stage)]) != stages and len(penalised) > 1:
+            again = [replace(stage, start=0, branch=number) for number, stage in enumerate(penalised)]
+            caption = "Those under the high length penalty, each from its own first step."
+            blocks.append(Figure("penalised", caption, *plots.pictures(plots.training, again)))
+        blocks += tables.settings_table("runs", {stage.name: stage.config for stage in stages})
+        if rl:
+            blocks.append(tables.stages_table([(stage.name, stage.config, stage.rows) for stage in stages]))
     if checkpoints := [table for run in runs if (table := tables.checkpoints_table(Run(run)))]:
         blocks += [Heading("Checkpoints"), *checkpoints]
     return blocks
 
 
-def chains(runs: Sequence[Path]) -> list[list[plots.Stage]]:
-    """Training runs by figure: a run joins that of the run before it if it says, or does not deny, that it started
-    from it.
+def placed(runs: Sequence[Path], rl: bool) -> list[plots.Stage]:
+    """The runs of RL or of SFT. One that started from a run before it in the list begins where that was, and has its
+    colour, unless another has it already.
     """
-    found: list[list[plots.Stage]] = []
-    for index, run in enumerate(map(Run, runs)):
+    found: dict[Path, plots.Stage] = {}
+    continued = set[str]()
+    for folder, name in distinct(runs).items():
+        run = Run(folder)
         rows = run.rows()
         require(bool(rows), f"{run.metrics_file} holds no step; a training run writes it from its first step on")
-        stage = plots.Stage(run.name, rows, run.settings())
-        start = (stage.config.get("model") or {}).get("path")
-        if index and (start is None or Path(start).resolve().is_relative_to(runs[index - 1].resolve())):
-            found[-1].append(stage)
-        else:
-            found.append([stage])
-    return found
+        stage = plots.Stage(name, rows, run.settings(), branch=len({each.branch for each in found.values()}))
+        if stage.rl != rl:
+            continue
+        model, above = (stage.config.get("model") or {}).get("path"), folder.parent
+        origin, step = trained_by(model, above) if model else (run, None)
+        if before := found.get(origin.folder.resolve()):
+            stage = replace(stage, start=before.start + (step or before.rows[-1]["step"] + 1))
+            if before.name not in continued:
+                stage = replace(stage, branch=before.branch)
+            continued.add(before.name)
+        found[folder] = stage
+    return list(found.values())
 
 
-def continuations(runs: Sequence[Path], stages: Sequence[plots.Stage]) -> list[Figure]:
-    """For each of the runs that several others of RL started from, these in one figure, after its own steps."""
-    learnt = [stage for stage in stages if "reward/correct" in stage.rows[0]]
-    figures = []
-    for run, before in zip(runs, stages):
-        starts = [(stage, (stage.config.get("model") or {}).get("path")) for stage in learnt]
-        after = [stage for stage, start in starts if start and Path(start).resolve().is_relative_to(run.resolve())]
-        if len(after) > 1:
-            caption = f"Continuations of {before.name}: " + ", ".join(stage.name for stage in after)
-            drawn = plots.pictures(plots.overlaid, after, before if before in learnt else None)
-            figures.append(Figure(f"continued_{before.name}", f"{caption}; marks are validation.", *drawn))
-    return figures
+def distinct(folders: Iterable[Path]) -> dict[Path, str]:
+    """Folders with as much of their paths as tells them apart."""
+    paths = dict.fromkeys(folder.resolve() for folder in folders)
+    every = ({path: "/".join(path.parts[-count:]) for path in paths} for count in itertools.count(1))
+    return next(names for names in every if len(set(names.values())) == len(paths))
 
 
-def penalised(stages: Sequence[plots.Stage]) -> Figure | None:
-    """The runs under the high length penalty in one figure, if there are several."""
-    runs = [stage for stage in stages if (stage.config.get("reward") or {}).get("kind") == "high_length_penalty"]
-    if len(runs) < 2:
-        return None
-    caption = "Under the high length penalty: " + ", ".join(run.name for run in runs) + "; marks are validation."
-    return Figure("penalised", caption, *plots.pictures(plots.overlaid, runs, None))
+def _penalised(stage: plots.Stage) -> bool:
+    return (stage.config.get("reward") or {}).get("kind") == "high_length_penalty"
+
+
+# ---- the command ----
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
-        "Tables, plots and training curves of runs as one HTML page and as Markdown.",
+        "Tables, plots and training curves of runs, over each other, as one HTML page and as Markdown.",
         "dccot report runs/eval/dc-cot runs/eval/dsr runs/stage1 runs/stage2 --baseline dsr",
     )
-    holds = "folder of an evaluation, a training run, a latency run or a finished recipe"
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=f"{holds}; recipes differ in their seed only")
+    holds = "folder of a training run, an evaluation, a latency run or a recipe"
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=holds)
     parser.add_argument("--baseline", help="name of the evaluation to compare with; default: the first sequential one")
-    parser.add_argument("--title", default="Divide-and-Conquer CoT")
+    parser.add_argument("--title", help="default: the recipe's, or Divide-and-Conquer CoT")
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder to write to (default: report)")
     return run_cleanly(lambda: _report(parser.read(argv)))
 
 
 def _report(arguments: argparse.Namespace) -> None:
     kinds: dict[str, list[Path]] = {SUMMARY: [], METRICS: [], latency.REPORT: [], RECIPE: []}
-    for run in arguments.runs:
+    for run in distinct(arguments.runs):
         here = [folders for file, folders in kinds.items() if (run / file).is_file()]
         remedy = "name folders that `dccot eval`, `dccot rl`, `dccot sft` or a recipe wrote"
-        require(bool(here), f"{run} holds neither {', '.join(kinds)}; {remedy}")
+        lacks = f"holds neither {', '.join(kinds)}" if run.is_dir() else "does not exist"
+        require(bool(here), f"{run} {lacks}; {remedy}")
         for folders in here:
             folders.append(run)
-    recipes = kinds[RECIPE]
-    evaluations = [Evaluation.load(folder) for folder in kinds[SUMMARY]]
-    evaluations += rows_of(recipes[0]).values() if recipes else []
-    also = {"baseline": arguments.baseline, "latencies": kinds[latency.REPORT], "seeds": recipes[1:] and recipes}
+    evaluations = [Evaluation.load(folder, name) for folder, name in distinct(kinds[SUMMARY]).items()]
+    recipes = {name: Recipe.of(folder) for folder, name in distinct(kinds[RECIPE]).items()}
+    seeds = kinds[RECIPE] if len(recipes) > 1 and not tables.settings_table("recipes", _but_for_seeds(recipes)) else []
+    notes: list[Block] = []
+    baselines: dict[str, str] = {}
+    for name, recipe in recipes.items():
+        kinds[METRICS] += [run for kind in ("sft", "rl") for run in recipe.folders(kind, METRICS)]
+        kinds[latency.REPORT] += recipe.folders("latency", latency.REPORT)
+        if recipe.run in seeds[1:]:
+            continue
+        of = f"{name}: " if len(recipes) > 1 and not seeds else ""
+        for stage, row in recipe.report["rows"].items():
+            if (recipe.run / stage / SUMMARY).is_file():
+                evaluations.append(Evaluation.load(recipe.run / stage, of + row))
+            else:
+                notes.append(f"{of}{row} is missing: {recipe.run / stage} is not finished.")
+        baselines |= {of + ours: of + theirs for ours, theirs in recipe.report["baselines"].items()}
+    found = {method.label for method in tables.methods_of(evaluations)}
+    pairs = {ours: theirs for ours, theirs in baselines.items() if {ours, theirs} <= found}
+    only = next(iter(recipes.values())).report if len(recipes) == 1 or seeds else {}
     with waiting(f"drawing {arguments.out}/report.html"):
-        page = write_report(evaluations, kinds[METRICS], arguments.out, arguments.title, **also)
+        page = write_report(
+            evaluations,
+            kinds[METRICS],
+            arguments.out,
+            arguments.title or only.get("title", TITLE),
+            [*notes, *tables.settings_table("recipes", _but_for_seeds(recipes))],
+            baseline=arguments.baseline or (not kinds[SUMMARY] and pairs) or None,
+            latencies=kinds[latency.REPORT],
+            kind=only.get("kind"),
+            seeds=seeds,
+        )
     show_comparison(evaluations)
     print(f"{page} (and report.md next to it)")
+
+
+def _but_for_seeds(recipes: Mapping[str, Recipe]) -> dict[str, dict]:
+    return {name: {**recipe.tree, "name": "", "seed": "", "output": ""} for name, recipe in recipes.items()}
 
 
 if __name__ == "__main__":

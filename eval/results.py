@@ -28,7 +28,7 @@ from dccot.data.problems import Problem
 from dccot.eval.majority import majority_of_three
 from dccot.rollout.response import UNJUDGED, Finish, Verdict
 
-SUMMARY = "summary.json"
+SUMMARY, SETTINGS = "summary.json", "settings.json"
 DAMAGED = (ValueError, KeyError, TypeError, RecursionError, OSError)  # what reading such a file may raise
 
 
@@ -227,6 +227,7 @@ class Evaluation:
     method: str  # parallel or sequential
     budget: int
     results: dict[str, BenchmarkResult] = field(default_factory=dict)  # by benchmark name
+    settings: dict = field(default_factory=dict)  # of settings.json
 
     def measured(self, benchmark: str, measure: str) -> ByProblem | None:
         """A measure by problem, or None if there is none."""
@@ -242,14 +243,15 @@ class Evaluation:
         return path
 
     @classmethod
-    def load(cls, folder: str | Path) -> Evaluation:
+    def load(cls, folder: str | Path, name: str | None = None) -> Evaluation:
         path = Path(folder) / SUMMARY
         known = BenchmarkResult.__dataclass_fields__
         try:
             found = json.loads(path.read_text())
             rows = [{name: row[name] for name in known if name in row} for row in found["benchmarks"]]
             results = {row["name"]: BenchmarkResult(**row) for row in rows}
-            return cls(found["name"], found["model"], found["method"], found["budget"], results)
+            settings = json.loads(file.read_text()) if (file := path.with_name(SETTINGS)).is_file() else {}
+            return cls(name or found["name"], found["model"], found["method"], found["budget"], results, settings)
         except FileNotFoundError:
             raise BadData(f"{path} does not exist; `dccot eval` writes it when all responses are there") from None
         except DAMAGED as error:
@@ -272,17 +274,38 @@ class Evaluation:
         print_table(title, ["mean ± standard error over problems", *columns], rows)
 
 
+@dataclass
+class Recipe:
+    """The recipe that was run in a folder, as far as a report needs it; recipe.yaml holds more."""
+
+    run: Path
+    tree: dict
+    report: dict  # settings of its report stage
+    kinds: dict[str, str]  # stage → what it runs; SFT that made the base model is left out, being much longer
+
+    @classmethod
+    def of(cls, run: Path) -> Recipe:
+        file = Run(run).recipe_file
+        try:
+            tree = read_yaml(file)
+            before = {
+                name: stage["run"] for name, stage in (tree.get("prepare") or {}).items() if stage["run"] != "sft"
+            }
+            kinds = {name: stage["run"] for name, stage in tree["stages"].items()}
+            name = next(name for name, kind in kinds.items() if kind == "report")
+            report = {"rows": {}, "baselines": {}} | tree["stages"][name]["set"]
+            return cls(run, tree, report | (tree.get("settings") or {}).get(name, {}), before | kinds)
+        except (KeyError, TypeError, AttributeError):
+            raise BadData(f"{file} is not what a recipe writes; start the recipe again, which writes it anew") from None
+        except StopIteration:
+            raise BadData(f"{file} has no report stage, which says what the rows are") from None
+
+    def folders(self, kind: str, file: str) -> list[Path]:
+        """Of the stages of a kind that have written the file."""
+        found = [self.run / name for name, each in self.kinds.items() if each == kind]
+        return [folder for folder in found if (folder / file).is_file()]
+
+
 def rows_of(run: Path) -> dict[str, Evaluation]:
     """Name in the tables → evaluation, as the report stage of the recipe in `run` has it."""
-    file = Run(run).recipe_file
-    try:
-        stages = read_yaml(file)["stages"].values()
-        rows = next(stage["set"]["rows"] for stage in stages if stage["run"] == "report")
-    except (KeyError, TypeError, AttributeError):
-        raise BadData(f"{file} is not what a recipe writes; start the recipe again, which writes it anew") from None
-    except StopIteration:
-        raise BadData(f"{file} has no report stage, which says what the rows are") from None
-    found = {name: Evaluation.load(run / stage) for stage, name in rows.items()}
-    for name, evaluation in found.items():
-        evaluation.name = name
-    return found
+    return {name: Evaluation.load(run / stage, name) for stage, name in Recipe.of(run).report["rows"].items()}

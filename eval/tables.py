@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 
 from dccot.core.config import ConfigError, require
 from dccot.core.run import Run
@@ -318,6 +319,34 @@ def seeds_table(runs: Sequence[Path], benchmark: str, title: str) -> Table:
     each = f"each seed's own value: {', '.join(run.name for run in runs)}"
     caption = f"{title}, {len(runs)} seeds: the mean over seeds ({each})."
     return Table(caption, "Method", [("", tuple(LABELS[measure] for measure in measures))], rows)
+
+
+# ---- settings ----
+
+
+def settings_table(what: str, runs: Mapping[str, Mapping]) -> list[Table]:
+    """Settings by run, as far as they differ: one table, or none. Runs without settings are left out."""
+    known = {name: dict(_leaves(tree)) for name, tree in runs.items() if tree}
+    keys = dict.fromkeys(key for settings in known.values() for key in settings if key not in ("name", "output"))
+    values = {key: [settings.get(key) for settings in known.values()] for key in keys}
+    rows = [
+        Row(key, [_words(_short(x)) for x in found])
+        for key, found in values.items()
+        if found.count(found[0]) < len(known)
+    ]
+    return [Table(f"Settings in which the {what} differ.", "Setting", [("", tuple(known))], rows)] if rows else []
+
+
+def _leaves(tree: Mapping, above: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def _short(value: object) -> str:
+    return "–" if value in (None, "", {}, []) else shorten(str(value), 60, placeholder=" …")
 
 
 # ---- training ----

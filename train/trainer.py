@@ -75,7 +75,7 @@ class Trainer(Generic[C]):
         self.skipped: int = state.get("skipped", 0)
         self.bad_in_a_row: int = state.get("bad_in_a_row", 0)
         on_rank_zero(lambda: self.run.keep_metrics_before(self.first_step))
-        before = steps_until(config.model.path, rl=hasattr(config, "rollout")) if main else 0
+        before = steps_until(config.model.path, rl=hasattr(config, "reward")) if main else 0
         self.recorder = Recorder(self.run, self.first_step, main, config.wandb, flat(config), before)
         stack.callback(self.recorder.close)
         select = partial(torch.cuda.set_device, self.runtime.device) if self.runtime.device.type == "cuda" else None

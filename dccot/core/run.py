@@ -21,9 +21,9 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -352,14 +352,29 @@ class Run:
         return min(found, key=lambda each: (-each.accuracy, each.longest_path, each.step))
 
 
+def trained_by(model: str | Path, beside: Path | None = None) -> tuple[Run, int | None]:
+    """The run that a run's folder, run@STEP or weights belong to, and the step if it is named. A run that is no longer
+    in its place is looked for in the folder `beside`: recipes are moved as a whole.
+    """
+    saved = Checkpoint.of_weights(Path(model))
+    run, at = (saved.run, str(saved.step)) if saved else Run.parse(model)
+    if beside and not run.folder.exists():
+        run = Run(beside / run.name)
+    return run, int(at) if at and at.isdecimal() else None
+
+
+def history(model: str | Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Settings of the runs that led to a model, the last one first, and how many steps of each."""
+    seen = set[Path]()
+    run, step = trained_by(model)
+    while run.folder not in seen and "steps" in (settings := run.settings()):
+        seen.add(run.folder)
+        yield settings, step or settings["steps"]
+        run, step = trained_by(settings["model"]["path"], run.folder.parent)
+
+
 def steps_until(model: str | Path, rl: bool | None = None) -> int:
     """Steps of training that led to this model through runs of one kind, of RL or of SFT; 0 for what is no run."""
-    total, seen = 0, set[Path]()
-    while True:
-        run, at = Run.parse(model)
-        settings = run.settings() if run.folder not in seen else {}
-        if "steps" not in settings or (rl is not None and rl != ("rollout" in settings)):
-            return total
-        seen.add(run.folder)
-        total += int(at) if at and at.isdecimal() else settings["steps"]
-        rl, model = "rollout" in settings, settings["model"]["path"]
+    known = [("reward" in settings, steps) for settings, steps in history(model)]
+    kind = known[0][0] if known and rl is None else rl
+    return sum(steps for _, steps in takewhile(lambda each: each[0] == kind, known))

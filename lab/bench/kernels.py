@@ -14,6 +14,7 @@ import argparse
 import functools
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import record_function
 
 from dccot.kernels import lm_head, schedule
 from dccot.kernels.mask import TreeMask, positions
@@ -35,6 +37,11 @@ WORK_TOKENS = 16_384  # packed tokens for which the share of useful work has a t
 GPU = torch.cuda.is_available()
 # of the paper's model; of a CPU
 TOKENS, HEADS, HEAD_DIM, HIDDEN = (WORK_TOKENS, (12, 2), 128, 1536) if GPU else (4096, (4, 2), 64, 256)
+
+BACKWARD = 2.5
+PASSES = {"forward": 1.0, "backward": BACKWARD}  # pass → its work over that of the forward
+CPU_CANDIDATES = OURS, _, PAPERS = "cpu", "SDPA with a dense mask, same tree", "SDPA with a dense mask, paper's layout"
+FASTER = "attention: cpu, times faster than dense SDPA on the paper's layout"
 
 
 def run(quick: bool = False) -> list[dict]:
@@ -97,7 +104,20 @@ def attention_inputs(
 
 
 def forward_backward(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Callable:
-    return lambda: torch.autograd.grad(attention(q, k, v), (q, k, v), grad)
+    """Both passes, as ranges of these names in a trace."""
+
+    def both() -> tuple[Tensor, ...]:
+        with record_function("attention forward"):
+            out = attention(q, k, v)
+        with record_function("attention backward"):
+            return torch.autograd.grad(out, (q, k, v), grad)
+
+    return both
+
+
+def flops(visible_until: Tensor, heads: int, dim: int) -> float:
+    """Of the forward pass, for unmasked pairs only; the backward has BACKWARD times as many."""
+    return 4.0 * dim * heads * int((positions(visible_until) + 1).sum())
 
 
 def dense_sdpa(visible_until: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -113,35 +133,40 @@ def dense_sdpa(visible_until: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tens
 def attention_rows(
     tree: str, tokens: int, query_heads: int, key_heads: int, dim: int, seeds: Sequence[int] = (0,)
 ) -> list[dict]:
-    """On a CPU `cpu` on the tree against SDPA with a dense mask, on the same tree and on the paper's layout; fp32,
-    forward + backward.
-    """
+    """On a CPU `cpu` on the tree against SDPA with a dense mask, on the same tree and on the paper's layout; fp32."""
     if GPU:
         from dccot.lab.bench import kernels_on_gpu
 
         return kernels_on_gpu.attention_rows(tree, tokens, query_heads, key_heads, dim)
-    seconds = {"cpu": 0.0, "dense": 0.0, "duplicates": 0.0}
+    seconds: Counter[str] = Counter()
+    work = 0.0
     for seed in seeds:
         packed = trees.tree(tree, tokens, seed)
+        work += flops(packed, query_heads, dim)
         duplicates = trees.forest(trees.shapes(tree, tokens, seed), duplicates=True)
         ours = functools.partial(tree_attention, mask=TreeMask(packed), backend="cpu")
         given, repeated = (attention_inputs(len(x), query_heads, key_heads, dim) for x in (packed, duplicates))
-        functions = {
-            "cpu": forward_backward(ours, *given),
-            "dense": forward_backward(dense_sdpa(packed), *given),
-            "duplicates": forward_backward(dense_sdpa(duplicates), *repeated),
-        }
-        functions["cpu"]()
-        for name, value in fastest(functions).items():
-            seconds[name] += value / len(seeds)
-    faster, sdpa = seconds["duplicates"] / seconds["cpu"], "attention: SDPA with a dense mask"
+        ways: list[Callable[..., Tensor]] = [ours, dense_sdpa(packed), dense_sdpa(duplicates)]
+        functions: dict[str, Callable] = {}
+        for name, attention, inputs in zip(CPU_CANDIDATES, ways, (given, given, repeated)):
+            functions[f"{name}, forward"] = functools.partial(attention, *inputs[:3])
+            functions[f"{name}, both"] = forward_backward(attention, *inputs)
+        functions[f"{OURS}, both"]()
+        seconds.update(fastest(functions))
+    rows = []
+    for name in CPU_CANDIDATES:
+        seconds[f"{name}, backward"] = seconds[f"{name}, both"] - seconds[f"{name}, forward"]
+        rows += [
+            row(f"attention: {name}, {what}", 1e3 * seconds[f"{name}, {what}"] / len(seeds), "ms") for what in PASSES
+        ]
     where = f"{tokens:,}-token {Path(tree).name} tree, {THREADS} threads"
-    return [
-        row(f"attention: cpu, {where}", 1e3 * seconds["cpu"], "ms"),
-        row(f"{sdpa}, same tree", 1e3 * seconds["dense"], "ms"),
-        row(f"{sdpa}, paper's layout", 1e3 * seconds["duplicates"], "ms"),
-        row("attention: cpu, times faster than dense SDPA on the paper's layout", faster, "×", 3, "higher"),
-    ]
+    for what, factor in PASSES.items():
+        speed = factor * work / seconds[f"{OURS}, {what}"] / 1e12
+        rows.append(row(f"attention: {OURS}, {what}, {where}", speed, "TFLOP/s", better="higher"))
+    unknown = {"reason": "no peak is known for a CPU"}
+    rows.append({**row(f"attention: {OURS}, share of peak", None, "share", better="higher"), **unknown})
+    faster = seconds[f"{PAPERS}, both"] / seconds[f"{OURS}, both"]
+    return [*rows, row(FASTER, faster, "×", 3, "higher")]
 
 
 class Materialised(torch.autograd.Function):
@@ -270,7 +295,14 @@ def _logprob(arguments: argparse.Namespace) -> tuple[list[dict], Callable]:
     hidden = torch.randn(arguments.rows, arguments.hidden, device=device, requires_grad=True)
     weight = torch.randn(arguments.vocabulary, arguments.hidden, device=device, requires_grad=True)
     targets = torch.randint(arguments.vocabulary, (arguments.rows,), device=device)
-    return rows, lambda: lm_head.linear_logprob(hidden, weight, targets)[0].sum().backward()
+
+    def both() -> None:
+        with record_function("logprob forward"):
+            total = lm_head.linear_logprob(hidden, weight, targets)[0].sum()
+        with record_function("logprob backward"):
+            total.backward()
+
+    return rows, both
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """What kernels.py measures on a GPU: Triton kernels against dense-mask SDPA, FlexAttention, every FlashAttention.
 
-TFLOP/s count unmasked pairs only (4·D flops per pair and head forward, 2.5 times that backward), so that work on masked
-pairs lowers them. A candidate that is not installed, does not fit or fails becomes a row that says so, and the others
-are still measured. Deliberately thin: it only prepares inputs and passes functions to triton.testing.do_bench. It has
-never been run: no GPU was available.
+TFLOP/s count unmasked pairs only (kernels.py: `flops`), so that work on masked pairs lowers them. A candidate that is
+not installed, does not fit or fails becomes a row that says so, and the others are still measured. Deliberately thin:
+it only prepares inputs and passes functions to triton.testing.do_bench. It has never been run: no GPU was available.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,17 +18,17 @@ import torch
 from torch import Tensor
 
 from dccot.kernels.lm_head import linear_logprob
-from dccot.kernels.mask import TreeMask, positions
+from dccot.kernels.mask import TreeMask
 from dccot.kernels.reference import dense_logprob
 from dccot.kernels.tree_attention import tree_attention
 from dccot.lab.bench import trees
 from dccot.lab.bench.harness import row
-from dccot.lab.bench.kernels import attention_inputs, dense_sdpa, forward_backward
+from dccot.lab.bench.kernels import BACKWARD, attention_inputs, dense_sdpa, flops, forward_backward
 from dccot.plan import GPUS
 
 Attention = Callable[[Tensor, Tensor, Tensor], Any]
 CAUSAL, TREE = "own kernel, plain causal", "tree"
-PASSES = {"forward": 1.0, "forward + backward": 3.5}
+PASSES = {"forward": 1.0, "backward": BACKWARD, "forward + backward": 1 + BACKWARD}
 FLASH = {  # name → module with flash_attn_varlen_func; vLLM's has no backward
     "FlashAttention 2": "flash_attn",
     "FlashAttention 3": "flash_attn_interface",
@@ -52,10 +50,13 @@ def attention_rows(tree: str, tokens: int, query_heads: int, key_heads: int, dim
     }
     for name, module in FLASH.items():
         candidates[f"{name} varlen, prefixes gathered"] = functools.partial(flash_attention, visible_until, module)
-    seen = lambda ends: 4.0 * dim * query_heads * int((positions(ends) + 1).sum())
-    flops = dict.fromkeys(candidates, seen(visible_until)) | {CAUSAL: seen(causal.visible_until)}
-    rows, speed = compared(candidates, inputs, flops)
+    work = dict.fromkeys(candidates, flops(visible_until, query_heads, dim))
+    work[CAUSAL] = flops(causal.visible_until, query_heads, dim)
+    rows, speed = compared(candidates, inputs, work)
     peak = next((gpu.tflops for name, gpu in GPUS.items() if name in torch.cuda.get_device_name()), None)
+    if peak is None:
+        unknown = {"reason": f"no peak is known for {torch.cuda.get_device_name()}: lacks a row in dccot/plan.py"}
+        rows.append({**row("attention: tree, share of peak", None, "share", better="higher"), **unknown})
     for what in PASSES:
         for against, other in (("peak", peak), ("own causal kernel", speed.get((CAUSAL, what)))):
             if other and (TREE, what) in speed:
@@ -65,20 +66,27 @@ def attention_rows(tree: str, tokens: int, query_heads: int, key_heads: int, dim
 
 
 def compared(
-    candidates: Mapping[str, Callable[[], Attention]], inputs: Sequence[Tensor], flops: Mapping[str, float]
+    candidates: Mapping[str, Callable[[], Attention]], inputs: Sequence[Tensor], work: Mapping[str, float]
 ) -> tuple[list[dict], dict[tuple[str, str], float]]:
-    """TFLOP/s of every candidate and pass, as rows and by name; what cannot run is a row with the reason."""
+    """TFLOP/s of every candidate and pass, as rows and by name; what cannot run is a row with the reason. The backward
+    is what both take less the forward.
+    """
     rows, speed = [], {}
-    for (name, build), (what, factor) in itertools.product(candidates.items(), PASSES.items()):
-        try:
-            attention = build()
-            backward = forward_backward(attention, *inputs)
-            function = backward if "backward" in what else functools.partial(attention, *inputs[:3])
-            speed[name, what] = factor * flops[name] / (_milliseconds(function) * 1e9)
+    for name, build in candidates.items():
+        times: dict[str, float] = {}
+        for what in ("forward", "forward + backward"):
+            try:
+                attention = build()
+                both = forward_backward(attention, *inputs)
+                times[what] = _milliseconds(both if "backward" in what else functools.partial(attention, *inputs[:3]))
+            except Exception as error:
+                rows.append(missing(f"attention: {name}, {what}", error))
+                _free()
+        if len(times) == 2:
+            times["backward"] = times["forward + backward"] - times["forward"]
+        for what, milliseconds in times.items():
+            speed[name, what] = PASSES[what] * work[name] / (milliseconds * 1e9)
             rows.append(row(f"attention: {name}, {what}", speed[name, what], "TFLOP/s", better="higher"))
-        except Exception as error:
-            rows.append(missing(f"attention: {name}, {what}", error))
-            _free()
     return rows, speed
 
 

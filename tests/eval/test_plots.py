@@ -7,11 +7,11 @@ import pytest
 
 from dccot.core.statistics import Estimate
 from dccot.eval import plots
-from dccot.eval.report import chains, continuations, penalised
+from dccot.eval.report import placed
 
 
-def run(folder, name, steps, start=None, penalty=False):
-    """A training run of made-up metrics: validation every third step, an entropy that reaches 0."""
+def run(folder, name, steps, start=None):
+    """An RL run of made-up metrics: validation every third step, an entropy that reaches 0."""
     rng = random.Random(name)
     rows = []
     for step in range(steps):
@@ -24,8 +24,7 @@ def run(folder, name, steps, start=None, penalty=False):
     where = folder / name
     where.mkdir(parents=True)
     (where / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    reward = "reward: {kind: high_length_penalty}\n" if penalty else ""
-    (where / "config.yaml").write_text(f"model: {{path: {start or 'elsewhere'}}}\n{reward}")
+    (where / "config.yaml").write_text(f"model: {{path: {start or 'elsewhere'}}}\n")
     return where
 
 
@@ -42,16 +41,11 @@ def drawn(canvas, title):
     return [(list(line.get_xdata()), list(line.get_ydata()), line.get_marker() == "o") for line in panel.lines]
 
 
-def every_stage(runs):
-    return [stage for figure in chains(runs) for stage in figure]
-
-
 @pytest.mark.parametrize("steps", [2, 30, 200])
 def test_the_curves_are_what_metrics_jsonl_holds(tmp_path, steps):
     first = run(tmp_path, "stage1", steps)
     second = run(tmp_path, "stage2", 7, start=first)
-    [stages] = chains([first, second])
-    canvas = plots.training(stages, plots.LIGHT)
+    canvas = plots.training(placed([first, second], rl=True), plots.LIGHT)
     entropies = ["policy/entropy", "policy/entropy_p60", "policy/entropy_p100"]
     for title, metrics, scale in (
         ("Accuracy (%)", ["reward/correct", "validation/accuracy"], 100),
@@ -71,20 +65,26 @@ def test_two_validations_are_drawn_as_they_are_and_nothing_else_is_marked():
     assert [(x, y) for x, y, marked in lines if marked] == [([0, 1], [95.0, 97.0])]
 
 
-def test_several_penalised_runs_share_one_figure_over_their_own_steps(tmp_path):
+def test_runs_that_do_not_continue_one_another_are_drawn_over_each_other_in_colours_of_their_own(tmp_path):
     names = ["hlp", "dsr_hlp_12k", "dsr_hlp_24k"]
-    runs = [run(tmp_path, name, steps, penalty=True) for name, steps in zip(names, (12, 9, 15))]
-    canvas = plots.overlaid(every_stage(runs), None, plots.LIGHT)
-    assert len(canvas.axes) == 3
-    assert [text.get_text() for text in canvas.axes[0].get_legend().get_texts()] == names
+    runs = [run(tmp_path, name, steps) for name, steps in zip(names, (12, 9, 15))]
+    canvas = plots.training(placed(runs, rl=True), plots.LIGHT)
+    [legend] = canvas.legends
+    assert [text.get_text() for text in legend.get_texts()] == names
+    assert len({line.get_color() for line in legend.get_lines()}) == len(names)
     lines = drawn(canvas, "Longest path (tokens)")
     for where in runs:
         assert (*measured(where, "length/longest_path"), False) in lines
         assert (*measured(where, "validation/longest_path"), True) in lines
-    other = run(tmp_path, "stage4", 5)
-    caption = penalised(every_stage([other, *runs])).caption
-    assert caption.endswith("hlp, dsr_hlp_12k, dsr_hlp_24k; marks are validation.")
-    assert penalised(every_stage([other, runs[0]])) is None  # one alone is in its training's figure
+
+
+def test_accuracy_is_drawn_against_longest_path_for_all_runs(tmp_path):
+    runs = [run(tmp_path, name, steps) for name, steps in (("a", 7), ("b", 10))]
+    [axes] = plots.courses(placed(runs, rl=True), plots.LIGHT).axes
+    courses = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
+    for where in runs:
+        x, y = (measured(where, f"validation/{what}")[1] for what in ("longest_path", "accuracy"))
+        assert (x, [100 * share for share in y]) in courses
 
 
 @pytest.mark.parametrize("name", ["$x_{1$", r"\$", "$\\frac$ costs $5"])
@@ -95,22 +95,28 @@ def test_a_dollar_in_a_name_is_a_dollar(name):
     for draw, *content in (
         (plots.tradeoff, name, [ours, theirs]),
         (plots.training, [plots.Stage(name, rows)]),
-        (plots.overlaid, [plots.Stage(name, rows), plots.Stage("other", rows)], None),
+        (plots.training, [plots.Stage(name, rows), plots.Stage("other", rows, branch=1)]),
+        (plots.courses, [plots.Stage(name, rows), plots.Stage("other", rows, branch=1)]),
     ):
         assert all(png.startswith(b"\x89PNG") for png in plots.pictures(draw, *content))
 
 
 def test_two_continuations_of_a_stage_are_drawn_over_each_other_after_it(tmp_path):
-    """Figures of the paper's appendix on plateaus: what was kept beside what was changed."""
-    sft, stage1 = run(tmp_path, "sft", 4), run(tmp_path, "stage1", 9)
-    dapo = run(tmp_path, "stage1_dapo", 6, start=stage1)
+    """Figures of the paper's appendix on plateaus: what was kept beside what was changed, from where it was changed."""
+    stage1 = run(tmp_path, "stage1", 9)
     cispo = run(tmp_path, "stage2a", 7, start=stage1 / "checkpoints" / "step_000009" / "hf")
-    runs = [sft, stage1, cispo, dapo]
-    [figure] = continuations(runs, every_stage(runs))
-    assert figure.name == "continued_stage1" and "stage2a, stage1_dapo" in figure.caption
-    before, *after = (stage for stage in every_stage(runs) if stage.name != "sft")
-    canvas = plots.overlaid(after, before, plots.LIGHT)
+    dapo = run(tmp_path, "stage1_dapo", 6, start=f"{stage1}@6")
+    stages = placed([stage1, cispo, dapo], rl=True)
+    assert plots.branches(stages) == {0: "stage1 → stage2a", 1: "stage1_dapo"}
+    canvas = plots.training(stages, plots.LIGHT)
     marks = [(x, y) for x, y, marked in drawn(canvas, "Accuracy (%)") if marked]
-    expected = [measured(one, "validation/accuracy", 100, start) for one, start in ((stage1, 0), (cispo, 9), (dapo, 9))]
+    expected = [measured(one, "validation/accuracy", 100, start) for one, start in ((stage1, 0), (cispo, 9), (dapo, 6))]
     assert marks == expected
-    assert continuations(runs[:3], every_stage(runs[:3])) == []
+
+
+def test_runs_find_each_other_after_their_folder_was_moved(tmp_path):
+    first = run(tmp_path / "there", "stage1", 9)
+    run(tmp_path / "there", "stage2", 5, start=first)
+    (tmp_path / "there").rename(tmp_path / "here")
+    stages = placed([tmp_path / "here" / name for name in ("stage1", "stage2")], rl=True)
+    assert [stage.start for stage in stages] == [0, 9]

@@ -20,7 +20,7 @@ from dccot.eval.document import Cell
 from dccot.eval.latency import Timing
 from dccot.eval.latency import save as save_latency
 from dccot.eval.plots import smoothed
-from dccot.eval.report import chains, main, write_report
+from dccot.eval.report import main, placed, write_report
 from dccot.eval.results import (
     BENCHMARKS,
     MEASURES,
@@ -350,9 +350,25 @@ def test_a_model_named_by_its_step_is_asked_as_its_run_was(tmp_path):
         assert (prompt.kind, rollout.budget) == ("sequential", 224)
 
 
-def test_stages_share_a_figure_while_each_starts_from_the_one_before(training):
-    names = [[stage.name for stage in figure] for figure in chains(training)]
-    assert names == [["sft", "stage1", "stage2"], ["elsewhere"]]
+def test_each_stage_begins_where_the_one_that_it_continues_ended(training):
+    stages = placed(training, rl=True)
+    assert [(stage.name, stage.start, stage.branch) for stage in stages] == [
+        ("stage1", 0, 0),
+        ("stage2", 20, 0),
+        ("elsewhere", 0, 1),
+    ]
+    assert [stage.name for stage in placed(training, rl=False)] == ["sft"]
+
+
+def test_settings_that_differ_are_in_a_table_and_no_others():
+    runs = {"a": {"name": "a", "steps": 3, "model": {"path": "x", "lora": None}}}
+    runs |= {"b": {"name": "b", "steps": 3, "model": {"path": "y"}, "filter": "none"}, "old": {}}
+    [table] = tables.settings_table("runs", runs)
+    assert [name for _, name, _ in table.columns] == ["a", "b"]
+    assert {row.label: texts(row) for row in table.rows} == {"model.path": ["x", "y"], "filter": ["–", "none"]}
+    assert (
+        tables.settings_table("runs", {"a": runs["a"], "again": runs["a"]}) == tables.settings_table("runs", {}) == []
+    )
 
 
 def test_smoothing_keeps_a_straight_line_inside():
@@ -388,11 +404,20 @@ def test_the_page_shows_on_either_screen_and_requests_nothing(page, chromium, sc
     seen = "[t.ariaLabel, t.checkVisibility() && t.offsetHeight]"
     found = chromium.js(f"return [...document.querySelectorAll('table')].map(t => {seen})")
     shown = [" ".join(caption.split()[:2]) for caption, height in found if height > 40]
-    assert shown == ["Table 1.", "Table 2.", "Total tokens", "What the", "latency, on", "What each"]
+    assert shown == [
+        "Table 1.",
+        "Table 2.",
+        "Total tokens",
+        "What the",
+        "Settings in",
+        "latency, on",
+        "Settings in",
+        "What each",
+    ]
     assert len(found) == len(shown) + 3 + 3  # the paper's and the checkpoints, folded away
     seen = "[i.complete, i.naturalWidth, i.getBoundingClientRect().width]"
     images = chromium.js(f"return [...document.images].map(i => {seen})")
-    assert len(images) == 2 + 1 + 2  # trade-offs, latency, two trainings
+    assert len(images) == 2 + 1 + 3  # trade-offs, latency; SFT, RL and its courses
     assert all(complete and natural > 500 and width > 300 for complete, natural, width in images)
     assert chromium.js("return document.documentElement.scrollWidth <= innerWidth")  # wide tables scroll by themselves
     text = chromium.js("return document.body.innerText")
@@ -418,7 +443,7 @@ def test_the_markdown_has_the_same_numbers_and_its_figures_next_to_it(page):
     cells = re.findall(r'<td class="[^"]*">([^<]*)<', page.read_text())
     assert len(cells) > 100 and all(cell in text for cell in cells)
     figures = re.findall(r"\]\((figures/[^)]+)\)", text)
-    assert len(figures) == 5 and all((page.parent / figure).read_bytes().startswith(b"\x89PNG") for figure in figures)
+    assert len(figures) == 6 and all((page.parent / figure).read_bytes().startswith(b"\x89PNG") for figure in figures)
     assert "\\<script\\>alert(1)\\</script\\>\\|x" in text
 
 
@@ -435,11 +460,13 @@ def test_the_command_tells_runs_apart_by_what_they_hold(training, tmp_path, caps
     runs = [str(tmp_path / "base"), str(training[1]), str(tmp_path / "dc_cot")]
     assert main([*runs, "--baseline", "base", "--out", str(tmp_path / "out")]) == 0
     text = (tmp_path / "out" / "report.md").read_text()
-    assert "| dc\\_cot | base |" in text and "training_stage1.png" in text
+    assert "| dc\\_cot | base |" in text and "training_rl.png" in text
     assert str(tmp_path / "out" / "report.html") in capsys.readouterr().out
     assert main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     printed = capsys.readouterr().err
     assert "holds neither summary.json" in printed and printed.count("\n") == 1
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert "nowhere does not exist; name folders that" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["", "null", "[1]", "{", "[" * 100_000], ids=range(5))

@@ -86,6 +86,27 @@ def test_a_recipe_without_a_report_and_a_folder_without_a_recipe_cost_one_line(t
         rows_of(tmp_path)
     one = finished(tmp_path / "one")
     two = finished(tmp_path / "two", [0.6, 0.5], [200, 150])
-    (two / "recipe.yaml").write_text((one / "recipe.yaml").read_text().split("        eval_dc:")[0])
     assert main([str(one), str(two)]) == 2
-    assert "has no results of DC-CoT, DC-CoT-HLP, Base-HLP" in capsys.readouterr().err
+    assert "two/eval_dc/summary.json does not exist" in capsys.readouterr().err
+
+
+def test_an_unfinished_recipe_shows_what_it_has_its_training_included(tmp_path):
+    run = finished(tmp_path / "one", [0.6, 0.5], [200, 150])
+    text = (run / "recipe.yaml").read_text() + "  stage1: {run: rl}\n  sft: {run: sft}\n"
+    (run / "recipe.yaml").write_text(text)
+    for stage, metric in {"stage1": "reward/correct", "sft": "policy/loss"}.items():
+        (run / stage).mkdir()
+        (run / stage / "metrics.jsonl").write_text(f'{{"step": 0, "{metric}": 0.5}}\n')
+    assert main([str(run), "--out", str(tmp_path / "report")]) == 0
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "| SFT | 50.00 ± 0.50 |" in text and "DC-CoT is missing: " in text
+    assert "training_rl.png" in text and "training_sft.png" in text
+
+
+def test_recipes_that_differ_in_more_than_their_seed_are_shown_side_by_side(tmp_path):
+    one, two = finished(tmp_path / "one"), finished(tmp_path / "two", [0.8, 0.5, 0.9, 0.8, 0.6])
+    (two / "recipe.yaml").write_text((two / "recipe.yaml").read_text() + "seed: 3\ntask: lists\n")
+    assert main([str(one), str(two), "--out", str(tmp_path / "report")]) == 0
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "| one: DC-CoT | 70.00 ± 0.70 |" in text and "| two: DC-CoT | 90.00 ± 0.90 |" in text
+    assert "| task | – | lists |" in text and "| seed |" not in text

@@ -94,8 +94,20 @@ def test_the_command_writes_table_json_and_trace(command, tmp_path, capsys):
     name, *options = command.split()
     assert bench.main([name, *options, "--profile", "--output", str(tmp_path)]) == 0
     rows, printed = json.loads((tmp_path / f"{name}.json").read_text()), capsys.readouterr().out
-    assert all(row["name"] in printed and set(row) == {"name", "value", "unit", "target", "better"} for row in rows)
-    assert json.loads((tmp_path / f"{name}.trace.json").read_text())["traceEvents"]
+    keys = {"name", "value", "unit", "target", "better"}
+    assert all(row["name"] in printed and set(row) - {"reason"} == keys for row in rows)
+    events = json.loads((tmp_path / f"{name}.trace.json").read_text())["traceEvents"]
+    assert {f"{name} forward", f"{name} backward"} <= {event.get("name") for event in events}
+
+
+def test_attention_has_speeds_of_either_pass_and_claims_no_peak_of_a_cpu():
+    """Twelve tokens, all of one sequence: 78 pairs, 4 flops for each of 2 × 16 numbers, 2.5 times as many backward."""
+    rows = {row["name"]: row for row in bench.attention_rows("causal", 12, 2, 1, 16)}
+    for what, work in (("forward", 78 * 4 * 2 * 16), ("backward", 2.5 * 78 * 4 * 2 * 16)):
+        speed = next(row["value"] for name, row in rows.items() if row["unit"] == "TFLOP/s" and f", {what}, " in name)
+        assert speed * 1e12 == pytest.approx(work / (rows[f"attention: cpu, {what}"]["value"] / 1e3))
+    peak = rows["attention: cpu, share of peak"]
+    assert peak["value"] is None and peak["reason"] == "no peak is known for a CPU"
 
 
 def test_every_promised_ratio_is_among_the_rows():
@@ -119,8 +131,10 @@ def test_peak_memory_sees_an_allocation_and_forgets_it_when_reset():
 
 
 def test_a_candidate_that_fails_or_is_not_installed_leaves_its_reason_and_ends_nothing(monkeypatch):
-    """The loop of the GPU benchmark, with candidates of which one is broken, one forward-only, one missing."""
-    monkeypatch.setattr(kernels_on_gpu, "_milliseconds", lambda function: function() and 2.0)
+    """The loop of the GPU benchmark, with candidates of which one is broken, one forward-only, one missing; it takes
+    2 ms forward, where one tensor comes back, and 6 with the backward, where three do.
+    """
+    monkeypatch.setattr(kernels_on_gpu, "_milliseconds", lambda function: 2.0 * len(function()))
     tokens = trees.tree("paper", 200)
     mask = TreeMask(tokens)
 
@@ -135,7 +149,8 @@ def test_a_candidate_that_fails_or_is_not_installed_leaves_its_reason_and_ends_n
     }
     inputs = bench.attention_inputs(len(tokens), 2, 1, 32)
     rows, speed = kernels_on_gpu.compared(candidates, inputs, dict.fromkeys(candidates, 4e9))
-    assert speed == {("forward only", "forward"): 2.0, ("whole", "forward"): 2.0, ("whole", "forward + backward"): 7.0}
+    whole = {"forward": 4 / 2, "backward": 2.5 * 4 / 4, "forward + backward": 3.5 * 4 / 6}
+    assert speed == {("forward only", "forward"): 2.0} | {("whole", what): value for what, value in whole.items()}
     reasons = {row["name"].removeprefix("attention: "): row.get("reason") for row in rows}
     assert reasons["broken, forward"] == "failed: RuntimeError: CUDA error: no kernel image"
     assert reasons["missing, forward"] == "not run: No module named 'flash_attention_that_nobody_installed'"

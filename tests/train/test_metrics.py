@@ -171,9 +171,9 @@ def test_stages_continue_on_one_axis(tmp_path, monkeypatch):
     """SFT of 80 steps, then RL of 8 and of 4 steps from its step 6: RL counts RL alone."""
     monkeypatch.chdir(tmp_path)
     for name, settings in {
-        "sft": {"steps": 80, "model": {"path": "somebody/model"}},
-        "one": {"steps": 8, "model": {"path": "runs/sft"}, "rollout": {}},
-        "two": {"steps": 4, "model": {"path": "runs/one@6"}, "rollout": {}},
+        "sft": {"steps": 80, "model": {"path": "somebody/model"}, "rollout": {"workers": 3}},
+        "one": {"steps": 8, "model": {"path": "runs/sft"}, "rollout": {}, "reward": {}},
+        "two": {"steps": 4, "model": {"path": "runs/one@6"}, "rollout": {}, "reward": {}},
     }.items():
         Run(f"runs/{name}").folder.mkdir(parents=True)
         Run(f"runs/{name}").config_file.write_text(json.dumps(settings))  # JSON is YAML
