@@ -192,7 +192,7 @@ SUPERVISED = Panel("Loss of supervised fine-tuning", LOSSES)
 ENTROPIES = [Line(f"policy/entropy_p{p}", f"p{p}", i) for i, p in enumerate(PERCENTILES, start=1)]
 ENTROPY_LINES = (Line("policy/entropy", "mean", 0, "--"), *ENTROPIES)
 ENTROPY = Panel("Entropy per token (nats): mean and percentiles", ENTROPY_LINES, log=True)
-MEAN_ENTROPY = Panel("Entropy per token (nats)", (Line("policy/entropy", "", 0),), log=True)
+MEAN_ENTROPY = Panel("Entropy per token (nats)", (Line("policy/entropy", "", 0),))
 SMALLEST_ENTROPY = 1e-4  # nats; the logarithmic axis ends there
 
 

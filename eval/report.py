@@ -135,9 +135,10 @@ def _training_behind(pairs: Iterable[tuple[tables.Method, tables.Method]]) -> li
             steps[name]["RL" if "reward" in settings else "SFT"] += count
     if len({str(each) for each in steps.values()}) == 1:
         return []
-    said = (f"{name} {each['SFT']:,} of SFT and {each['RL']:,} of RL" for name, each in steps.items())
-    what = f"Steps of training in these runs, back to the first model: {'; '.join(said)}."
-    return [f"{what} Where two sides differ in them, so does what the change is owed to."]
+    said = (", ".join(f"{count:,} of {kind}" for kind, count in each.items()) for each in steps.values())
+    what = "; ".join(f"{name} {counts}" for name, counts in zip(steps, said))
+    due = "Where the sides of a comparison differ in them, its change is due to training as well as to the method."
+    return [f"Steps of training, as far as these runs know: {what}. {due}"]
 
 
 def _of_evaluation(evaluation: Evaluation) -> dict:
