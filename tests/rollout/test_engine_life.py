@@ -12,7 +12,7 @@ import pytest
 from dccot.core.config import ConfigError
 from dccot.core.files import BadData
 from dccot.rollout import vllm_engine as engine_module
-from dccot.rollout.engine import EngineConfig, keep_checked_runner
+from dccot.rollout.engine import RUNNER, EngineConfig, choose_switches, keep_checked_runner, machine
 from dccot.rollout.vllm_engine import engine_arguments, restore_environment
 from tests.support import programs
 
@@ -68,20 +68,19 @@ def test_only_a_gpu_engine_for_training_sleeps_and_its_cuda_graphs_at_level_two(
     assert arguments.max_num_batched_tokens == (8192 if on_gpu else None)  # a CPU engine takes whole prompts
 
 
-RUNNER, SPLIT = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_DISTRIBUTED_USE_SPLIT_GROUP"
+SPLIT = "VLLM_DISTRIBUTED_USE_SPLIT_GROUP"
 
 
 @pytest.fixture
 def switches(monkeypatch, tmp_path):
     """What vLLM is told for settings and a number of ranks, on a GPU."""
-    monkeypatch.setattr(engine_module, "ON_GPU", True)
     monkeypatch.setenv("DCCOT_CACHE", str(tmp_path))
     for name in (RUNNER, SPLIT):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
     def choose(ranks: int = 1, **settings) -> tuple[str | None, str | None]:
-        engine_module.choose_switches(EngineConfig(**settings), ranks)
+        choose_switches(EngineConfig(**settings), ranks, on_gpu=True)
         return os.environ.pop(RUNNER, None), os.environ.pop(SPLIT, None)
 
     return choose
@@ -100,19 +99,18 @@ def test_groups_are_split_on_request_and_from_64_ranks(switches):
 
 
 def test_training_uses_the_runner_that_passed_its_checks_and_says_so(switches, caplog):
-    keep_checked_runner(engine_module.machine(), "v1")
+    keep_checked_runner(machine(), "v1")
     keep_checked_runner("another machine", "v2")
     assert switches() == ("0", None)
     assert "engine.runner: v1, the only one" in caplog.text
     assert switches(runner="v2") == ("1", None)
-    keep_checked_runner(engine_module.machine(), None)  # both pass now
+    keep_checked_runner(machine(), None)  # both pass now
     assert switches() == (None, None)
 
 
-def test_runner_v2_is_refused_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(engine_module, "ON_GPU", False)
+def test_runner_v2_is_refused_without_a_gpu():
     with pytest.raises(ConfigError, match="v2, which runs on GPUs only"):
-        engine_module.choose_switches(EngineConfig(runner="v2"), 1)
+        choose_switches(EngineConfig(runner="v2"), 1, on_gpu=False)
 
 
 def test_only_what_changed_is_restored_and_nothing_is_ever_missing(monkeypatch):

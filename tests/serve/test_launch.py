@@ -12,6 +12,7 @@ import pytest
 from dccot.lab.worlds import bigram as tiny
 from dccot.model.folder import resolve_model
 from dccot.rollout.engine import EngineConfig, as_flags, vllm_options
+from dccot.rollout.servers import command
 from dccot.serve.launch import OWN, VARIABLE, examples_of, from_environment, main, overrides
 from tests.serve.conftest import BUDGET, CONTEXT, NAME
 from tests.support import programs
@@ -47,6 +48,20 @@ def test_the_server_is_set_up_like_the_engine_of_solve():
     solving = engine_arguments("model", "model", EngineConfig(), distributed=False, sleeps=False)
     for name in vllm_options(on_gpu=False):
         assert getattr(served, name) == getattr(solving, name), name
+
+
+def test_a_server_that_samples_for_training_has_the_settings_of_an_engine_in_process():
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from dccot.rollout.vllm_engine import engine_arguments
+
+    config = EngineConfig("float32", context=512, max_sequences=7, kv_cache_gb=0.5, kv_cache_dtype="fp8", block_size=64)
+    words = command("model", config, host="127.0.0.1", port=1, on_gpu=False)
+    served = make_arg_parser(FlexibleArgumentParser()).parse_args(words[words.index("--model") :])
+    inside = engine_arguments("model", "model", config, distributed=False, sleeps=False)
+    for name in ("dtype", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "kv_cache_dtype", "block_size"):
+        assert getattr(served, name) == getattr(inside, name) != getattr(type(inside), name), name
 
 
 def test_a_hub_id_is_downloaded_when_it_is_first_served_and_never_in_part(hub, server, client, monkeypatch, capsys):

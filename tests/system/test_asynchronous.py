@@ -76,6 +76,11 @@ def test_every_route_but_health_wants_the_key(servers):
     assert httpx.get(servers.urls[0] + "/health", trust_env=False).status_code == 200
 
 
+def test_a_server_listens_on_no_other_address(servers):
+    with pytest.raises(httpx.ConnectError):  # another one of this machine's
+        httpx.get(servers.urls[0].replace("127.0.0.1", "127.0.0.2") + "/health", trust_env=False)
+
+
 def test_without_staleness_responses_and_weights_are_those_of_the_synchronous_run(out, servers):
     engine = VllmEngine(out / "model", settings(out, "any").engine)
     train(settings(out, "synchronous", "steps=2"), engine)
