@@ -7,7 +7,7 @@ On a machine with GPUs the trainer's ranks have the first ones and each server o
 share the processor. They end with the trainer, however that ends. On other machines start them one by one, with the
 run's own engine settings, and name them in `engine.url` (examples/asynchronous.sbatch):
 
-    VLLM_API_KEY=… python -m dccot.rollout.servers runs/sft --host 10.0.0.7 --port 8000 engine.context=8192
+    VLLM_API_KEY=… python -m dccot.rollout.servers runs/sft --config configs/rl/stage1.yaml --host 10.0.0.7 --port 8000
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import httpx
 import torch
 
 from dccot.core.command import run_cleanly
-from dccot.core.config import ConfigError, load_config
+from dccot.core.config import ConfigError, find_config, load_config, read_yaml
 from dccot.core.runtime import KEEP_FREED_MEMORY
 from dccot.model.folder import resolve_model
 from dccot.rollout.engine import ONE_PROCESS, EngineConfig, as_flags, choose_switches, engine_options
@@ -70,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dccot.rollout.servers", description=main.__doc__)
     parser.add_argument("model", help="the model that training starts from: a Hugging Face folder, or a run")
     parser.add_argument("overrides", nargs="*", metavar="engine.key=value", help="settings of the run's engine")
+    parser.add_argument("--config", help="the run's YAML file, of which the engine's settings are read")
     parser.add_argument("--host", required=True, help="address to listen on, by which the trainer reaches it")
     parser.add_argument("--port", type=int, required=True)
     arguments = parser.parse_args(argv)
@@ -77,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> None:
         if not os.environ.get("VLLM_API_KEY"):
             raise ConfigError("VLLM_API_KEY is not set; choose a key, and give the trainer the same one")
-        config = load_config(OneServer, None, arguments.overrides).engine
+        given = read_yaml(find_config(arguments.config)).get("engine", {}) if arguments.config else {}
+        config = load_config(OneServer, None, arguments.overrides, settings=[("engine", given)]).engine
         folder, on_gpu = resolve_model(arguments.model), torch.cuda.is_available()
         choose_switches(config, 1, on_gpu=on_gpu)
         words = command(folder, config, host=arguments.host, port=arguments.port, on_gpu=on_gpu)

@@ -11,8 +11,8 @@ import pytest
 
 from dccot.lab.worlds import bigram as tiny
 from dccot.model.folder import resolve_model
+from dccot.rollout import servers
 from dccot.rollout.engine import EngineConfig, as_flags, vllm_options
-from dccot.rollout.servers import command
 from dccot.serve.launch import OWN, VARIABLE, examples_of, from_environment, main, overrides
 from tests.serve.conftest import BUDGET, CONTEXT, NAME
 from tests.support import programs
@@ -57,11 +57,23 @@ def test_a_server_that_samples_for_training_has_the_settings_of_an_engine_in_pro
     from dccot.rollout.vllm_engine import engine_arguments
 
     config = EngineConfig("float32", context=512, max_sequences=7, kv_cache_gb=0.5, kv_cache_dtype="fp8", block_size=64)
-    words = command("model", config, host="127.0.0.1", port=1, on_gpu=False)
+    words = servers.command("model", config, host="127.0.0.1", port=1, on_gpu=False)
     served = make_arg_parser(FlexibleArgumentParser()).parse_args(words[words.index("--model") :])
     inside = engine_arguments("model", "model", config, distributed=False, sleeps=False)
     for name in ("dtype", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "kv_cache_dtype", "block_size"):
         assert getattr(served, name) == getattr(inside, name) != getattr(type(inside), name), name
+
+
+def test_a_server_on_another_machine_takes_the_settings_of_the_runs_file(tmp_path, monkeypatch):
+    tiny.save(tmp_path / "model", "single")
+    executed: list[tuple] = []
+    monkeypatch.setattr(os, "execve", lambda *given: executed.append(given))
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    place = ["--host", "127.0.0.1", "--port", "1"]
+    servers.main([str(tmp_path / "model"), "engine.context=512", "--config", "configs/rl/stage1.yaml", *place])
+    [(_, words, _)] = executed
+    for option in ("--dtype bfloat16", "--max-num-seqs 512", "--max-model-len 512"):
+        assert option in " ".join(words)
 
 
 def test_a_hub_id_is_downloaded_when_it_is_first_served_and_never_in_part(hub, server, client, monkeypatch, capsys):
