@@ -129,8 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(checked_recipe(recipe, first_stages(plans, arguments.until), ranks, arguments.redo))
         else:
             run_recipe(arguments.config, arguments.overrides, arguments.redo, arguments.quick, arguments.until)
-            trained = [f"dccot serve {plan.folder}" for plan in plans if plan.kind.trains][-1:]
-            conclude(f"{recipe.folder} is complete", *trained, f"tensorboard --logdir {recipe.folder}")
+            done, until = first_stages(plans, arguments.until), f" up to {arguments.until}" if arguments.until else ""
+            trained = [f"dccot serve {plan.folder}" for plan in done if plan.kind.trains][-1:]
+            conclude(f"{recipe.folder} is complete{until}", *trained, f"tensorboard --logdir {recipe.folder}")
 
     return run_cleanly(work)
 

@@ -17,7 +17,7 @@ names (rollout_corr/…) for the same:
     gap/perplexity_ratio [ppl_ratio]                   trainer's perplexity over the rollout's
     gap/effective_sample_size [rollout_is_eff_…]       (Σw)² / (M Σw²) of the weights as used: capped, 0 if masked
     gap/truncated, gap/masked                          share of tokens whose w is capped; in masked responses
-    gap/lag_3_tokens, _mean_abs_logprob, _max_…, _kl   of tokens sampled 3 versions ago: their share, and as above
+    gap/lag_3_tokens, gap/lag_3_kl, …                  of tokens sampled 3 versions ago: share, and the above
 
 With `objective.old: engine`, π_prox of the second and later updates of a step is not computed: the updated policy takes
 its place in these metrics and in `rollout_correction`.
@@ -47,7 +47,6 @@ _GAP = ("gap/kl", "gap/fraction_over_2", "gap/mean_abs_logprob", "gap/kl_k1", "g
 MEANS = (*_POLICY, *_GAP, "gap/truncated", "gap/masked", "policy/kl", "weight", "weight²")
 MAXIMA = ("policy/ratio_max", "gap/max_abs_logprob", "gap/max_ratio", "entropy", "-entropy")
 LAGS = 8  # tokens at least this many versions old, less one, are counted together
-OF_LAG = ("tokens", "mean_abs_logprob", "kl")
 BINS = 2**16
 
 
@@ -126,11 +125,10 @@ class TokenMetrics:
         self.absent = {"weight", "weight²"}  # means that are not metrics of their own
         self.absent |= {"gap/truncated"} if config.rollout_ratio_cap is None else set()
         self.absent |= {"gap/masked"} if config.rollout_correction == RolloutCorrection() else set()
-        self.sums = torch.zeros(1 + len(MEANS), dtype=torch.float64, device=runtime.device)  # the first counts tokens
+        # by how many versions ago tokens were sampled, the last row unknown; the first column counts tokens
+        self.sums = torch.zeros(LAGS + 1, 1 + len(MEANS), dtype=torch.float64, device=runtime.device)
         self.maxima = torch.full((len(MAXIMA),), -math.inf, dtype=torch.float64, device=runtime.device)
         self.histogram = torch.zeros(BINS, dtype=torch.int64, device=runtime.device)
-        # the last row is of tokens whose version is unknown
-        self.by_lag = torch.zeros(LAGS + 1, len(OF_LAG), dtype=torch.float64, device=runtime.device)
         self.lag_maxima = torch.zeros(LAGS + 1, dtype=torch.float64, device=runtime.device)
 
     @torch.no_grad()
@@ -160,46 +158,43 @@ class TokenMetrics:
         averaged = [torch.ones_like(ratio), clipped, ratio, logprob, entropy]
         averaged += [gap_kl, far, log_gap.abs(), -log_gap, reverse - gap + 1, reverse]
         averaged += [gap > cap, masked, kl, weight, weight.square()]
-        self.sums += torch.stack([values.double().sum() for values in averaged])
+        lag = torch.full_like(far, -1, dtype=torch.int32) if lag is None else lag
+        row = torch.where(lag < 0, LAGS, lag.clamp(max=LAGS - 1)).long()
+        self.sums.index_add_(0, row, torch.stack([values.double() for values in averaged], 1))
+        self.lag_maxima.scatter_reduce_(0, row, log_gap.abs(), "amax")
         bounded = (ratio, log_gap.abs(), gap, entropy, -entropy)
         self.maxima = torch.maximum(self.maxima, torch.stack([values.double().max() for values in bounded]))
         count_bins(self.histogram, entropy)
-        if lag is not None:
-            row = torch.where(lag < 0, LAGS, lag.clamp(max=LAGS - 1)).long()
-            self.by_lag.index_add_(0, row, torch.stack([torch.ones_like(gap), log_gap.abs(), gap_kl], 1))
-            self.lag_maxima.scatter_reduce_(0, row, log_gap.abs(), "amax")
 
     def reduce(self) -> dict[str, float]:
         """The step's metrics, the same on every rank; empty if no token was trained on."""
         maxima = torch.cat([self.maxima, self.lag_maxima])
         by_rank = maxima.new_zeros(self.runtime.ranks, len(maxima))
         by_rank[self.runtime.rank] = maxima  # others add zeros, so a sum also merges maxima
-        parts = [self.sums, self.histogram.double(), self.by_lag.flatten(), by_rank.flatten()]
+        parts = [self.sums.flatten(), self.histogram.double(), by_rank.flatten()]
         together = self.runtime.sum(torch.cat(parts)).cpu()
-        sums, counts, by_lag, flat = together.split([len(part) for part in parts])
-        tokens, *totals = sums.tolist()
-        if not tokens:
+        sums, counts, flat = together.split([len(part) for part in parts])
+        by_lag = sums.view_as(self.sums)
+        if not (tokens := float(by_lag[:, 0].sum())):
             return {}
         most_of = flat.view_as(by_rank).max(0).values.tolist()
         largest = dict(zip(MAXIMA, most_of))
+        metrics = self._means(by_lag.sum(0))
+        metrics |= {name: value for name, value in largest.items() if "/" in name}
+        for lag in by_lag[:LAGS, 0].nonzero().flatten().tolist():
+            found = {name: value for name, value in self._means(by_lag[lag]).items() if name.startswith("gap/")}
+            found |= {"gap/tokens": float(by_lag[lag, 0]) / tokens, "gap/max_abs_logprob": most_of[len(MAXIMA) + lag]}
+            metrics |= {name.replace("/", f"/lag_{lag}_"): value for name, value in found.items()}
+        least, most = -largest["-entropy"], largest["entropy"]
+        return metrics | {f"policy/entropy_p{p}": percentile(counts, p, least, most) for p in PERCENTILES}
+
+    def _means(self, sums: Tensor) -> dict[str, float]:
+        tokens, *totals = sums.tolist()
         means = {name: total / tokens for name, total in zip(MEANS, totals)}
         metrics = {name: value for name, value in means.items() if name not in self.absent}
         metrics["gap/perplexity_ratio"] = math.exp(min(means["gap/kl_k1"], MAX_LOG_GAP))
         metrics["gap/effective_sample_size"] = means["weight"] ** 2 / means["weight²"] if means["weight²"] else 0.0
-        metrics |= {name: value for name, value in largest.items() if "/" in name}
-        least, most = -largest["-entropy"], largest["entropy"]
-        metrics |= {f"policy/entropy_p{p}": percentile(counts, p, least, most) for p in PERCENTILES}
-        return metrics | lag_metrics(by_lag.view_as(self.by_lag).tolist(), most_of[len(MAXIMA) :], tokens)
-
-
-def lag_metrics(by_lag: list[list[float]], maxima: list[float], tokens: float) -> dict[str, float]:
-    metrics: dict[str, float] = {}
-    for lag, (count, gap, kl) in enumerate(by_lag[:LAGS]):
-        if count:
-            found = {"tokens": count / tokens, "mean_abs_logprob": gap / count, "kl": kl / count}
-            found["max_abs_logprob"] = maxima[lag]
-            metrics |= {f"gap/lag_{lag}_{name}": value for name, value in found.items()}
-    return metrics
+        return metrics
 
 
 def count_bins(histogram: Tensor, values: Tensor) -> None:

@@ -8,9 +8,6 @@ than for few, as on a GPU. The learning rate is next to 0, so all modes have the
 All modes have the same cores: synchronous and partial runs have a rank on each, which samples and then trains; the
 asynchronous one has a server on one and trains on the other. The first steps of a run, which fill the queue, do not
 count.
-
-On GPUs nothing of this was measured. A model of 8 H100 (stage 4; its assumptions are not measurements either) says:
-partial 1.8 times the synchronous speed, 5 GPUs that sample beside 3 that train 1.9 times.
 """
 
 from __future__ import annotations
@@ -35,7 +32,6 @@ MODES = {
 }
 FILLING = STALENESS + 1  # steps
 PROMPT = 400  # tokens, at most
-ON_8_H100 = {"partial": 1.8, "asynchronous": 1.9}  # by the model, as above
 SHARES = ("time/engines_wait", "time/trainer_waits")
 
 
@@ -99,8 +95,6 @@ def run(quick: bool) -> list[dict]:
     best = {mode: min(mean_of(each, "time/step") for each in runs) / prompts for mode, runs in found.items()}
     rows = [row(f"{mode}, seconds per trained group", seconds, "s") for mode, seconds in best.items()]
     rows += [row(f"{mode} over synchronous", best["synchronous"] / best[mode], "×", 1.3, "higher") for mode in best][1:]
-    modelled = "assumptions, not a measurement"
-    rows += [row(f"{mode}, model of 8 H100", times, "×") | {"reason": modelled} for mode, times in ON_8_H100.items()]
     for mode, runs in found.items():
         every = [step for each in runs for step in each]
         told = ("length/longest_path", *SHARES, *(() if mode == "synchronous" else ("staleness/mean", "staleness/max")))

@@ -1,5 +1,6 @@
 """What an interrupted file or folder holds and lacks, and how it is filled."""
 
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from dccot.core.plugins import PluginError
 from dccot.data.judge import Judge, Verdict
 from dccot.data.problems import Problem
 from dccot.data.prompts import PromptConfig
-from dccot.data.rollouts import missing_in, missing_pairs, rollout_of, sample_to_file, saved_rows
+from dccot.data.rollouts import Grading, missing_in, missing_pairs, rollout_of, sample_to_file, saved_rows
 from dccot.lab.worlds import bigram as tiny
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.response import Finish, Rollout, Segment
@@ -49,6 +50,24 @@ def test_a_response_to_what_has_changed_since_is_refused(tmp_path, change):
 class Spelled(Judge):
     def grade(self, pairs):
         return [Verdict.CORRECT if text == gold else Verdict.WRONG for text, gold in pairs]
+
+
+def test_responses_are_graded_while_others_are_sampled_and_come_back_by_turns_not_by_the_judges_speed():
+    ready = Event()
+
+    def grade(rollouts: list[Rollout]) -> None:
+        assert ready.wait(60)
+        for each in rollouts:
+            each.verdict = "correct"
+
+    grading = Grading(grade)
+    grading.add(7, rollout("a", 0))
+    assert grading.done() == grading.due(all=False) == []  # nobody waits for the judge
+    grading.add(8, rollout("a", 1))
+    ready.set()
+    assert [(label, each.sample, each.verdict) for label, each in grading.due(all=False)] == [(7, 0, "correct")]
+    assert [(label, each.sample, each.verdict) for label, each in grading.due(all=True)] == [(8, 1, "correct")]
+    grading.close()
 
 
 def test_with_a_judge_each_line_is_written_with_its_verdict_before_it_is_passed_on(tmp_path):

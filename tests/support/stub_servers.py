@@ -32,6 +32,7 @@ class Stub:
         self.happened: list[str] = []
         self.sampled = self.lives = 0
         self.engine_hangs_after = math.inf  # calls
+        self.damage = ""  # of the weights that it takes
         self.start()
 
     def start(self) -> None:
@@ -107,7 +108,7 @@ class Stub:
             self.violations.append("weights replaced under running calls")
         self.weights = MIXTURE
         await asyncio.sleep(self.chance.random() * 0.02)
-        self.weights = hashlib.sha256(Path(body["update_info"]["path"]).read_bytes()).hexdigest()
+        self.weights = hashlib.sha256(Path(body["update_info"]["path"]).read_bytes()).hexdigest() + self.damage
         return httpx.Response(200, json={})
 
     async def on_finish_weight_update(self, body: dict) -> httpx.Response:

@@ -86,6 +86,17 @@ def test_a_server_whose_engine_hangs_is_left_although_it_says_that_it_is_healthy
     assert [len(step) for step in groups_of(task / "hanging")] == [4] * STEPS
 
 
+def test_a_server_whose_weights_differ_from_anothers_never_samples_and_is_said_not_to(task, caplog):
+    with stub_servers(0, 2, open_tokenizer(task / "model"), faults=0.0) as stubs, caplog.at_level("INFO"):
+        stubs[1].damage = "one bit"
+        train(settings(task, "differing", stubs, "steps=1"))
+    assert stubs[1].sampled == 0 < stubs[0].sampled
+    assert "http://stub1:8000 did not take the weights of version 0: ValueError: 1 weights differ" in caplog.text
+    assert "http://stub0:8000 version 1, " in caplog.text and "http://stub1:8000 version ?, not used" in caplog.text
+    [row] = (task / "differing" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)[f"server_{number}/up"] for number in range(2)] == [1, 0]
+
+
 def test_a_trainer_that_starts_again_gives_every_server_its_weights_first_and_loses_nothing(task):
     """The servers are as the first trainer left them, one of them in the middle of an update."""
     with stub_servers(7, 2, open_tokenizer(task / "model"), faults=0.0) as stubs:

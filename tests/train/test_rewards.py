@@ -3,6 +3,7 @@
 import math
 import statistics
 from dataclasses import replace
+from threading import Event
 
 import pytest
 from hypothesis import given
@@ -271,6 +272,22 @@ def test_only_the_newest_rollouts_stay_and_what_people_put_beside_them(tmp_path)
         "step_000002.jsonl.gz",
         "step_000003.jsonl.gz",
     ]
+
+
+def test_rollouts_are_written_while_their_step_is_trained_on(tmp_path):
+    trained = Event()
+
+    class Slow(Graded):
+        def to_json(self) -> dict:
+            assert trained.wait(60)
+            return super().to_json()
+
+    saver = RolloutSaver(Runtime.alone())
+    saver.save(Batch(1, [[Slow(**vars(rollout()))]]), tmp_path, 0, keep=1)
+    assert not list(tmp_path.iterdir())
+    trained.set()
+    saver.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000000.jsonl.gz"]
 
 
 def test_rollouts_that_could_not_be_written_are_an_error_where_they_are_waited_for(tmp_path):

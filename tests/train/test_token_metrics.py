@@ -135,12 +135,23 @@ def test_tokens_are_measured_by_how_many_versions_ago_they_were_sampled():
         for batch, lag in zip(batches(), ([0, 2, 2], [-1])):  # −1: unknown
             tokens.add(*batch, None, torch.tensor(lag, dtype=torch.int32))
         found = {name: value for name, value in tokens.reduce().items() if "lag" in name}
-        expected = dict.fromkeys(["mean_abs_logprob", "max_abs_logprob", "kl"], 0.0) | {"tokens": 1 / 4}
-        by_hand = {f"gap/lag_0_{name}": value for name, value in expected.items()}
-        by_hand |= {"gap/lag_2_tokens": 2 / 4, "gap/lag_2_max_abs_logprob": math.log(4)}
-        by_hand |= {"gap/lag_2_mean_abs_logprob": (math.log(4) + math.log(3)) / 2}
-        by_hand["gap/lag_2_kl"] = ((4 - 1 - math.log(4)) + (1 / 3 - 1 + math.log(3))) / 2
-        assert found == pytest.approx(by_hand, rel=1e-6)
+        same = ("mean_abs_logprob", "max_abs_logprob", "kl", "kl_k1", "reverse_kl", "reverse_kl_k1", "fraction_over_2")
+        zero = {f"gap/lag_0_{name}": 0.0 for name in same}  # a ratio of 1
+        zero |= {"gap/lag_0_tokens": 1 / 4, "gap/lag_0_perplexity_ratio": 1, "gap/lag_0_effective_sample_size": 1}
+        two = {  # ratios of 4 and 1/3
+            "tokens": 2 / 4,
+            "mean_abs_logprob": (math.log(4) + math.log(3)) / 2,
+            "max_abs_logprob": math.log(4),
+            "kl": ((4 - 1 - math.log(4)) + (1 / 3 - 1 + math.log(3))) / 2,
+            "kl_k1": (math.log(3) - math.log(4)) / 2,
+            "reverse_kl": ((4 * math.log(4) - 3) + (2 / 3 - math.log(3) / 3)) / 2,
+            "reverse_kl_k1": (4 * math.log(4) - math.log(3) / 3) / 2,
+            "fraction_over_2": 1.0,
+            "perplexity_ratio": (3 / 4) ** (1 / 2),
+            "effective_sample_size": (4 + 1 / 3) ** 2 / (2 * (16 + 1 / 9)),
+        }
+        by_hand = zero | {f"gap/lag_2_{name}": value for name, value in two.items()}
+        assert found == pytest.approx(by_hand, rel=1e-6, abs=1e-9)
         tokens.add(*batches()[0], None, torch.tensor([7, 8, 30]))
         assert tokens.reduce()["gap/lag_7_tokens"] == 3 / 7  # 7 and more
 
