@@ -137,11 +137,8 @@ class Servers:
                     last = " ".join(self._log(number).read_text(errors="replace").splitlines()[-3:])[-600:]
                     raise ConfigError(f"server {number} ended with code {code}: {last} ({self._log(number)})")
                 with contextlib.suppress(httpx.HTTPError):
-                    if (
-                        httpx.get(f"{self.urls[number]}/health", timeout=HEALTH_SECONDS, trust_env=False).status_code
-                        == 200
-                    ):
-                        waiting.discard(number)
+                    answer = httpx.get(f"{self.urls[number]}/health", timeout=HEALTH_SECONDS, trust_env=False)
+                    waiting -= {number} if answer.status_code == 200 else set()
             time.sleep(0.2)
 
     def _revive(self) -> None:

@@ -45,7 +45,7 @@ class TrainingFleet(Fleet):
         self.folder, self.version = folder, -1  # where weights are written; the version that every server should have
         self._given: Path | dict[str, Tensor] | None = None  # the current weights
         self._links: dict[str, NcclLink] = {}
-        self._nccl = asyncio.Lock()
+        self._nccl, self._pushing, self._comparing = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
         self._labels: dict[str, int] = {}  # server → version that it was given, if all went well
         self._updates: dict[str, asyncio.Lock] = {}  # by server
         with open_tensors(model) as tensors:
@@ -118,24 +118,28 @@ class TrainingFleet(Fleet):
         self._given, self.version = given, version
         for server in current:
             server.up = False
-        first = self._labels.get(current[0].url) != version - 1 if current else False
-        if first:  # one gives the weights that the others are compared with
-            await self._push_or_leave(current.pop(0))
-        await asyncio.gather(*(self._push_or_leave(server) for server in current))
+        async with self._pushing:
+            if current and self._labels.get(current[0].url) != version - 1:
+                await self._push_or_leave(current.pop(0))  # the others are compared with this one
+            await asyncio.gather(*(self._push_or_leave(server) for server in current))
         while not any(server.up for server in self._servers):  # the guards bring one up as soon as it answers
             await asyncio.sleep(0.1)
         self._dispatch()
 
     async def _push_or_leave(self, server: _Server) -> None:
-        server.up = await self._ready(server)
+        server.up = await self._takes(server)
         if not server.up:
             server.doubted.set()  # its guard looks at it now
             self._leave(server)
 
     async def _ready(self, server: _Server) -> bool:
-        """Give a server the current weights; False if there are none yet or it does not take them."""
-        if self._given is None:
-            return False
+        """Give a server that joins the current weights, when the others have them, with which it is compared."""
+        async with self._pushing:
+            pass
+        return self._given is not None and await self._takes(server)
+
+    async def _takes(self, server: _Server) -> bool:
+        assert self._given is not None
         async with self._update(server):
             given, version = self._labels.pop(server.url, None), self.version
             try:
@@ -143,10 +147,14 @@ class TrainingFleet(Fleet):
                     await self._push(server, self._given, version, compare=given != version - 1)
             except (httpx.HTTPError, OSError, RuntimeError, ValueError, LookupError) as error:
                 self._links.pop(server.url, None)
+                self._labels.pop(server.url, None)
                 log.warning("%s did not take the weights of version %d: %s", server.url, version, _said(error))
                 return False
+            if version != self.version:  # there are newer ones meanwhile
+                self._labels.pop(server.url, None)
+                return False
             self._labels[server.url] = version
-            return version == self.version  # else there are newer ones meanwhile
+            return True
 
     def _update(self, server: _Server) -> asyncio.Lock:
         """Held while a server gets weights."""
@@ -199,13 +207,15 @@ class TrainingFleet(Fleet):
 
     async def _compare(self, server: _Server, version: int) -> None:
         """Raise if its weights differ from those of a server that has this version already."""
-        others = [other for other in self._servers if self._labels.get(other.url) == version]
-        if not others:
-            return
-        ask = {"action": "checksum"}
-        mine, theirs = [(await self._ask(each, "/weight_checker", ask))["checksums"] for each in (server, others[0])]
-        if wrong := sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)):
-            raise ValueError(f"{len(wrong)} weights differ from those of {others[0].url}: {', '.join(wrong[:5])}")
+        async with self._comparing:
+            for other in [other for other in self._servers if self._labels.get(other.url) == version][:1]:
+                ask = {"action": "checksum"}
+                mine, theirs = [
+                    (await self._ask(each, "/weight_checker", ask))["checksums"] for each in (server, other)
+                ]
+                if wrong := sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)):
+                    raise ValueError(f"{len(wrong)} weights differ from those of {other.url}: {', '.join(wrong[:5])}")
+            self._labels[server.url] = version
 
     async def _label(self, server: _Server) -> str:
         answer = await server.client.get("/weight_info", timeout=PATIENCE)
