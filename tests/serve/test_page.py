@@ -3,6 +3,7 @@ answer; a second question meanwhile, and what happens to both.
 """
 
 import json
+import re
 
 import pytest
 
@@ -103,6 +104,28 @@ def test_lanes_are_drawn_to_scale(answered):
     )
     scale = widths[0] / tokens[0]
     assert widths == pytest.approx([scale * count for count in tokens], rel=1e-6)
+
+
+def test_workers_of_a_worker_are_drawn_inside_its_card(answered):
+    """Worker 1 spawned two. By hand: 5 + the longest of (1 + the longest of (2, 4) + 3, 6) + 7 tokens."""
+    pieces = [[0, 0], 5], [[0, 1], 1], [[0, 2], 6], [[0, 1, 0, 1], 2], [[0, 1, 0, 2], 4], [[0, 1, 1, 0], 3], [[1, 0], 7]
+    cards, facts = answered.js(
+        """const run = new Run("nested", 0);
+        for (const [path, tokens] of arguments[0]) run.write(path, path.join("."), tokens);
+        run.draw();
+        const name = card => card?.getAttribute("aria-label") ?? null, all = [...run.element.querySelectorAll(".card")];
+        const cards = all.map(card => [name(card), name(card.parentElement.closest(".card")), card.innerText]);
+        const facts = [...run.facts.querySelectorAll("dd")].map(each => each.textContent);
+        run.element.remove();
+        return [cards, facts];""",
+        pieces,
+    )
+    above = {None: ["director", "worker 1", "worker 2", "director, having read the workers"]}
+    above["worker 1"] = ["worker 1.1", "worker 1.2"]
+    assert {key: [name for name, inside, _ in cards if inside == key] for key in above} == above
+    [text] = [text for name, _, text in cards if name == "worker 1"]
+    assert re.findall(r"^[\d.]+$", text, re.M) == ["0.1", "0.1.0.1", "0.1.0.2", "0.1.1.0"]  # its own after theirs
+    assert facts[:2] == ["20", "28"]
 
 
 def test_the_page_asks_for_nothing_outside_and_does_not_complain(answered, server):
