@@ -78,8 +78,8 @@ def write_report(
     blocks: list[Block] = list(notes)
     if evaluations:
         blocks += _results(evaluations, baseline, kind, seeds)
-    for folder in latencies:
-        blocks += _latency(Path(folder))
+    for folder, name in distinct(map(Path, latencies)).items():
+        blocks += _latency(folder, name)
     if training_runs:
         blocks += _training([Path(run) for run in training_runs])
     out = Path(out)
@@ -172,7 +172,7 @@ def _tradeoff(name: str, title: str, methods: Sequence[tables.Method]) -> Figure
     )
 
 
-def _latency(folder: Path) -> list[Block]:
+def _latency(folder: Path, name: str) -> list[Block]:
     try:
         found = json.loads((folder / latency.REPORT).read_text())
         rows = [latency.cells(level) for level in found["levels"]]
@@ -184,9 +184,9 @@ def _latency(folder: Path) -> list[Block]:
     corner, *columns = rows[0]
     how = "the same problems both ways. Pairs of figures are parallel / sequential."
     cells = [Row(row[corner], [Cell(row[column]) for column in columns]) for row in rows]
-    table = Table(f"{found['name']}, on {found['device']}: {how}", corner, [("", columns)], cells)
+    table = Table(f"{name}, on {found['device']}: {how}", corner, [("", columns)], cells)
     caption = "Every measured response: how well longest path predicts seconds."
-    figure = Figure(f"latency_{folder.name}", caption, *plots.pictures(plots.latency, timings))
+    figure = Figure(f"latency_{name.replace('/', '_')}", caption, *plots.pictures(plots.latency, timings))
     return [Heading("Wall-clock per response"), table, figure]
 
 
@@ -203,7 +203,7 @@ def _training(runs: Sequence[Path]) -> list[Block]:
         blocks.append(Figure(f"training_{what}", "; ".join(names.values()), *plots.pictures(plots.training, stages)))
         if rl and len(names) > 1:
             caption = "Accuracy against longest path while they were trained. Up and to the left is better."
-            blocks.append(Figure("courses", caption, *plots.pictures(plots.courses, stages)))
+            blocks += [caption, Grid([Figure("courses", caption, *plots.pictures(plots.courses, stages))])]
         if (penalised := [stage for stage in stages if _penalised(stage)]) != stages and len(penalised) > 1:
             again = [replace(stage, start=0, branch=number) for number, stage in enumerate(penalised)]
             caption = "Those under the high length penalty, each from its own first step."

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from dccot.lab.bench.harness import FOLDER, table, write
+from dccot.lab.bench.harness import FOLDER, judged_quick, table, write
 
 BENCHMARKS = {
     "forest": "dccot.lab.bench.forest",
@@ -33,7 +33,9 @@ KERNEL_BENCHMARKS = ("attention", "logprob")  # have their own options
 
 
 def run_here(name: str, quick: bool) -> bool:
-    write(importlib.import_module(BENCHMARKS[name]).run(quick), FOLDER / f"{name}.json")
+    module = importlib.import_module(BENCHMARKS[name])
+    rows = module.run(quick)
+    write(judged_quick(rows, getattr(module, "QUICK", {})) if quick else rows, FOLDER / f"{name}.json")
     return True
 
 
@@ -50,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="dccot bench", description=about, epilog=example)
     known = f"all, or some of {', '.join(BENCHMARKS)}; {' and '.join(KERNEL_BENCHMARKS)} take options"
     parser.add_argument("names", nargs="+", help=known)
-    parser.add_argument("--quick", action="store_true", help="smaller sizes, to check that everything runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="smaller sizes with targets of their own, to check that everything runs"
+    )
     parser.add_argument("--here", action="store_true", help="run in this process instead of a separate one")
     arguments = parser.parse_args(argv)
     names = list(BENCHMARKS) if arguments.names == ["all"] else arguments.names

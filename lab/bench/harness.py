@@ -22,6 +22,18 @@ def row(
     return {"name": name, "value": value, "unit": unit, "target": target, "better": better}
 
 
+def judged_quick(rows: Sequence[Mapping[str, Any]], own: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Rows of small sizes. Differences and counts keep their targets; ratios have their `own`, by how a name begins, or
+    none, because at such sizes they say nothing about those at full size.
+    """
+    found = []
+    for each in rows:
+        target = next((value for name, value in own.items() if each["name"].startswith(name)), None)
+        ratio = each["unit"].startswith(("×", "%", "share"))
+        found.append({**each, "target": target if ratio else each["target"]})
+    return found
+
+
 def falls_short(row: Mapping[str, Any]) -> bool:
     """Whether a row misses its target."""
     if row["target"] is None or row["value"] is None:

@@ -42,6 +42,12 @@ BACKWARD = 2.5
 PASSES = {"forward": 1.0, "backward": BACKWARD}  # pass → its work over that of the forward
 CPU_CANDIDATES = OURS, _, PAPERS = "cpu", "SDPA with a dense mask, same tree", "SDPA with a dense mask, paper's layout"
 FASTER = "attention: cpu, times faster than dense SDPA on the paper's layout"
+QUICK = {  # targets of --quick, whose trees have 2,048 tokens
+    "attention: wanted pairs": 0.75,
+    "attention: edge tiles": 0.4,
+    "schedule: times faster": 20,
+    "schedule: growth": 4,
+}
 
 
 def run(quick: bool = False) -> list[dict]:

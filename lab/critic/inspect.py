@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dccot.core.command import print_table
 from dccot.core.files import cache_folder, write_atomic
 from dccot.kernels import autotune
 from dccot.kernels.mask import TreeMask
@@ -43,6 +44,7 @@ from dccot.plan import SHAPES
 
 DEFAULT_ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 TUNED_TOKENS = 16_384
+MIX = assembly.CLASSES[:-1]  # the rest are others
 TENSOR_MEMORY_COLUMNS = 512  # of a Blackwell multiprocessor
 MEASURE = """measure on a GPU:
   ncu --set full --import-source on -k 'regex:(forward|grad_query|grad_key)_kernel' -o attention dccot bench attention
@@ -125,32 +127,31 @@ def criticise(config: Configuration, code: Code, programs: int) -> list[str]:
     return found
 
 
-def table(reports: Sequence[Report]) -> str:
-    """Human-readable; the JSON has everything."""
-    from rich.console import Console
-    from rich.table import Table
-
-    columns = "arch kernel D tile warps stages registers spills shared resident ahead matrix full edge mix"
-    grid = Table(*columns.split())
+def show(reports: Sequence[Report]) -> None:
+    """Two tables that fit 100 columns, and the findings; the JSON has everything."""
+    used, loops = [], []
     for each in reports:
         config, tile, code = each.configuration, each.configuration.tile, each.code
-        full, *edge = code.loops
-        size = ["", "", "", ""]
+        size = ["", "", ""]
         if tile:
-            shape, stages = f"{tile.block_q}×{tile.block_k}", f"{tile.stages}{' TMA' * tile.tma}"
-            size = [str(config.head_dim), shape, str(tile.warps), stages]
-        used = [str(code.registers), str(code.spill_instructions), f"{code.shared_memory / 1024:.0f} KB"]
+            size = [f"{tile.block_q}×{tile.block_k}", str(tile.warps), f"{tile.stages}{' TMA' * tile.tma}"]
+        memory = [str(code.registers), str(code.spill_instructions), f"{code.shared_memory / 1024:.0f} KB"]
         ahead = "/".join("–" if loop.prefetch is None else str(loop.prefetch) for loop in code.loops)
-        instructions = sum(full.mix.values())
-        mix = " ".join(f"{name} {count / instructions:.0%}" for name, count in full.mix.items() if count)
-        loops = [str(instructions), "".join(str(sum(loop.mix.values())) for loop in edge), mix]
-        fits = f"{each.programs * code.warps} warps, {each.occupancy:.0%}"
-        grid.add_row(config.arch, config.kernel, *size, *used, fits, ahead, code.matrix_instruction or "", *loops)
-    console = Console(width=200)
-    with console.capture() as captured:
-        console.print(grid)
+        fits = f"{each.programs * code.warps} ({each.occupancy:.0%})"
+        used.append([_name(config), *size, *memory, fits, ahead])
+        full, *edge = (sum(loop.mix.values()) for loop in code.loops)
+        mix = [f"{code.loops[0].mix.get(name, 0) / full:.0%}" for name in MIX]
+        loops.append([_name(config), str(full), "".join(map(str, edge)), code.matrix_instruction or "", *mix])
+    columns = ["kernel", "tile", "warps", "stages", "registers", "spills", "shared", "resident", "ahead"]
+    print_table("What a program uses", columns, used)
+    title = "Instructions of the loops over full and over edge tiles; the mix is that of full ones"
+    print_table(title, ["kernel", "full", "edge", "product", *(name.replace("integer", "int") for name in MIX)], loops)
     found = [f"{each.configuration}: {finding}" for each in reports for finding in each.findings]
-    return captured.get() + "\n".join(found or ["no findings"])
+    print("\n".join(found or ["no findings"]))
+
+
+def _name(config: Configuration) -> str:
+    return f"{config.arch} {config.kernel} {config.head_dim or ''}".strip()
 
 
 def sass(kernel: str, arch: str) -> str:
@@ -260,7 +261,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, RuntimeError) as error:
         print(f"dccot inspect: {error}", file=sys.stderr)
         return 2
-    print(table(reports), MEASURE, sep="\n")
+    show(reports)
+    print(MEASURE)
     if arguments.json:
         write_atomic(arguments.json, json.dumps([each.as_dict() for each in reports], indent=1) + "\n")
     return 1 if any(each.findings for each in reports) else 0

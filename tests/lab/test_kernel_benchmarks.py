@@ -122,6 +122,14 @@ def test_a_row_is_short_on_the_wrong_side_of_its_target():
     assert [line.split()[-1] for line in harness.table(missed).splitlines()[1:]] == ["short", "short", "3"]
 
 
+def test_small_sizes_are_judged_by_targets_of_their_own():
+    rows = [harness.row("work: share", 0.8, "share", 0.85, "higher"), harness.row("loss", 1e-3, "relative", 1e-5)]
+    rows.append(harness.row("times faster", 0.7, "×", 3, "higher"))
+    judged = harness.judged_quick(rows, {"work": 0.75})
+    assert [row["target"] for row in judged] == [0.75, 1e-5, None]
+    assert [harness.falls_short(row) for row in judged] == [False, True, False]
+
+
 def test_peak_memory_sees_an_allocation_and_forgets_it_when_reset():
     with harness.peak_memory() as first, mmap.mmap(-1, 64 * 2**20) as block:  # not from the heap, which keeps its own
         block[::4096] = bytes(64 * 2**20 // 4096)  # every page
