@@ -136,12 +136,12 @@ def evaluate(
             evaluation.results[b.name] = results.summarise(b, samples, _classes(samples, judge, runtime))
         if runtime.is_main:
             evaluation.save(out)
-            _draw(evaluation, Run(out), steps_until(model))
+            _draw(evaluation, Run(out), steps_until(model, rl=True))
     return evaluation
 
 
 def _draw(evaluation: Evaluation, run: Run, step: int) -> None:
-    """A point of each benchmark in TensorBoard, where the curves of the run that trained the model end."""
+    """A point of each benchmark in TensorBoard, after the steps of RL that the model has had."""
     from dccot.train.recorder import EventFile, scalars
 
     events = EventFile(run.tensorboard, step)

@@ -40,6 +40,10 @@ from dccot.rollout.generate import Request, generate
 from dccot.rollout.response import Finish, Response
 from dccot.rollout.tags import ANSWER_CLOSE, ANSWER_OPEN, flaw_of, most_workers, sequential_flaw_of
 
+EXAMPLE = (  # of what the demo's model was trained on
+    "Add a to o and keep the last digit: "
+    "a: 4, b: 7, c: 5, d: 2, e: 9, f: 6, g: 3, h: 8, i: 4, j: 5, k: 7, l: 2, m: 9, n: 3, o: 6."
+)
 NO_LIMIT = sys.maxsize  # the model's context is the limit here, not a setting
 CUT_OFF = {Finish.BUDGET: "the budget is used up; raise --budget", Finish.CONTEXT: "the model's context is full"}
 
@@ -217,7 +221,7 @@ def summary(solution: Solution) -> list[tuple[str, str]]:
 
 def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> int:
     what = "Solve one problem, live: director above, workers side by side, then the answer and what parallelism bought."
-    parser = Parser(what, 'dccot solve runs/demo/stage4 "What is 2 + 3?" --trace solve.json')
+    parser = Parser(what, f'dccot solve runs/demo/stage4 "{EXAMPLE}"')
     add = parser.add_argument
     add("model", help="a hub id, a Hugging Face folder, or a run (its newest checkpoint, prompted as in training)")
     add("problem", help="the problem, in quotes; - reads it from standard input")

@@ -35,6 +35,7 @@ from dccot.cli import COMMANDS, command
 from dccot.cli import main as front_door
 from dccot.core.files import write_jsonl_atomic
 from dccot.data.problems import PRESETS
+from dccot.eval.solve import EXAMPLE
 from dccot.lab.worlds import bigram as tiny
 from dccot.lab.worlds.arithmetic import problem_stream
 from dccot.rollout.response import Finish, Segment
@@ -339,6 +340,7 @@ def look_at_tensorboard(words: list[str], folder: Path) -> None:
 def test_the_problem_in_the_readme_is_one_that_the_miniature_world_asks():
     readme = [command.words for command in FOUND if command.page == "README.md"]
     [question] = [words[3] for words in readme if words[:3] == ["dccot", "solve", "runs/demo/stage4"]]
+    assert question == EXAMPLE  # of `dccot solve --help`
     asked = {shape_of(problem.question): problem for problem, _ in zip(problem_stream(0, "test"), range(300))}
     assert shape_of(question) in asked, f"the miniature world asks {next(iter(asked.values())).question!r}"
 

@@ -103,8 +103,11 @@ def meaning(name: str) -> str | None:
     >>> meaning("format/no_spawn")
     'Share of responses with this flaw first; the names are those of the rules in docs/method.md.'
     """
-    fits = (about for pattern, about in MEANINGS if re.fullmatch(re.escape(pattern).replace(r"\*", ".+"), name))
-    return next(fits, None)
+    return next((about for known, about in MEANINGS if re.match(_pattern(known), name)), None)
+
+
+def _pattern(name: str) -> str:
+    return "^" + re.escape(name).replace(r"\*", ".+") + "$"
 
 
 def legend(names: Iterable[str]) -> str:
@@ -119,8 +122,8 @@ LAYOUT = {  # TensorBoard's page "custom scalars": section → chart → curves
     LEARNING: {
         "Accuracy and form (training rollouts)": ["reward/correct", "reward/well_formed", "reward/mean"],
         "Longest path (tokens)": [f"length/longest_path{of}" for of in ("", "_correct", "_incorrect")],
-        "Validation accuracy": ["validation/accuracy"],
-        "Validation longest path (tokens)": ["validation/longest_path"],
+        "Accuracy: validation and evaluations": ["validation/accuracy", "evaluation/*/accuracy"],
+        "Longest path: validation and evaluations": ["validation/longest_path", "evaluation/*/longest_path"],
         "Parallelism: total tokens / longest path": ["parallel/degree"],
         "Share of responses that spawn": ["parallel/spawn_rate"],
     },
@@ -157,5 +160,5 @@ SFT_LAYOUT = {
 def arranged(names: Iterable[str]) -> dict:
     """The layout of RL or of SFT in TensorBoard's format, where curves are patterns."""
     layout = LAYOUT if any(name.startswith("reward/") for name in names) else SFT_LAYOUT
-    exactly = lambda curves: ["Multiline", [f"^{re.escape(name)}$" for name in curves]]
-    return {section: {chart: exactly(curves) for chart, curves in charts.items()} for section, charts in layout.items()}
+    shown = lambda curves: ["Multiline", [_pattern(name) for name in curves]]
+    return {section: {chart: shown(curves) for chart, curves in charts.items()} for section, charts in layout.items()}

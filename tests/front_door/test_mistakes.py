@@ -20,7 +20,7 @@ MISTAKES = {  # what is typed → what the answer says, and its exit code if tha
     "download aime24": "did you mean `dccot data fetch`?",
     "check": "did you mean `dccot pipeline RECIPE --check` or `dccot gpu-check` or `dccot model check`?",
     "rl": "arguments are required: config; for example: dccot rl configs/rl/stage1.yaml model.path=runs/sft",
-    "solve MODEL": 'arguments are required: problem; for example: dccot solve runs/demo/stage4 "What is 2 + 3?"',
+    "solve MODEL": 'arguments are required: problem; for example: dccot solve runs/demo/stage4 "Add a to o',
     "plan": "arguments are required: model; for example: dccot plan 7B --gpus 8",
     # settings
     "rl model.path=MODEL": "'model.path=MODEL' comes after the YAML file, e.g. one of configs/",
