@@ -20,9 +20,10 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-from dccot.serve.request import MAX_BODY, Refused
+from dccot.serve.request import Refused
 
 OPEN = ("/", "/health", "/ping")
+MAX_BODY = 2 * 2**20  # bytes; the text of 131,072 tokens has about 0.5 MB
 MAX_VALUES = 2000  # in the JSON of a request; six hundred turns of a conversation
 IDS = ("prompt", "tokens", "token_ids")  # fields whose integers are not counted
 TOO_LARGE = f"the request has more than {MAX_BODY:,} bytes"

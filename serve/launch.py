@@ -66,7 +66,7 @@ class ServeConfig:
     max_requests: Positive = 256  # choices that run at once; further requests get a 503
     branching: Branching = "eager"  # when workers start: at once, one after another (never), or by load (adaptive)
     # while slower workers write, finished ones that the director will read are prefilled from so many tokens on; 0: not
-    prefill_joins: NonNegative = 256
+    prefill_joins: NonNegative = 128
     examples: list[str] = dataclasses.field(default_factory=list)  # questions that the page offers
 
     def check(self) -> None:
@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     add("--max-requests", type=positive, metavar="N", help="choices at once; more are answered 503; default 256")
     when = "when workers start: at once (eager, the default), one after another, or by the engine's load"
     add("--branching", choices=get_args(Branching), help=when)
-    joins = "prefill finished workers while others write if they have N tokens; default 256; 0: never"
+    joins = "prefill finished workers while others write if they have N tokens; default 128; 0: never"
     add("--prefill-joins", type=int, metavar="N", help=joins)
     return made
 

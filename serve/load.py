@@ -30,8 +30,7 @@ class EngineLoad(AggregateStatLoggerBase):
         self.most = engine.vllm_config.scheduler_config.max_num_seqs
         self.changed: Callable[[], object] = lambda: None
         self._engines: dict[int, SchedulerStats] = {}
-        self.observes = (manager := getattr(engine, "logger_manager", None)) is not None
-        if manager is not None:
+        if (manager := getattr(engine, "logger_manager", None)) is not None:
             manager.stat_loggers.append(self)
 
     def record(

@@ -37,7 +37,7 @@ from dccot.serve.completions import Completions
 from dccot.serve.ending import finish_first
 from dccot.serve.gate import Gate
 from dccot.serve.launch import from_environment
-from dccot.serve.request import MAX_BODY, Refused
+from dccot.serve.request import Refused
 from dccot.serve.responses import Responses
 
 WHEN = {"eager": "at once", "never": "one after another", "adaptive": "as the engine's load allows"}
@@ -97,7 +97,7 @@ async def _answer(request: Request, api: type[Completions | Responses]) -> Respo
     chat: Chat = request.app.state.dccot
     try:
         with chat.arrival():
-            asked = api(await _body(request))
+            asked = api(await request.body())
             job = await chat.admit(asked.request)
     except ClientDisconnect:
         return Response(status_code=499)  # nobody reads it
@@ -110,15 +110,6 @@ async def _answer(request: Request, api: type[Completions | Responses]) -> Respo
 def _refusal(refused: Refused) -> Response:
     headers = {"Retry-After": str(refused.retry_after)} if refused.retry_after is not None else None
     return JSONResponse(refused.body, refused.status, headers)
-
-
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY:
-            raise Refused(f"the request has more than {MAX_BODY:,} bytes")
-    return bytes(body)
 
 
 async def _whole(job: Job, written: Coroutine[Any, Any, dict], request: Request) -> Response:

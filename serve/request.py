@@ -23,7 +23,6 @@ from dccot.rollout.tags import THINK_CLOSE
 from dccot.serve.admission import Branching
 from dccot.serve.stream import Channels, Piece
 
-MAX_BODY = 2 * 2**20  # bytes; the text of 131,072 tokens has about 0.5 MB
 MAX_STOP = 1000  # characters of a stop string, which is looked for after every token
 KINDS = {400: "BadRequestError", 404: "NotFoundError", 413: "BadRequestError", 503: "ServiceUnavailableError"}
 NEUTRAL: dict[str, tuple] = {  # fields that are not supported, with the values that ask for nothing
@@ -186,8 +185,6 @@ class ChatRequest(Strict):
 
 def read_json(body: bytes) -> dict[str, Any]:
     """The fields that were given a value."""
-    if len(body) > MAX_BODY:
-        raise Refused(f"the request has more than {MAX_BODY:,} bytes")
     try:
         tree = json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -4,16 +4,16 @@
 
 Requests arrive at random (Poisson) at five rates, from a tenth of what the server can answer to twice that. All
 policies get the same requests at the same times, and give the same tokens. An answer is good if it took at most 1.5
-times what it takes alone on the idle server with all workers at once. Two settings:
+times what it takes alone on the idle server with all workers at once. Three settings:
 
 - tiny: a small model whose texts fork like those of the paper's models, shortened;
-- mixed: the small model with eight sequences at once, as if its memory were full; of four requests three are answered
-  without workers.
+- mixed: the same with eight sequences at once, as where memory is short; of four requests three want no workers;
+- smollm2: like mixed, with a model of SmolLM2-135M's depth and width.
 
 And the joins: texts of 500 tokens and more, with and without reading workers before their fork has ended. And the ids:
 500 requests with each policy, a tenth of them cancelled, must give those of offline `generate`.
 
-    python -m dccot.lab.bench.load tiny joins        some of its parts: tiny, mixed, joins, ids
+    python -m dccot.lab.bench.load tiny mixed        some of its parts: tiny, mixed, smollm2, joins, ids
     python -m dccot.lab.bench.load soak 30           30 minutes at capacity, one line per minute
 """
 
@@ -28,16 +28,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx
 import psutil
 import torch
 
-from dccot.lab.bench.harness import row, table
+from dccot.lab.bench.harness import FOLDER, row, table, write
 from dccot.lab.bench.serve import CHANCES as STORMY
 from dccot.lab.bench.serve import family, is_right, jobs, metric, offline, running, say, server, storm, until
 from dccot.lab.worlds import bigram
@@ -46,21 +49,31 @@ from dccot.rollout.engine import EngineConfig, open_engine
 POLICIES = ("never", "eager", "adaptive")
 RATES = (0.1, 0.4, 0.7, 1.0, 2.0)  # of the capacity
 GOOD = 1.5  # times the time alone
+SOME = 0.1  # a share of good answers below it is not compared
 CONTEXT = 4096
 PAPER_LIKE = bigram.Chances(spawn=1 / 50, close=1 / 40, eos=1 / 50)
+SHORTER = bigram.Chances(spawn=1 / 25, close=1 / 20, eos=1 / 25)
 LONG = bigram.Chances(spawn=1 / 200, close=1 / 2400, eos=1 / 1500)  # workers of 520 tokens
-SECONDS, TURNS = 8.0, 2  # of arrivals in a turn of each policy; turns
-CLIENTS = 48  # at once, to measure the capacity
+TURNS = 3  # of each policy, at each rate
+CLIENTS = 48  # at once, to measure the capacity and to soak
 
 
 @dataclass(frozen=True)
 class Setting:
     name: str
+    seconds: float  # of arrivals in a turn
     sequences: int = 256  # in a batch, at most
     plain: float = 0.0  # share of the requests without workers
+    chances: bigram.Chances = PAPER_LIKE
+    layers: int = 2
+    width: int = 0  # at least
 
 
-SETTINGS = (Setting("tiny"), Setting("mixed", sequences=8, plain=0.75))
+SETTINGS = (
+    Setting("tiny", 5.0),
+    Setting("mixed", 9.0, sequences=8, plain=0.75),
+    Setting("smollm2", 8.0, sequences=8, plain=0.75, chances=SHORTER, layers=30, width=576),
+)
 
 
 @dataclass(frozen=True)
@@ -79,62 +92,50 @@ class Answered:
     seconds: float
     tokens: int
     path: int
+    alone: float = math.inf  # seconds
 
     @property
     def parallelism(self) -> float:
         return self.tokens / self.path
+
+    @property
+    def good(self) -> bool:
+        return self.seconds <= GOOD * self.alone
 
 
 class Client:
     def __init__(self, session: aiohttp.ClientSession):
         self._session = session
 
-    async def ask(self, asked: Asked, branching: str) -> Answered:
+    async def ask(self, asked: Asked, branching: str, alone: float = math.inf) -> Answered:
         start = time.perf_counter()
         async with self._session.post("/v1/chat/completions", json=asked.body(branching)) as answer:
             usage = json.loads(await answer.read())["usage"]
         seconds, details = time.perf_counter() - start, usage["completion_tokens_details"]
-        return Answered(seconds, usage["completion_tokens"], details["longest_path_tokens"])
+        return Answered(seconds, usage["completion_tokens"], details["longest_path_tokens"], alone)
 
     async def one_by_one(self, work: Sequence[Asked], branching: str) -> list[Answered]:
         return [await self.ask(asked, branching) for asked in work]
 
-    async def rate(self, work: Sequence[Asked]) -> float:
-        """Answers per second with `CLIENTS` at once."""
-        waiting = iter(work)
+    async def capacity(self, work: Sequence[Asked], seconds: float) -> float:
+        """Answers per second with `CLIENTS` at once, after a third of the time."""
+        waiting, done, start = cycle(work), list[float](), time.perf_counter()
 
         async def one() -> None:
-            for asked in waiting:
-                await self.ask(asked, "eager")
+            while time.perf_counter() < start + seconds:
+                await self.ask(next(waiting), "eager")
+                done.append(time.perf_counter() - start)
 
-        start = time.perf_counter()
         await asyncio.gather(*(one() for _ in range(CLIENTS)))
-        return len(work) / (time.perf_counter() - start)
+        return sum(seconds / 3 < at < seconds for at in done) / (seconds * 2 / 3)
 
-    async def arriving(self, work: Sequence[Asked], rate: float, branching: str) -> list[Answered]:
-        rng, tasks, due = random.Random(f"{rate:.3g}"), [], time.perf_counter()
-        for asked in work:
+    async def arriving(self, work: Sequence[tuple[Asked, float]], rate: float, branching: str, seed: str) -> list:
+        rng, tasks, due = random.Random(seed), [], time.perf_counter()
+        for asked, alone in work:
             due += rng.expovariate(rate)
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            tasks.append(asyncio.create_task(self.ask(asked, branching)))
+            tasks.append(asyncio.create_task(self.ask(asked, branching, alone)))
         return await asyncio.gather(*tasks)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One rate with one policy."""
-
-    median: float
-    p95: float
-    speed: float  # tokens per second
-    good: float
-
-    @staticmethod
-    def of(answers: Sequence[Answered], alone: Sequence[Answered], seconds: float) -> Cell:
-        times = sorted(answer.seconds for answer in answers)
-        good = [answer.seconds <= GOOD * quiet.seconds for answer, quiet in zip(answers, alone, strict=True)]
-        speed = sum(answer.tokens for answer in answers) / seconds
-        return Cell(statistics.median(times), times[math.ceil(0.95 * len(times)) - 1], speed, statistics.mean(good))
 
 
 def questions(count: int, plain: float) -> list[Asked]:
@@ -142,35 +143,39 @@ def questions(count: int, plain: float) -> list[Asked]:
     return [Asked(number, rng.random() < plain) for number in range(count)]
 
 
-async def under_load(address: str, setting: Setting, rates: Sequence[float], seconds: float) -> list[dict]:
+async def under_load(address: str, setting: Setting, quick: bool) -> list[dict]:
+    rates, seconds = (RATES[1:2], 2.0) if quick else (RATES, setting.seconds)
     limits = aiohttp.ClientTimeout(total=600)
-    session = aiohttp.ClientSession(address, connector=aiohttp.TCPConnector(limit=0), timeout=limits)
-    async with session:
-        client, pool = Client(session), questions(60, setting.plain)
-        await client.rate(pool)  # warm
-        capacity = await client.rate(pool * 2)
+    async with aiohttp.ClientSession(address, connector=aiohttp.TCPConnector(limit=0), timeout=limits) as session:
+        client, name, pool = Client(session), setting.name, questions(12 if quick else 60, setting.plain)
+        await client.capacity(pool, seconds)  # warm
+        capacity = await client.capacity(pool, 2 * seconds)
+        say(f"{name}: {capacity:.2f} answers/s")
         alone = {branching: await client.one_by_one(pool, branching) for branching in ("never", "eager")}
-        say(f"{setting.name}: {capacity:.2f} answers/s")
-        rows = [row(f"{setting.name}: capacity, {CLIENTS} at once", capacity, "answers/s", None, "higher")]
-        rows += alone_rows(setting.name, alone["never"], alone["eager"])
+        rows = [row(f"{name}: capacity, {CLIENTS} at once", capacity, "answers/s", None, "higher")]
+        rows += alone_rows(name, alone["never"], alone["eager"])
+        known = cycle([(asked, quiet.seconds) for asked, quiet in zip(pool, alone["eager"], strict=True)])
+        gains = []
         for rate in rates:
-            count = max(15, round(seconds * rate * capacity))
-            work = [pool[number % len(pool)] for number in range(count)]
-            quiet = [alone["eager"][number % len(pool)] for number in range(count)]
+            count = max(12, round(seconds * rate * capacity))
             found: dict[str, list[Answered]] = {branching: [] for branching in POLICIES}
             taken = dict.fromkeys(POLICIES, 0.0)
             for turn in range(TURNS):
-                for branching in POLICIES[:: 1 if turn % 2 else -1]:
+                work = [next(known) for _ in range(count)]
+                for branching in (*POLICIES[turn:], *POLICIES[:turn]):
                     start = time.perf_counter()
-                    found[branching] += await client.arriving(work, rate * capacity, branching)
+                    found[branching] += await client.arriving(work, rate * capacity, branching, f"{rate} {turn}")
                     taken[branching] += time.perf_counter() - start
-            cells = {name: Cell.of(answers, quiet * TURNS, taken[name]) for name, answers in found.items()}
-            for branching, cell in cells.items():
-                say(f"{setting.name}, load {rate:g}, {TURNS} × {count} answers, {branching}: {cell}")
-            rows += rate_rows(f"{setting.name}, load {rate:g}", cells)
-    steps = [1000 * metric(address, f"dccot_step_seconds_{name}") for name in ("base", "per_sequence")]
-    rows += [row(f"{setting.name}: learnt, a step without its sequences", steps[0], "ms")]
-    return [*rows, row(f"{setting.name}: learnt, each sequence of a step", steps[1], "ms")]
+            rows += rate_rows(f"{name}, load {rate:g}", found, taken)
+            good = {branching: statistics.mean(answer.good for answer in found[branching]) for branching in POLICIES}
+            if best := max(good["never"], good["eager"]):
+                gains.append(good["adaptive"] / best)
+        rows.append(
+            row(f"{name}: adaptive's good answers over both others', best load", max(gains), "×", 1.2, "higher")
+        )
+    steps = [1000 * metric(address, f"dccot_step_seconds_{part}") for part in ("base", "per_sequence")]
+    rows += [row(f"{name}: learnt, a step without its sequences", steps[0], "ms")]
+    return [*rows, row(f"{name}: learnt, each sequence of a step", steps[1], "ms")]
 
 
 def alone_rows(name: str, never: list[Answered], eager: list[Answered]) -> list[dict]:
@@ -184,61 +189,64 @@ def alone_rows(name: str, never: list[Answered], eager: list[Answered]) -> list[
     ]
 
 
-def rate_rows(name: str, cells: dict[str, Cell]) -> list[dict]:
-    rows = []
-    for branching in POLICIES:
-        cell = cells[branching]
+def rate_rows(name: str, found: dict[str, list[Answered]], taken: dict[str, float]) -> list[dict]:
+    rows, median, good = [], {}, {}
+    for branching, answers in found.items():
+        times = sorted(answer.seconds for answer in answers)
+        median[branching], p95 = statistics.median(times), times[math.ceil(0.95 * len(times)) - 1]
+        good[branching] = statistics.mean(answer.good for answer in answers)
+        speed = sum(answer.tokens for answer in answers) / taken[branching]
+        said = f"{median[branching]:.3f} s, p95 {p95:.3f} s, {speed:,.0f} tokens/s, {good[branching]:.3f} good"
+        say(f"{name}, {len(answers)} answers, {branching}: {said}")
         rows += [
-            row(f"{name}, {branching}: time to answer, median", cell.median, "s"),
-            row(f"{name}, {branching}: time to answer, p95", cell.p95, "s"),
-            row(f"{name}, {branching}: speed", cell.speed, "tokens/s", None, "higher"),
-            row(f"{name}, {branching}: answers within {GOOD} of the time alone", cell.good, "", None, "higher"),
+            row(f"{name}, {branching}: time to answer, median", median[branching], "s"),
+            row(f"{name}, {branching}: time to answer, p95", p95, "s"),
+            row(f"{name}, {branching}: speed", speed, "tokens/s", None, "higher"),
+            row(f"{name}, {branching}: answers within {GOOD} of the time alone", good[branching], "", None, "higher"),
         ]
-    adaptive, others = cells["adaptive"], (cells["never"], cells["eager"])
-    worse = adaptive.median / min(cell.median for cell in others)
-    best = max(cell.good for cell in others)
-    return [
-        *rows,
-        row(f"{name}: adaptive's median over the better of the two", worse, "×", 1.05),
-        row(f"{name}: adaptive's good answers over the better of the two", adaptive.good / best, "×", 0.95, "higher")
-        if best
-        else row(f"{name}: good answers of adaptive, where the others have none", adaptive.good, "", None, "higher"),
-    ]
+    better = min(("never", "eager"), key=median.__getitem__)
+    pairs = zip(found["adaptive"], found[better], strict=True)
+    slower = statistics.median(mine.seconds / other.seconds for mine, other in pairs)
+    rows += [row(f"{name}: adaptive's seconds over {better}'s, the same request, median", slower, "×", 1.05)]
+    if (best := max(good["never"], good["eager"])) >= SOME:
+        share = good["adaptive"] / best
+        rows += [row(f"{name}: adaptive's good answers over the better of the two", share, "×", 0.95, "higher")]
+    return rows
 
 
-def served(folder: Path, setting: Setting, rates: Sequence[float], seconds: float) -> list[dict]:
-    made = folder / setting.name
-    model = bigram.save(made, "spelled", PAPER_LIKE, context=CONTEXT)
-    sizes = {"max_num_seqs": setting.sequences, "max_model_len": CONTEXT}
+def served(folder: Path, setting: Setting, quick: bool) -> list[dict]:
+    sizes = {"layers": setting.layers, "width": setting.width}
+    model = bigram.save(folder / setting.name, "spelled", setting.chances, context=CONTEXT, **sizes)
     command = ["dccot.cli", "serve", str(model), "--budget", "600", "--max-requests", "2000"]  # nothing is refused
-    with server(command, folder, **sizes) as (address, _):
-        rows = asyncio.run(under_load(address, setting, rates, seconds))
+    with server(command, folder, max_num_seqs=setting.sequences, max_model_len=CONTEXT) as (address, _):
+        rows = asyncio.run(under_load(address, setting, quick))
         until(lambda: running(address) == 0, 30)
         return rows
 
 
 def join_rows(folder: Path, count: int) -> list[dict]:
-    """Seconds from a fork's last worker to the next token, one response at a time, in turns of two servers."""
+    """Seconds from a fork's last worker to the next token: the same responses, in turns of two servers."""
     model = bigram.save(folder / "long", "spelled", LONG, context=2 * CONTEXT)
-    found: dict[int, list[float]] = {}
-    for tokens in (0, 256, 0, 256):
-        command = ["dccot.cli", "serve", str(model), "--budget", "3000", "--prefill-joins", str(tokens)]
-        with server(command, folder, max_model_len=2 * CONTEXT) as (address, _):
-            say(f"joins, prefilled from {tokens} tokens on")
+    command = ["dccot.cli", "serve", str(model), "--budget", "3000", "--prefill-joins"]
+    with ExitStack() as stack:
+        servers = [server([*command, tokens], folder, max_model_len=2 * CONTEXT) for tokens in ("0", "128")]
+        both = [stack.enter_context(each)[0] for each in servers]
 
-            async def ask(address: str = address) -> None:
-                async with aiohttp.ClientSession(address) as session:
-                    for number in range(count):
-                        body = Asked(number, False).body("eager") | {"stream": True}
-                        async with session.post("/v1/chat/completions", json=body) as answer:
-                            await answer.read()
+        def counted() -> list[list[float]]:
+            names = [f"dccot_join_seconds_{name}" for name in ("sum", "count")]
+            return [[metric(address, name) for name in names] for address in both]
 
-            asyncio.run(ask())
-            total, joins = (metric(address, f"dccot_join_seconds_{name}") for name in ("sum", "count"))
-            found.setdefault(tokens, []).append(total / joins)
-            say(f"{joins:.0f} joins, {1000 * total / joins:.1f} ms each")
-    without, with_ = (1000 * statistics.mean(found[tokens]) for tokens in (0, 256))
+        warm = counted()
+        for number in range(count + 1):
+            for address in both:
+                body = Asked(number, False).body("eager") | {"stream": True}
+                httpx.post(f"{address}/v1/chat/completions", json=body, timeout=600).raise_for_status()
+            warm = warm if number else counted()
+            say(f"joins: {number} of {count} responses, {counted()}")
+        taken = [[now - then for now, then in zip(*pair, strict=True)] for pair in zip(counted(), warm, strict=True)]
+    without, with_ = (1000 * seconds / joins for seconds, joins in taken)
     return [
+        row("joins of long workers", taken[0][1], ""),
         row("joins of long workers: mean from the last worker to the next token", without, "ms"),
         row("joins of long workers: the same, read before their fork has ended", with_, "ms"),
         row("joins of long workers: with over without", with_ / without, "×", 0.5),
@@ -246,10 +254,9 @@ def join_rows(folder: Path, count: int) -> list[dict]:
 
 
 def run(quick: bool = False, parts: Sequence[str] = ()) -> list[dict]:
-    rates, seconds = (RATES[1:2], 5.0) if quick else (RATES, SECONDS)
-    known = {setting.name: partial(served, setting=setting, rates=rates, seconds=seconds) for setting in SETTINGS}
+    known = {setting.name: partial(served, setting=setting, quick=quick) for setting in SETTINGS}
     known |= {
-        "joins": partial(join_rows, count=2 if quick else 6),
+        "joins": partial(join_rows, count=2 if quick else 16),
         "ids": partial(id_rows, count=60 if quick else 500),
     }
     with tempfile.TemporaryDirectory() as name:
@@ -277,7 +284,7 @@ def id_rows(folder: Path, count: int) -> list[dict]:
 
 
 async def soak(address: str, process: psutil.Process, minutes: float) -> None:
-    """All policies at once, one request in ten cancelled."""
+    """All policies at once, one request in twenty cancelled."""
     ends, done, failed = time.monotonic() + 60 * minutes, 0, 0
 
     async def client(session: aiohttp.ClientSession, first: int) -> None:
@@ -312,7 +319,10 @@ async def soak(address: str, process: psutil.Process, minutes: float) -> None:
 
 def main(asked: Sequence[str]) -> None:
     if asked[0] != "soak":
-        return print(table(run(parts=asked)))
+        for part in asked:
+            write(rows := run(parts=[part]), FOLDER / f"load_{part}.json")
+            print(table(rows), flush=True)
+        return
     with tempfile.TemporaryDirectory() as name:
         model = bigram.save(Path(name) / "tiny", "spelled", PAPER_LIKE, context=CONTEXT)
         command = ["dccot.cli", "serve", str(model), "--budget", "600"]

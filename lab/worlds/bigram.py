@@ -134,9 +134,12 @@ def save(
     temperature: float = 0.6,
     context: int = 4096,
     layers: int = 2,
+    width: int = 0,
     seed: int = 0,
 ) -> Path:
-    """Write the checkpoint: config, weights, tokenizer. At `temperature` it samples with exactly these chances."""
+    """Write the checkpoint: config, weights, tokenizer. At `temperature` it samples with exactly these chances. What
+    more than a few layers add is drowned by the last token; `width`: at least.
+    """
     if tags not in ("single", "spelled", "mixed"):
         raise ValueError(f"tags is {tags!r}; use 'single', 'spelled' or 'mixed'")
     if tags != "single" and not isinstance(workers, int):
@@ -145,7 +148,7 @@ def save(
     torch.manual_seed(seed)
     spelling = tokenizer(tags, workers)
     vocab = spelling.get_vocab()
-    width = -(-(len(vocab) + 1) // 64) * 64  # one dimension per token, and one that is always on
+    width = -(-max(len(vocab) + 1, width) // 64) * 64  # one dimension per token, and one that is always on
     sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 2 * width, "max_position_embeddings": context}
     sizes |= {"num_attention_heads": width // 32, "num_key_value_heads": width // 64, "num_hidden_layers": layers}
     ends: dict[str, Any] = {"bos_token_id": vocab[BOS], "eos_token_id": vocab[EOS], "tie_word_embeddings": False}
@@ -158,9 +161,10 @@ def save(
         for name, parameter in model.model.layers.named_parameters():
             if parameter.ndim == 1:  # norms and biases, which would start as ones and zeros
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
-        model.lm_head.weight.mul_(0.3)
+        model.lm_head.weight.mul_(0.03 if layers > 2 else 0.3)
     # after EOS, and most other tokens, plain text follows
     loudness = LOUDNESS if isinstance(workers, int) else 4 * LOUDNESS  # lists of tasks are easily spoilt
+    loudness *= 400 if layers > 2 else 1
     hold_bigrams(model.state_dict(), logits, common=logits[vocab[EOS]], loudness=loudness)
     folder = Path(folder)
     config.architectures = ["Qwen2ForCausalLM"]

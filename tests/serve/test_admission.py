@@ -5,6 +5,7 @@ The step times are those of an engine that would take `3 + 0.4 n` or `max(10, 0.
 
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -133,6 +134,21 @@ def test_a_directors_next_text_goes_first_and_adaptive_workers_give_way_to_later
         ("much later director", place(200, "eager", worker=False, joins=False)),
     ]
     assert sorted(queue, key=lambda call: call[1]) == queue
+
+
+def test_there_is_no_room_where_requests_queue_the_cache_is_nearly_full_or_one_place_is_left():
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    from dccot.serve.load import EngineLoad
+
+    load = EngineLoad(SimpleNamespace(vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))))
+    assert not load.crowded(6)
+    assert load.crowded(7)
+    for busy in ({"num_running_reqs": 7}, {"num_waiting_reqs": 1}, {"kv_cache_usage": 0.95}):
+        load.record(SchedulerStats(**busy), None)
+        assert load.crowded(1), busy
+        load.record(SchedulerStats(num_running_reqs=6, kv_cache_usage=0.5), None)
+        assert not load.crowded(6)
 
 
 def learnt(step, batches, seed=0, noise=0.03):

@@ -8,8 +8,7 @@ from contextlib import nullcontext, suppress
 
 import pytest
 
-from dccot.serve.gate import holds_too_many
-from dccot.serve.request import MAX_BODY
+from dccot.serve.gate import MAX_BODY, holds_too_many
 from tests.serve.conftest import BUDGET, CONTEXT, ELSEWHERE
 from tests.support.servers import KEY
 
