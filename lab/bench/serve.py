@@ -39,6 +39,7 @@ import httpx
 import psutil
 import torch
 
+from dccot.core.runtime import START_UP
 from dccot.data.prompts import PromptConfig
 from dccot.lab.bench.harness import row
 from dccot.lab.worlds import bigram as tiny
@@ -102,8 +103,8 @@ def server(command: list[str], folder: Path, **sizes: int) -> Iterator[tuple[str
             return False
 
     try:
-        if until(answers, 300) > 300:
-            raise RuntimeError(f"the server was not ready after 300 s:\n{log.read_text()[-2000:]}")
+        if until(answers, START_UP) > START_UP:
+            raise RuntimeError(f"the server was not ready after {START_UP:.0f} s:\n{log.read_text()[-2000:]}")
         yield address, psutil.Process(process.pid)
     finally:
         if process.poll() is None:
