@@ -72,7 +72,7 @@ class Session:
     cached: int = field(init=False, default=0)  # tokens of the prompt that were in the prefix cache
     joins: list[float] = field(init=False, default_factory=list)  # seconds from a fork's end to the next token
     cut: list[str] = field(init=False, default_factory=list)  # workers that were, as `Call.writer` has them
-    _prefilled: dict[tuple[int, ...], int] = field(init=False, default_factory=dict)  # tokens, by fork
+    _read: dict[tuple[int, ...], tuple[int, asyncio.Task]] = field(init=False, default_factory=dict)  # tokens, by fork
 
     @property
     def _key(self) -> str:
@@ -86,6 +86,8 @@ class Session:
                     calls.create_task(self._call(call, hear, calls))
         finally:
             self.admission.leave(self._key)
+            for _, reading in self._read.values():
+                reading.cancel()
 
     async def _call(self, call: Call, hear: Hear, calls: asyncio.TaskGroup, turn: asyncio.Event | None = None) -> None:
         if turn is not None:
@@ -99,19 +101,22 @@ class Session:
             calls.create_task(self._call(following, hear, calls, turn))
         self.admission.ended(self._key, turns)
         if not turns:
-            self._prefill(call, [], calls)
+            self._prefill(call, [])
 
-    def _prefill(self, call: Call, written: list[int], calls: asyncio.TaskGroup) -> None:
+    def _prefill(self, call: Call, written: list[int]) -> None:
         """The first worker's text is cached as it was written; the others' are read at other positions."""
         if not self.manner.prefill_joins:
             return
         before, *texts = self.director.read_so_far(call, written) or [[]]
         fork, tokens = call.thread[:-1], sum(map(len, texts[1:]))
-        if tokens - self._prefilled.get(fork, 0) >= self.manner.prefill_joins:
-            self._prefilled[fork] = tokens
-            calls.create_task(self._read(sum(texts, before), f"{self._key}-{'.'.join(map(str, fork))}-{tokens}"))
+        done, reading = self._read.get(fork, (0, None))
+        if tokens - done >= self.manner.prefill_joins:
+            if reading is not None:
+                reading.cancel()
+            name = f"{self._key}-{'.'.join(map(str, fork))}-{tokens}"
+            self._read[fork] = tokens, asyncio.create_task(self._compute(sum(texts, before), name))
 
-    async def _read(self, prompt: list[int], name: str) -> None:
+    async def _compute(self, prompt: list[int], name: str) -> None:
         params = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         last = 0 if self.order is None else self.order + JOINS_FIRST  # in what time is left
         with suppress(Exception):  # the director reads it in any case
@@ -125,8 +130,9 @@ class Session:
         name = f"{self._key}-{'.'.join(map(str, call.path))}"
         seed = seed_of(self.seed, "problem", self.sample, *call.path)  # as in `dccot solve`
         sampling, config, manner = self.vocabulary.sampling, self.config, self.manner
-        joins = bool(call.inserted) and not call.path[-1]
-        worker = bool(call.thread)
+        joins, worker = call.number > 0, bool(call.thread)
+        if joins and (read := self._read.get((*call.thread, call.number - 1))):
+            read[1].cancel()  # nobody needs it any more
         priority = 0 if self.order is None else place(self.order, manner.branching, worker=worker, joins=joins)
         most = min(call.max_tokens, manner.max_worker_tokens or call.max_tokens) if worker else call.max_tokens
         params = SamplingParams(
@@ -160,7 +166,7 @@ class Session:
                     if hear(Piece(call.path, text, list(result.token_ids))):
                         return self.director.finished(call, Completion(ids, logprobs, Stop.EOS))
                     if len(ids) // LOOK > (len(ids) - len(result.token_ids)) // LOOK:
-                        self._prefill(call, ids, calls)
+                        self._prefill(call, ids)
                     continue
                 following = self.director.finished(call, Completion(ids, logprobs, stop))
                 paths = tuple(each.path for each in following)
