@@ -190,7 +190,7 @@ def alone_rows(name: str, never: list[Answered], eager: list[Answered]) -> list[
 
 
 def rate_rows(name: str, found: dict[str, list[Answered]], taken: dict[str, float]) -> list[dict]:
-    rows, median, good = [], {}, {}
+    rows, median, good = list[dict](), dict[str, float](), dict[str, float]()
     for branching, answers in found.items():
         times = sorted(answer.seconds for answer in answers)
         median[branching], p95 = statistics.median(times), times[math.ceil(0.95 * len(times)) - 1]
