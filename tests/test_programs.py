@@ -27,7 +27,7 @@ with Runtime.start() as runtime:
 
 
 def python(code: str, *arguments: str, **options):
-    return programs.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, **options)
+    return programs.finish([sys.executable, "-c", code, *arguments], code=None, **options)
 
 
 @pytest.fixture
@@ -82,8 +82,8 @@ def test_signals_and_time_limits_reach_a_program():
 
 
 def test_a_launcher_reports_the_rank_that_failed_and_ends_the_other(rank_program):
-    done = programs.run(programs.torchrun(2, rank_program, "fail"), capture_output=True, text=True, timeout=600)
-    assert done.returncode == 1 and "exitcode  : 7" in done.stderr
+    done = programs.finish(programs.torchrun(2, rank_program, "fail"), code=1)
+    assert "exitcode  : 7" in done.stderr
     assert not [pid for pid in done.stdout.split() if Path("/proc", pid).exists()]
 
 

@@ -42,7 +42,7 @@ with Runtime.start() as runtime:
 
 def test_ranks_that_see_other_settings_or_other_data_are_refused(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    programs.run(programs.torchrun(2, tmp_path / "program.py", str(tmp_path)), check=True, timeout=900)
+    programs.finish(programs.torchrun(2, tmp_path / "program.py", tmp_path))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first == second and set(first) == {"settings", "data"}  # both ranks stop, with the same words
     assert first["settings"].startswith("ranks disagree: configuration.seed is 1 on rank 1 and 0 on rank 0")

@@ -106,13 +106,12 @@ with JsonlWriter(out / "rows.jsonl") as rows:
     rows.write({"a": 1})
 print((out / "rows.jsonl").read_text(), end="")
 """
-    done = programs.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=900)
+    done = programs.finish([sys.executable, "-c", program, tmp_path])
     assert done.stdout.splitlines() == ["[Errno 37] No locks available"] * 2 + ["None", '{"a": 1}'], done.stderr
 
 
 def test_ranks_that_do_not_share_the_folder_are_refused_by_name(tmp_path):
-    command = programs.torchrun(2, "tests.core.apart_program", str(tmp_path))
-    said = programs.run(command, capture_output=True, text=True, timeout=900)
+    said = programs.finish(programs.torchrun(2, "tests.core.apart_program", tmp_path), code=None)
     here = socket.gethostname()
     refusal = f"run of rank 0 on {here} is not the folder of rank 1 on {here}; choose one"
     assert (said.stdout + said.stderr).count(refusal) == 2, "both ranks say so, and end"

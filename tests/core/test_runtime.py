@@ -89,8 +89,7 @@ def test_one_worker_needs_no_group_and_a_group_that_exists_takes_the_time_out_of
 def test_late_ranks_and_ranks_that_work_apart_are_waited_for_and_those_of_a_stage_only_so_long(tmp_path):
     program = tmp_path / "apart.py"
     program.write_text(APART)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(program)]
-    done = programs.run(command, capture_output=True, text=True, timeout=900)
+    done = programs.finish(programs.torchrun(2, program), code=None)
     lines = done.stdout.splitlines()
     assert lines.count("mesh [2.0, 2.0]") == 2, done.stderr[-3000:]
     assert lines.count("together [[0], [1]]") == 2

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.slow
 SAMPLES, BUDGET = 8, 120
 SIZES = {"context": 1024, "max_sequences": 16, "kv_cache_gb": 0.1, "dtype": "float32"}
 SETTINGS = [*(f"engine.{name}={value}" for name, value in SIZES.items()), "grading.workers=1"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
 @pytest.fixture(scope="session")
@@ -148,9 +147,9 @@ def test_ranks_that_do_not_share_the_folder_are_refused(speaker, sums, tmp_path)
     run = "sys.exit(main([*sys.argv[1:], '--out', 'out']))"
     impatient = "import dccot.core.runtime\ndccot.core.runtime.SHARED_SECONDS = 2.0"
     program.write_text(f"import os, sys\n{impatient}\nfrom dccot.eval.evaluate import main\n{home}\n{run}")
-    command = [*TORCHRUN, program, speaker, "--problems", sums, "--budget", "100", "engine.context=1024"]
-    done = programs.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 1 and done.stderr.count("dccot: out of rank 0 on ") == 1, done.stderr
+    command = programs.torchrun(2, program, speaker, "--problems", sums, "--budget", 100, "engine.context=1024")
+    done = programs.finish(command, cwd=tmp_path, code=1)
+    assert done.stderr.count("dccot: out of rank 0 on ") == 1, done.stderr
     assert "is not the folder of rank 1 on " in done.stderr
 
 
@@ -182,8 +181,8 @@ def kill_all(process: subprocess.Popen) -> None:
 
 def torchrun(speaker, sums, out) -> subprocess.Popen:
     options = {"--problems": sums, "--samples": SAMPLES, "--budget": BUDGET, "--out": out}
-    command = [*TORCHRUN, "-m", "dccot.eval.evaluate", str(speaker), *SETTINGS]
-    command += [str(part) for option in options.items() for part in option]
+    given = [part for option in options.items() for part in option]
+    command = programs.torchrun(2, "dccot.eval.evaluate", speaker, *SETTINGS, *given)
     return programs.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

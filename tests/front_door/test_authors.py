@@ -25,6 +25,7 @@ MODELS = (BASE, "amahanka/DC-CoT", "amahanka/DC-CoT-HLP")
 PROBLEMS, DRAWN, RESPONSES = 5, 3, 4
 ENGINE = {"dtype": "float32", "context": 1024, "max_sequences": 16, "kv_cache_gb": 0.1}
 SMALL = [f"common.eval.engine.{name}={value}" for name, value in ENGINE.items()]
+SMALL += ["common.eval.grading.workers=1"]
 SMALL += [f"eval_{row}.budget={budget}" for row, budget in {"dsr_32k": 80, "dsr_12k": 40}.items()]
 SMALL += ["eval_dc_cot.budget=60", "eval_dc_cot_hlp.budget=60"]
 
@@ -79,15 +80,7 @@ def quick(models, tmp_path_factory) -> Quick:
     with Hub(models) as hub:
         command = [sys.executable, "-m", "dccot.pipeline", "configs/authors.yaml", "--quick", *SMALL]
         command.append(f"common.eval.max_problems={DRAWN}")
-        done = programs.run(
-            command,
-            cwd=folder,
-            env=os.environ | environment(hub.url, folder / "home"),
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = programs.finish(command, cwd=folder, env=os.environ | environment(hub.url, folder / "home"))
         return Quick(folder, folder / "home", hub.url, hub.served, done.stdout)
 
 

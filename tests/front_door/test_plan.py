@@ -33,14 +33,8 @@ SHAPE = SHAPES["1.5B"] | {
 def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shape")
     (folder / "config.json").write_text(json.dumps(SHAPE))
-    program = [
-        sys.executable,
-        str(Path(__file__).with_name("memory_program.py")),
-        str(folder),
-        str(TOKENS),
-        json.dumps(CASES),
-    ]
-    said = programs.run(program, capture_output=True, text=True, check=True).stdout
+    program = Path(__file__).with_name("memory_program.py")
+    said = programs.finish([sys.executable, program, folder, TOKENS, json.dumps(CASES)]).stdout
     return next(json.loads(line) for line in said.splitlines() if line.startswith("{"))
 
 

@@ -1,7 +1,6 @@
 """`dccot model check` says what a folder holds, and one line about the first thing that cannot be used."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ from dccot.cli import main
 from dccot.lab.worlds import bigram as tiny
 from dccot.model.tokenizer import open_tokenizer
 from dccot.model.weights import open_tensors
+from tests.support import programs
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,7 @@ def test_the_decoder_is_compared_with_transformers(folder, capsys):
 @pytest.mark.thorough
 def test_the_decoder_is_compared_with_vllm(folder):
     """In a process of its own, like every engine that is shut down."""
-    command = [sys.executable, "-m", "dccot.cli", "model", "check", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = programs.finish([sys.executable, "-m", "dccot.cli", "model", "check", folder])
     shown = " ".join(done.stdout.split())
     assert "vs. vLLM log-probs of" in shown and shown.endswith("all checks passed")
 

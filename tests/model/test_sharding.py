@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -39,10 +38,7 @@ def checkpoint(no_process_group, raw_config, write_checkpoint, tmp_path_factory)
 def launch(checkpoint: Path, ranks: int, **environment: str) -> Path:
     out = checkpoint.with_name(f"{ranks}_ranks")
     out.mkdir()
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    command = [sys.executable, *torchrun, str(PROGRAM), str(checkpoint), str(out)]
-    done = programs.run(command, capture_output=True, text=True, timeout=900, env=os.environ | environment)
-    assert done.returncode == 0, done.stderr[-4000:]
+    programs.finish(programs.torchrun(ranks, PROGRAM, checkpoint, out), env=os.environ | environment)
     return out
 
 

@@ -40,7 +40,5 @@ def test_vllm_decodes_the_same_64_ids_as_our_model(raw_config, write_checkpoint,
         save_checkpoint(model, saved, source=tmp_path / "source", max_shard_bytes=300_000)
         expected[str(saved)] = [greedy(model, prompt) for prompt in PROMPTS]
         assert len({token for ids in expected[str(saved)] for token in ids}) > 20  # not one token over and over
-    command = [sys.executable, str(PROGRAM), json.dumps(PROMPTS), *expected]
-    done = programs.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = programs.finish([sys.executable, PROGRAM, json.dumps(PROMPTS), *expected])
     assert json.loads(done.stdout.splitlines()[-1]) == expected

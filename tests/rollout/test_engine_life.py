@@ -24,9 +24,7 @@ PROGRAM = Path(__file__).with_name("engine_life_program.py")
 @pytest.fixture(scope="module")
 def life(checkpoints, tmp_path_factory) -> tuple[dict, str, Path]:
     out = tmp_path_factory.mktemp("life")
-    command = [sys.executable, str(PROGRAM), str(checkpoints["single"]), str(out)]
-    done = programs.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = programs.finish([sys.executable, PROGRAM, checkpoints["single"], out])
     return json.loads((out / "found.json").read_text()), done.stderr, out
 
 

@@ -1,7 +1,6 @@
 """Real ranks: FSDP shards the weights, every rank has its engine, and neither waits for the other."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,7 @@ PROMPT = [5, 6, 7]
 @pytest.fixture(scope="module")
 def out(checkpoints, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("torchrun")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(PROGRAM)]
-    arguments = [str(checkpoints["single"]), str(folder)]
-    done = programs.run([*command, *arguments], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = programs.finish(programs.torchrun(2, PROGRAM, checkpoints["single"], folder))
     (folder / "stderr").write_text(done.stderr)
     return folder
 

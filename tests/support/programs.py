@@ -135,6 +135,14 @@ def run(command: Sequence[Any], *, input=None, capture_output=False, timeout=Non
     return done
 
 
+def finish(command: Sequence[Any], *, code: int | None = 0, **options: Any) -> subprocess.CompletedProcess:
+    """As `run`, with the output as text; an error with what was said if the program ends with another code."""
+    done = run(command, capture_output=True, text=True, timeout=900, **options)
+    if code not in (None, done.returncode):
+        raise AssertionError(f"{command} ended with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
+    return done
+
+
 def torchrun(ranks: int, program: str | Path, *arguments: Any) -> list[str]:
     """The command that runs a module (str) or a file (Path) on so many ranks of this machine."""
     target = ["-m", program] if isinstance(program, str) else [str(program)]

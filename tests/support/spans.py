@@ -22,6 +22,10 @@ def trained_in(run: Path, step: int) -> list[dict]:
     return [row for _, row in read_jsonl(run / "rollouts" / f"step_{step:06d}.jsonl.gz")]
 
 
+def metrics(run: Path) -> list[dict]:
+    return [row for _, row in read_jsonl(run / "metrics.jsonl")]
+
+
 def responses_in(run: Path) -> Iterator[tuple[int, Response]]:
     """(step, response) of everything that a run trained on, each token with its version."""
     for step in sorted(filter(None.__ne__, map(step_of, (run / "rollouts").iterdir()))):

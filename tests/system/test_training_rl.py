@@ -4,7 +4,6 @@ exactly.
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from dccot.rollout.response import Response
 from tests.support import programs
 from tests.support.fault_injection.rank import Kill
 from tests.support.fault_injection.run import FaultInjection
-from tests.support.spans import gaps, trained_in
+from tests.support.spans import gaps, metrics, trained_in
 
 pytestmark = pytest.mark.slow
 
@@ -35,14 +34,8 @@ ROLLOUTS = 32
 @pytest.fixture(scope="module")
 def out(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("rl")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-    done = programs.run([*launch, str(PROGRAM), str(out), str(STEPS)], capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    programs.finish(programs.torchrun(RANKS, PROGRAM, out, STEPS))
     return out
-
-
-def metrics(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def weights(run: Path, step: int) -> dict[str, bytes]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dccot.core.runtime import Runtime
 from dccot.lab.worlds.arithmetic import make_tokenizer
 from dccot.model.config import parse_config
 from dccot.model.transformer import Transformer
@@ -93,6 +94,13 @@ def checkpoint(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def runtime():
+    runtime = Runtime.start()
+    yield runtime
+    runtime.stop()
+
+
 @pytest.fixture(scope="session")
 def torchrun():
     """`torchrun(ranks, program or module, *arguments)` runs it on one thread per rank and returns what it printed;
@@ -100,9 +108,7 @@ def torchrun():
     """
 
     def run(ranks: int, program: str | Path, *arguments: str, code: int = 0) -> str:
-        command = programs.torchrun(ranks, program, *arguments)
-        done = programs.run(command, capture_output=True, text=True, timeout=900)
-        assert done.returncode == code, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+        done = programs.finish(programs.torchrun(ranks, program, *arguments), code=code)
         return done.stdout + done.stderr
 
     return run

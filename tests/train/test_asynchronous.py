@@ -3,7 +3,6 @@
 tests/system/test_asynchronous.py does it with real ones.
 """
 
-import json
 from collections import Counter
 
 import pytest
@@ -13,7 +12,7 @@ from dccot.lab.worlds.exact_task import make_task, write_problems
 from dccot.model.tokenizer import open_tokenizer
 from dccot.train.config import RLConfig
 from dccot.train.rl import train
-from tests.support.spans import responses_in, trained_in
+from tests.support.spans import metrics, responses_in, trained_in
 from tests.support.stub_servers import stub_servers
 
 pytestmark = pytest.mark.slow
@@ -42,6 +41,14 @@ def settings(task, name: str, stubs, *more: str) -> RLConfig:
     return load_config(RLConfig, task / "rl.yaml", given)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(task):
+    """The run on one server without faults."""
+    with stub_servers(0, 1, open_tokenizer(task / "model"), faults=0.0) as quiet:
+        train(settings(task, "undisturbed", quiet))
+    return task / "undisturbed"
+
+
 def groups_of(run) -> list[list[str]]:
     """The problems of each step, in order."""
     rows = [trained_in(run, step) for step in range(STEPS)]
@@ -50,7 +57,7 @@ def groups_of(run) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_servers_do_nothing_is_lost_nothing_counts_twice_and_no_token_is_too_old(task, seed, caplog):
+def test_whatever_servers_do_nothing_is_lost_nothing_counts_twice_and_no_token_is_too_old(task, undisturbed, seed):
     """Each step trains on the next prompts in the order drawn, all their responses once; no server ever samples with
     weights that it was not given as a whole.
     """
@@ -60,15 +67,11 @@ def test_whatever_servers_do_nothing_is_lost_nothing_counts_twice_and_no_token_i
     assert [stub.violations for stub in stubs] == [[], [], []]
     happened = Counter(each.split(" ")[0] for stub in stubs for each in stub.happened)
     assert {"dies", "fails", "hangs", "nonsense"} <= set(happened)
-    with stub_servers(0, 1, open_tokenizer(task / "model"), faults=0.0) as quiet:
-        train(settings(task, f"quiet_{seed}", quiet))
-    assert groups_of(run) == groups_of(task / f"quiet_{seed}")
+    assert groups_of(run) == groups_of(undisturbed)
     ages = {step - v for step, response in responses_in(run) for s in response.segments() for v in s.versions}
     assert ages <= set(range(STALENESS + 1))
     assert len(ages) > 1
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(STEPS))
-    assert all(row["pool/too_old"] == 0 for row in rows)
+    assert [(row["step"], row["pool/too_old"]) for row in metrics(run)] == [(step, 0) for step in range(STEPS)]
 
 
 def test_without_staleness_nothing_is_sampled_while_the_model_trains(task):
@@ -93,11 +96,11 @@ def test_a_server_whose_weights_differ_from_anothers_never_samples_and_is_said_n
     assert stubs[1].sampled == 0 < stubs[0].sampled
     assert "http://stub1:8000 did not take the weights of version 0: ValueError: 1 weights differ" in caplog.text
     assert "http://stub0:8000 version 1, " in caplog.text and "http://stub1:8000 version ?, not used" in caplog.text
-    [row] = (task / "differing" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)[f"server_{number}/up"] for number in range(2)] == [1, 0]
+    [row] = metrics(task / "differing")
+    assert [row[f"server_{number}/up"] for number in range(2)] == [1, 0]
 
 
-def test_a_trainer_that_starts_again_gives_every_server_its_weights_first_and_loses_nothing(task):
+def test_a_trainer_that_starts_again_gives_every_server_its_weights_first_and_loses_nothing(task, undisturbed):
     """The servers are as the first trainer left them, one of them in the middle of an update."""
     with stub_servers(7, 2, open_tokenizer(task / "model"), faults=0.0) as stubs:
         train(settings(task, "again", stubs, "steps=2"))
@@ -107,9 +110,7 @@ def test_a_trainer_that_starts_again_gives_every_server_its_weights_first_and_lo
     assert [stub.label for stub in stubs] == [str(STEPS)] * 2
     assert len({stub.weights for stub in stubs}) == 1
     drawn = [problem for step in groups_of(task / "again") for problem in step]
-    with stub_servers(0, 1, open_tokenizer(task / "model"), faults=0.0) as quiet:
-        train(settings(task, "undisturbed", quiet))
-    assert drawn == [problem for step in groups_of(task / "undisturbed") for problem in step]
+    assert drawn == [problem for step in groups_of(undisturbed) for problem in step]
 
 
 @pytest.mark.parametrize(

@@ -19,20 +19,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dccot.core.files import BadData
 from dccot.core.run import Checkpoint, Run
-from dccot.core.runtime import Runtime, set_timeout
+from dccot.core.runtime import set_timeout
 from dccot.model.folder import resolve_model
 from dccot.model.sharding import ShardingConfig, build_model
 from dccot.train.checkpoint import CheckpointConfig, Checkpointer
 from dccot.train.dcp_reader import load_shards
 from dccot.train.update import OptimizerConfig, make_optimizer
+from tests.support.fault_injection.folders import flip_a_bit
 from tests.support.fault_injection.rank import FILES
-
-
-@pytest.fixture(scope="module")
-def runtime():
-    runtime = Runtime.start()
-    yield runtime
-    runtime.stop()
+from tests.support.fault_injection.run import DAMAGES, damage
 
 
 @pytest.fixture
@@ -74,24 +69,6 @@ def steps(checkpointer: Checkpointer) -> list[str]:
 
 def values(model) -> list[torch.Tensor]:
     return [parameter.full_tensor().clone() for parameter in model.parameters()]
-
-
-def damage(folder: Path, kind: str) -> None:
-    victim = next((folder / "dcp").glob("*.distcp"))
-    if kind == "a flipped bit":
-        flip_a_bit(victim)
-    elif kind == "a file cut short":
-        victim.write_bytes(victim.read_bytes()[:-1])
-    elif kind == "a missing file":
-        victim.unlink()
-    else:
-        (folder / "manifest.json").write_text("{")
-
-
-def flip_a_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
 
 
 @contextmanager
@@ -188,7 +165,7 @@ def test_a_new_run_has_nothing_to_resume(checkpointer, trained):
     assert checkpointer().resume(*trained) is None
 
 
-@pytest.mark.parametrize("kind", ["a flipped bit", "a file cut short", "a missing file", "a broken manifest"])
+@pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(checkpointer, trained, caplog, kind):
     model, optimizer = trained
     for step in (1, 2):

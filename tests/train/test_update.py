@@ -9,17 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from dccot.core.runtime import Runtime
 from dccot.train.forest import pack
 from dccot.train.sft import negative_logprob
 from dccot.train.update import OptimizerConfig, compute_logprobs, make_optimizer, update
-
-
-@pytest.fixture(scope="module")
-def runtime():
-    runtime = Runtime.start()
-    yield runtime
-    runtime.stop()
 
 
 @pytest.fixture

@@ -93,8 +93,7 @@ def test_signs_of_life_keep_a_rank_alive_in_a_phase_that_takes_longer_than_stall
 )
 def test_a_rank_that_hangs_is_ended_after_stall_seconds_and_says_where(hang, place, code):
     """The second never lets Python's other threads run: no report is possible, but it ends all the same."""
-    done = programs.run([sys.executable, PROGRAM, hang], capture_output=True, text=True, timeout=900)
-    assert done.returncode == code, done.stderr
+    done = programs.finish([sys.executable, PROGRAM, hang], code=code)
     assert place in done.stderr
     if code == STALLED:
         assert done.stderr.count("rank 0, step 7: rollout has been running") >= 2
