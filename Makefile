@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ROOM   ?=
 BIN    := .venv/bin
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
 PIP := $(BIN)/pip --disable-pip-version-check install --progress-bar off -q
 LOCKED := $(PIP) --no-deps --require-hashes
 UV := $(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes
@@ -56,7 +56,7 @@ format: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Two at a time: the cores of the smallest machine it must run on. ROOM=train runs tests/train alone.
+# Three at a time: one more than the smallest machine has cores, because some tests wait. ROOM=train runs tests/train alone.
 test: setup lint
 	$(PYTEST) $(if $(ROOM),tests/$(ROOM))
 

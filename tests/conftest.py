@@ -1,4 +1,4 @@
-"""For all rooms: which tests `make quick` leaves out, and the order in which `make test` runs them, two at a time."""
+"""For all rooms: which tests `make quick` leaves out, and the order in which `make test` runs them."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from tests.support.programs import new_session
 SLOW_FIXTURES = {"engine", "engines", "build_engine", "speaker_engine", "torchrun", "browser", "chromium"}
 SLOW_FIXTURES |= {"servers", "fleet", "measured"}
 # Tests of one file stay together, and those of rooms that share engines or servers. What takes longest starts first, so
-# that neither process is left alone with it; quick tests fill the end.
+# that no process is left alone with it; quick tests fill the end.
 TOGETHER = ("tests/serve/", "tests/rollout/", "tests/eval/")
 LONGEST = (
     "tests/system/",
@@ -25,7 +25,7 @@ LONGEST = (
     "tests/lab/",
 )
 
-# before torch is imported, here and in programs: two tests at a time share two cores
+# before torch is imported, here and in programs: several tests at a time share few cores
 os.environ["OMP_NUM_THREADS"] = "1"
 # programs import tests.support like the tests themselves
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))

@@ -22,7 +22,7 @@ import sys
 import time
 import urllib.parse
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -88,6 +88,10 @@ def commands_of(page: Path) -> list[Command]:
 
 
 FOUND = [command for page in PAGES for command in commands_of(page)]
+ONCE = [  # what several pages have, with all that they say of it
+    replace(first, printed=tuple(line for each in FOUND if each.text == first.text for line in each.printed))
+    for first in {each.text: each for each in reversed(FOUND)}.values()
+]
 
 
 def demonstration(i: int) -> str:
@@ -290,7 +294,7 @@ def test_the_pages_hold_the_commands_that_they_should():
     assert any(command.text.startswith("srun torchrun") and "dccot.train.rl" in command.text for command in FOUND)
 
 
-@pytest.mark.parametrize("command", FOUND, ids=str)
+@pytest.mark.parametrize("command", ONCE, ids=str)
 @pytest.mark.slow
 def test_every_command_is_run_or_has_a_reason(command, folder, hub, capsys, monkeypatch):
     rule = rule_for(command, QUICK)
@@ -305,7 +309,7 @@ def test_every_command_is_run_or_has_a_reason(command, folder, hub, capsys, monk
 
 
 @thorough
-@pytest.mark.parametrize("command", [c for c in FOUND if rule_for(c, THOROUGH) is not None], ids=str)
+@pytest.mark.parametrize("command", [c for c in ONCE if rule_for(c, THOROUGH) is not None], ids=str)
 def test_commands_that_compute_do_so(command, folder, hub):
     words = [*command.words, *shlex.split(rule_for(command, THOROUGH))]
     if "--nproc_per_node" in words:

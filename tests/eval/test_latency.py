@@ -85,7 +85,7 @@ def test_lengths_that_do_not_vary_predict_nothing():
 
 
 def test_the_command_measures_both_models_and_writes_what_it_found(speaker, sums, tmp_path, capfd):
-    settings = ["engine.context=1024", "engine.max_sequences=16", "engine.kv_cache_gb=0.1"]
+    settings = ["engine.dtype=float32", "engine.context=1024", "engine.max_sequences=16", "engine.kv_cache_gb=0.1"]
     options = {"--baseline": speaker, "--problems": sums, "--concurrency": "1,3", "--budget": 60, "--out": tmp_path}
     options = [str(part) for option in options.items() for part in option]
     assert main([str(speaker), *settings, *options]) == 0

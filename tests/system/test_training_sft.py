@@ -19,11 +19,12 @@ from dccot.train.sft import main
 from tests.support import programs
 from tests.support.fault_injection.rank import descendants
 from tests.support.fault_injection.sft_task import make_sft_task
+from tests.support.spans import metrics
 
 pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).with_name("sft_program.py")
-STEPS, STOP, LONG = 6, 3, 60
+STEPS, STOP, LONG = 6, 3, 40
 LORA = ("model.lora.rank=3", "model.lora.targets=[q_proj, down_proj]")  # three rows on two ranks
 BY_SIGNALS = "checkpoint.every=1000"  # nothing else makes it save before the end
 SHARED = "sharding.context_parallel=2"
@@ -66,9 +67,7 @@ def two_ranks(world) -> Path:
     runs += [[*arguments(world, "shared_first", STOP), SHARED], arguments(world, "shared_first", STEPS)]
     runs.append([*arguments(world, "lora_two", STEPS), *LORA])
     (world / "runs.json").write_text(json.dumps(runs))
-    command = programs.torchrun(2, PROGRAM, world / "runs.json")
-    done = programs.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    programs.finish(programs.torchrun(2, PROGRAM, world / "runs.json"))
     return world
 
 
@@ -79,10 +78,6 @@ def weights(run: Path, step: int = STEPS) -> dict[str, Tensor]:
 def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert left.keys() == right.keys()
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
-
-
-def metrics(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_one_rank_stopped_and_resumed_ends_in_the_same_bits(one_rank):
