@@ -298,6 +298,7 @@ class Countdown(Task):
 
     instruction = "Write the expression within <answer></answer>."
     reward = staticmethod(without_duty_to_spawn)
+    may_work_alone = True
 
     def open_judge(self) -> Judge:
         return CountdownJudge(self.grading)

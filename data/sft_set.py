@@ -48,12 +48,22 @@ from dccot.data.judge import GradingConfig, Judge, Verdict, verdict_of
 from dccot.data.problems import Columns, Problem
 from dccot.data.prompts import PromptConfig
 from dccot.data.rollouts import missing_pairs, roll_out, sample_to_file
-from dccot.data.task import TaskName, task_of
+from dccot.data.task import TaskName, find_task, task_of
 from dccot.model.folder import model_checksums, resolve_model
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import Engine, EngineConfig, open_engine
 from dccot.rollout.response import Rollout
-from dccot.rollout.tags import TAG_PATTERN, TASK_PATTERN, THINK_OPEN, IllFormed, Width, flaw_of, parse
+from dccot.rollout.tags import (
+    TAG_PATTERN,
+    TASK_PATTERN,
+    THINK_OPEN,
+    Flaw,
+    IllFormed,
+    Width,
+    flaw_of,
+    parse,
+    sequential_flaw_of,
+)
 from dccot.rollout.thread import Thread
 
 Progress = Callable[[int, int, str], None]  # (done, total, what else to say)
@@ -265,9 +275,15 @@ def spent_text(spent: Mapping[str, int], dollars: float | None) -> str:
 Rewriter = Callable[[Solution, int], Awaitable[Reply]]  # (solution, attempt) → reply
 
 
-def accept(problem: Problem, text: str, judge: Judge, workers: Width = 3, depth: int = 1) -> str | None:
-    """Why a parallel solution must not be trained on; None if it is well-formed and correct."""
+def accept(
+    problem: Problem, text: str, judge: Judge, workers: Width = 3, depth: int = 1, *, alone: bool = False
+) -> str | None:
+    """Why a parallel solution must not be trained on; None if it is well-formed and correct. `alone`: it may have no
+    workers.
+    """
     flaw = flaw_of(text, workers, depth=depth)
+    if alone and flaw is Flaw.NO_SPAWN:
+        flaw = sequential_flaw_of(text)
     if flaw is not None:
         return f"ill-formed: {flaw.value}"
     verdict = verdict_of(judge, text, problem.gold, problem.id)
@@ -420,8 +436,8 @@ async def _rewrite_once(
         reply = await rewriter(solution, attempt)
     except Refused as error:
         return {**row, "outcome": FAILED, "reason": str(error)}
-    limits = config.workers, config.depth
-    reason = await asyncio.to_thread(accept, solution.problem, reply.text.strip(), judge, *limits)
+    limits, alone = (config.workers, config.depth), find_task(config.task).may_work_alone
+    reason = await asyncio.to_thread(accept, solution.problem, reply.text.strip(), judge, *limits, alone=alone)
     if reason is not None and reply.cut:
         reason = "cut by max_tokens"
     return {**row, "outcome": reason or ACCEPTED, **asdict(reply)}

@@ -47,6 +47,8 @@ class Task:
     worker_rewards: Callable[..., list[float | None]] | None = None
     # (problem, solution, attempt=…) → the solution in the parallel format; None: a stronger model rewrites it
     rewrite: Callable[..., str] | None = None
+    # a solution without workers belongs into the SFT set, too: spawning is a decision
+    may_work_alone: bool = False
 
     columns: Mapping[str, str] = {}  # question, gold → their names in a file of problems (`data.question`, `data.gold`)
 

@@ -28,7 +28,7 @@ from dccot.data.problems import ProblemStream
 from dccot.data.prompts import UnusablePrompt
 from dccot.data.task import task_of
 from dccot.rollout.response import Response, Segment
-from dccot.rollout.tags import THINK_OPEN, IllFormed, TagIds, parse
+from dccot.rollout.tags import SPAWN_OPEN, THINK_OPEN, IllFormed, TagIds, parse
 from dccot.rollout.thread import Thread
 from dccot.train import launch
 from dccot.train.config import SFTConfig, lacking, open_model
@@ -81,14 +81,16 @@ def load_examples(
 ) -> list[Example]:
     """Every usable demonstration of a file; skipped rows are counted and reported."""
     tags = TagIds.of(tokenizer, config.rollout.workers)
-    prompt, examples, left_out = task_of(config).prompting, list[Example](), Counter[object]()
+    task, examples, left_out = task_of(config), list[Example](), Counter[object]()
+    prompt = task.prompting
     for line, row in read_jsonl(path, report=report):
         if missing := lacking(row, config.data.named()):
             raise BadData(f"{path}:{line}: {missing}")
         question, completion = row[config.data.question], row[config.data.completion]
         try:
             asked = prompt.ids(tokenizer, question)
-            form = {"parallel": prompt.parallel, "open_think": prompt.open_think}
+            alone = task.may_work_alone and SPAWN_OPEN not in completion
+            form = {"parallel": prompt.parallel and not alone, "open_think": prompt.open_think}
             depth = config.rollout.depth
             response = demonstration(completion, asked, tokenizer, tags, **form, depth=depth)
         except (IllFormed, UnusablePrompt) as error:

@@ -117,6 +117,15 @@ def test_what_is_left_out_is_counted_and_said(tokenizer, write_rows, caplog):
     assert f"{path}:4 left out: prompt has 2,0" in caplog.text
 
 
+@pytest.mark.parametrize(("task", "kept"), [("math", ["good"]), ("dccot.data.countdown:Countdown", ["good", "alone"])])
+def test_a_solution_without_workers_is_trained_on_where_the_task_leaves_it_a_choice(tokenizer, write_rows, task, kept):
+    alone = {"id": "alone", "question": "q", "completion": "<think>a</think><answer>7</answer>"}
+    path = write_rows("rows.jsonl", [{"id": "good", "question": "q", "completion": TEXT}, alone])
+    examples = load_examples(path, config(path, task=task), tokenizer)
+    assert [example.id for example in examples] == kept
+    assert all(len(example.response.forks) == (example.id == "good") for example in examples)
+
+
 def test_the_loss_is_the_mean_of_example_means_or_of_all_tokens():
     """One example of a single token and one of three: (2 + (1 + 3 + 8) / 3) / 2 = 3, or (2 + 1 + 3 + 8) / 4 = 3.5."""
     responses = [flat([1], [], Segment([], [5] * count)) for count in (1, 3)]
