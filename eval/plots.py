@@ -1,6 +1,7 @@
 """The report's figures as PNG: pictures(training, stages) draws one for light and for dark screens.
 
 tradeoff     accuracy vs. longest path on one benchmark, ours and the paper's, with the Pareto front of ours
+budgets      accuracy under every smaller budget, one curve for each method
 training     accuracy, longest path, parallelism and entropy of RL runs, or the loss of SFT runs: stages one after
              another, runs that do not continue one another over each other, a colour each
 courses      accuracy vs. longest path of several such runs while they were trained
@@ -118,6 +119,19 @@ def tradeoff(title: str, points: Sequence[Point], theme: Theme) -> Canvas:
     axes.set(title=literal(title), xlabel="longest path (tokens)", ylabel="accuracy (%)")
     canvas.legend(loc="outside lower left", ncols=2, handletextpad=0.3, columnspacing=1.2)
     _name_where_there_is_room(canvas, axes, theirs, points, theme.quiet)
+    return canvas
+
+
+def budgets(title: str, curves: Mapping[str, tuple[Sequence[int], int]], theme: Theme) -> Canvas:
+    """Per method: longest paths of its correct responses, in order, and how many responses there are."""
+    canvas = figure.Figure(figsize=(4.4, 3.1 + 0.17 * math.ceil(len(curves) / 2)), layout="constrained")
+    axes = canvas.subplots()
+    most = max(path for paths, _ in curves.values() for path in (*paths, 1))
+    for number, (name, (paths, count)) in enumerate(curves.items()):
+        x, y = [0, *paths, most], [100 * n / count for n in (*range(len(paths) + 1), len(paths))]
+        axes.plot(x, y, drawstyle="steps-post", color=theme.colour(number), linewidth=1.4, label=literal(name))
+    axes.set(title=literal(title), xlabel="budget for the longest path (tokens)", ylabel="accuracy (%)")
+    canvas.legend(loc="outside lower left", ncols=2)
     return canvas
 
 

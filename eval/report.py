@@ -48,6 +48,10 @@ APART = (
     "because subsets of three overlap. Where ours are only some of the problems, it is our standard error over "
     "problems. By chance alone, one figure in twenty is two standard errors off."
 )
+BUDGETS = (
+    "Curves: the share of responses that are right within a longest path of so many tokens. That is the accuracy under "
+    "this budget, because no prompt names the budget."
+)
 CURVES = (
     "Thin lines are single steps, thick ones running means, marks validation. "
     "A run that continues another begins where that one ended."
@@ -111,8 +115,8 @@ def _results(
         blocks += [Heading("Change against the baseline"), tables.table_2(pairs, titles), *_training_behind(pairs)]
     hollow = "; hollow marks are the paper's." if known else "."
     how = f"Up and to the left is better. The dashed line is the Pareto front of our points{hollow}"
-    figures = Grid([_tradeoff(name, titles[name], methods) for name in titles])
-    blocks += [Heading("Accuracy against longest path"), how, figures, Heading("The responses")]
+    drawn = [figure for name in titles for figure in (_tradeoff(name, titles[name], methods), *_budgets(name, methods))]
+    blocks += [Heading("Accuracy against longest path"), how, BUDGETS, Grid(drawn), Heading("The responses")]
     blocks += [tables.totals_table(methods, titles), tables.responses_table(evaluations, titles)]
     blocks += tables.settings_table("evaluations", {each.name: _of_evaluation(each) for each in evaluations})
     if kind:
@@ -170,6 +174,17 @@ def _tradeoff(name: str, title: str, methods: Sequence[tables.Method]) -> Figure
     return Figure(
         f"tradeoff_{name}", f"{title}: accuracy against longest path", *plots.pictures(plots.tradeoff, title, points)
     )
+
+
+def _budgets(name: str, methods: Sequence[tables.Method]) -> list[Figure]:
+    """Of summaries that say how long each correct response is."""
+    found = {m.label: m.evaluation.results[name] for m in methods if not m.vote and name in m.evaluation.results}
+    curves = {label: (r.correct_paths, sum(r.verdicts.values())) for label, r in found.items() if r.correct_paths}
+    if not curves:
+        return []
+    title = next(iter(found.values())).title
+    caption = f"{title}: accuracy under every smaller budget"
+    return [Figure(f"budgets_{name}", caption, *plots.pictures(plots.budgets, title, curves))]
 
 
 def _latency(folder: Path, name: str) -> list[Block]:

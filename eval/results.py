@@ -133,6 +133,7 @@ class BenchmarkResult:
     verdicts: dict[str, int]
     by_problem: dict[str, dict[str, float]]  # measure → problem → mean over its responses
     pooled: dict[str, float] = field(default_factory=dict)  # measure → the paper's standard error: `pooled_errors`
+    correct_paths: list[int] = field(default_factory=list)  # longest paths of the correct responses, in order
 
     @property
     def problems(self) -> int:
@@ -150,7 +151,7 @@ class BenchmarkResult:
         measures = {name: over_problems(means).to_json() for name, means in self.by_problem.items() if means}
         asked = {"name": self.name, "title": self.title, "problems": self.problems, "samples": self.samples}
         found = {"measures": measures, "pooled": self.pooled, "by_problem": self.by_problem}
-        return {**asked, "verdicts": self.verdicts, **found}
+        return {**asked, "verdicts": self.verdicts, **found, "correct_paths": self.correct_paths}
 
 
 def summarise(benchmark: Benchmark, samples: Iterable[Sample], classes: Mapping[str, Sequence[int]]) -> BenchmarkResult:
@@ -169,7 +170,8 @@ def summarise(benchmark: Benchmark, samples: Iterable[Sample], classes: Mapping[
     table["maj3_longest_path"] = {problem: vote.longest_path for problem, vote in votes.items()}
     table["maj3_total_tokens"] = {problem: 3 * table["total_tokens"][problem] for problem in votes}
     pooled = pooled_errors(list(groups.values()), table["maj3_accuracy"])
-    return BenchmarkResult(benchmark.name, benchmark.title, benchmark.samples, dict(verdicts), table, pooled)
+    paths = sorted(s.longest_path for group in groups.values() for s in group if s.correct)
+    return BenchmarkResult(benchmark.name, benchmark.title, benchmark.samples, dict(verdicts), table, pooled, paths)
 
 
 def pooled_errors(groups: Sequence[Sequence[Sample]], votes: ByProblem) -> dict[str, float]:

@@ -288,6 +288,7 @@ def test_an_answer_that_could_not_be_judged_counts_as_wrong_and_is_shown_apart()
     assert result.by_problem["maj3_longest_path"] == {"a": 300.0, "b": 700.0}
     assert result.by_problem["maj3_total_tokens"] == {"a": 750.0, "b": 1500.0}
     assert result.unjudged == 1
+    assert result.correct_paths == [100, 400, 400, 700]
 
 
 def test_a_summary_survives_the_disk_and_a_damaged_one_is_named(tmp_path):

@@ -87,6 +87,13 @@ def test_accuracy_is_drawn_against_longest_path_for_all_runs(tmp_path):
         assert (x, [100 * share for share in y]) in courses
 
 
+def test_the_accuracy_under_a_budget_is_the_share_of_all_responses_that_are_right_within_it():
+    canvas = plots.budgets("Test", {"alone": ([30, 50], 4), "with workers": ([20, 20, 20], 4)}, plots.LIGHT)
+    alone, parallel = (dict(zip(*line.get_data())) for line in canvas.axes[0].lines)
+    assert alone == {0: 0, 30: 25, 50: 50}
+    assert parallel == {0: 0, 20: 75, 50: 75}, "to the end of the axis"
+
+
 @pytest.mark.parametrize("name", ["$x_{1$", r"\$", "$\\frac$ costs $5"])
 def test_a_dollar_in_a_name_is_a_dollar(name):
     rows = [{"step": step, "reward/correct": 0.5, "length/longest_path": 9.0} for step in range(3)]
@@ -94,6 +101,7 @@ def test_a_dollar_in_a_name_is_a_dollar(name):
     theirs = plots.Point(name, Estimate(9.0), Estimate(9.0))
     for draw, *content in (
         (plots.tradeoff, name, [ours, theirs]),
+        (plots.budgets, name, {name: ([3, 5], 4)}),
         (plots.training, [plots.Stage(name, rows)]),
         (plots.training, [plots.Stage(name, rows), plots.Stage("other", rows, branch=1)]),
         (plots.courses, [plots.Stage(name, rows), plots.Stage("other", rows, branch=1)]),
