@@ -367,7 +367,7 @@ def test_acceptance_gives_the_reason(grader):
     assert accept(problem, WELL_FORMED % 8, grader) == "wrong"
     assert accept(problem, "<think>x</think><answer>7</answer>", grader) == "ill-formed: no_spawn"
     assert accept(problem, (WELL_FORMED % 7) + " thanks", grader) == "ill-formed: text_after_answer"
-    assert accept(problem, "<think>x</think><answer>7</answer>", grader, alone=True) is None
+    assert accept(problem, "<think>x</think><answer>\\boxed{7}</answer>", grader, alone=True) is None
     assert accept(problem, "x</think><answer>7</answer>", grader, alone=True) == "ill-formed: no_think"
 
 
