@@ -431,7 +431,7 @@ def test_the_page_shows_on_either_screen_and_requests_nothing(page, chromium, sc
     assert len(found) == len(shown) + 3 + 3  # the paper's and the checkpoints, folded away
     seen = "[i.complete, i.naturalWidth, i.getBoundingClientRect().width]"
     images = chromium.js(f"return [...document.images].map(i => {seen})")
-    assert len(images) == 2 + 1 + 3  # trade-offs, latency; SFT, RL and its courses
+    assert len(images) == 2 + 2 + 1 + 3  # trade-offs, budgets, latency; SFT, RL and its courses
     assert all(complete and natural > 500 and width > 300 for complete, natural, width in images)
     assert chromium.js("return document.documentElement.scrollWidth <= innerWidth")  # wide tables scroll by themselves
     text = chromium.js("return document.body.innerText")
@@ -457,7 +457,7 @@ def test_the_markdown_has_the_same_numbers_and_its_figures_next_to_it(page):
     cells = re.findall(r'<td class="[^"]*">([^<]*)<', page.read_text())
     assert len(cells) > 100 and all(unescape(cell) in text.replace("\\", "") for cell in cells)
     figures = re.findall(r"\]\((figures/[^)]+)\)", text)
-    assert len(figures) == 6 and all((page.parent / figure).read_bytes().startswith(b"\x89PNG") for figure in figures)
+    assert len(figures) == 8 and all((page.parent / figure).read_bytes().startswith(b"\x89PNG") for figure in figures)
     assert "\\<script\\>alert(1)\\</script\\>\\|x" in text
 
 
