@@ -1,8 +1,8 @@
 """All stages of a recipe (recipe.py), one after another; a rerun resumes where it stopped.
 
-    dccot pipeline configs/paper.yaml model=MODEL --check                                  what is missing, in seconds
-    torchrun --nproc_per_node 8 -m dccot.pipeline configs/paper.yaml model=MODEL           the whole paper
-    dccot pipeline configs/paper.yaml model=MODEL --until rewrite                          the first stages only
+    dccot pipeline configs/paper.yaml --check                                              what is missing, in seconds
+    torchrun --standalone --nproc_per_node 8 -m dccot.pipeline configs/paper.yaml          the whole paper
+    dccot pipeline configs/paper.yaml --until rewrite                                      the first stages only
     dccot pipeline configs/authors.yaml --quick                                            with its keys under `quick`
 
 Every start checks all stages first (preflight.py). Stages share one process and, if the model's shape allows, one
@@ -108,7 +108,7 @@ def _seconds_of_finished(plan: StagePlan, config: Any) -> float | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = launch_parser("All stages of a recipe.", "dccot pipeline configs/paper.yaml model=MODEL --check")
+    parser = launch_parser("All stages of a recipe.", "dccot pipeline configs/paper.yaml --check")
     parser.add_argument("--check", action="store_true", help="report what is missing and what it needs, and stop")
     parser.add_argument("--quick", action="store_true", help="the recipe's own smaller version, in a folder of its own")
     again = "do a finished stage again; may be repeated"
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif arguments.check:
             ranks = int(os.environ.get("WORLD_SIZE", "0")) or gpus() or 8
             if not gpus():
-                print(f"no GPU here: checked for {ranks} ranks, as `dccot plan` plans them; memory is not", flush=True)
+                print(f"no GPU here: checked for {ranks} ranks, without their memory (`dccot plan`)", flush=True)
             print(checked_recipe(recipe, first_stages(plans, arguments.until), ranks, arguments.redo))
         else:
             run_recipe(arguments.config, arguments.overrides, arguments.redo, arguments.quick, arguments.until)

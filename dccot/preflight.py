@@ -39,7 +39,7 @@ from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import find_model, model_checksums
 from dccot.model.hub import hub_files, is_hub_id, require_hub_data
 from dccot.plan import GB, GPUS, idle, remedy_for_idle, rollout_bytes, run_bytes, training_peak
-from dccot.recipe import SHARED, Need, Recipe, StagePlan
+from dccot.recipe import SHARED, Need, Recipe, StagePlan, unset
 from dccot.stages import EvalStage
 from dccot.train.config import RLConfig, SFTConfig, check_context, open_folder
 from dccot.train.launch import check_demonstrations
@@ -76,7 +76,7 @@ class Checked:
         places: dict[str, dict[str, None]] = {}
         for place, message in self.faults:
             places.setdefault(message, {})[place] = None
-        lines = [f"  {message}   ({', '.join(found)})" for message, found in places.items()]
+        lines = [f"  {message}   ({_few(list(found))})" for message, found in places.items()]
         if self.outdated:
             lines.append(" ".join([f"  {HINT}", *(f"--redo {name}" for name in self.outdated)]))
         if lines:
@@ -84,8 +84,10 @@ class Checked:
             raise Unmet("\n".join([count, *lines]))
 
     def __str__(self) -> str:
+        if not self.stages:
+            return "\n".join(["every stage is finished", *self.remarks()])
         needed = f"{WRITTEN} will take {self.disk / GB:,.1f} GB of {self.free / GB:,.1f} GB free"
-        lines = [f"{self.stages} stages can run; {needed}"]
+        lines = [f"{self.stages} {'stage' if self.stages == 1 else 'stages'} can run; {needed}"]
         if self.memory:
             stage, peak = max(self.memory.items(), key=lambda each: each[1])
             parts = "while training (estimated; `dccot plan` has the parts)"
@@ -97,6 +99,10 @@ class Checked:
         by = f"made by other code than this ({describe_code(code_version())}): "
         idle = [f"{stage}: {what}" for stage, what in self.idle.items()]
         return idle + ([by + ", ".join(self.other_code)] if self.other_code else [])
+
+
+def _few(places: list[str]) -> str:
+    return ", ".join(places) if len(places) <= 4 else f"{', '.join(places[:3])} and {len(places) - 3} more"
 
 
 def check_recipe(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: Collection[str] = ()) -> Checked:
@@ -169,7 +175,7 @@ def _missing(need: Need, recipe: Recipe, made: dict[str, tuple[bool, Any]], colu
     """What is wrong with something a stage needs; None if it exists or will."""
     for name in SHARED:
         if f"{{{name}}}" in need.path:
-            return f"{name} is not set; give {name}=… on the command line"
+            return unset(name)
     inside = Path(need.path).relative_to(recipe.folder) if Path(need.path).is_relative_to(recipe.folder) else None
     maker, _, step = inside.parts[0].partition("@") if inside else ("", "", "")
     if inside and maker in made:

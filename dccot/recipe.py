@@ -196,13 +196,23 @@ class StagePlan:
         try:
             return load_config(self.kind.config, self.file, settings=settings)
         except ConfigError as error:
-            raise ConfigError(f"stage {self.name}: {error}") from None
+            said = str(error)
+            if self.start is None and any(said.startswith(f"{key} is not set") for key in self._begun_with()):
+                said = unset("model")
+            raise ConfigError(f"stage {self.name}: {said}") from None
+
+    def _begun_with(self) -> list[str]:
+        return [key for key, text in self.kind.given.items() if text == "{start}"]
 
     def needs(self, config: Any) -> list[Need]:
         """What it reads; keys that are not set name nothing."""
         values = flat(config)
         named = [Need(key, str(values[key]), what) for key, what in self.kind.reads.items() if values[key]]
         return named + self.kind.needs(self, config)
+
+
+def unset(name: str) -> str:
+    return f"{name} is not set; give {name}=… on the command line"
 
 
 def stage_seed(seed: int, stage: str) -> int:

@@ -60,8 +60,11 @@ class Training:
                 with waiting("loading torch"):
                     start = train or importlib.import_module(self.module).train
                 start(config)
-            rollouts = [f"dccot view {run}"] if isinstance(config, RLConfig) else []
-            conclude(said, f"dccot eval {run} --bench aime24", *rollouts, f"tensorboard --logdir {run}")
+            more = [f"dccot serve {run}"]
+            if isinstance(config, RLConfig):
+                problems = config.data.validation or config.data.train
+                more = [f"dccot eval {run} --problems {problems}", f"dccot view {run}"]
+            conclude(said, *more, f"tensorboard --logdir {run}")
 
         return run_cleanly(work)
 

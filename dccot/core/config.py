@@ -112,9 +112,12 @@ def warn_of_plain_http(url: str, key: str) -> None:
 
 
 def find_config(path: str | Path) -> Path:
-    """The YAML file itself, or the one installed with the package when called from outside a checkout."""
+    """The YAML file itself, that of a recipe's or run's folder, or the one installed with the package when called from
+    outside a checkout.
+    """
     inside = Path(path).parts[1:] if Path(path).parts[:1] == ("configs",) else Path(path).parts
-    for candidate in (Path(path), *(Path(root, *inside) for root in dccot.configs.__path__)):
+    kept = (Path(path), Path(path, "recipe.yaml"), Path(path, "config.yaml"))
+    for candidate in (*kept, *(Path(root, *inside) for root in dccot.configs.__path__)):
         if os.path.isfile(candidate):  # False for names that no file can have
             return candidate
     if "=" in str(path):

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from dccot.core.files import write_jsonl_atomic
 from dccot.lab.worlds.arithmetic import EOS, make_tokenizer
-from dccot.lab.worlds.bigram import hold_bigrams
-from dccot.model.transformer import Transformer
-from dccot.model.weights import create_checkpoint
+
+if TYPE_CHECKING:
+    from dccot.model.transformer import Transformer
 
 TEMPERATURE, HARDLY_EVER = 0.6, 1e-5
 CHANCES = {
@@ -37,6 +36,11 @@ CHANCES = {
 
 def make_model(folder: Path) -> None:
     """A model that holds the table above; one random layer makes log-probs depend on the context."""
+    import torch  # all of these take seconds to import; `--check` of a recipe needs none
+
+    from dccot.lab.worlds.bigram import hold_bigrams
+    from dccot.model.weights import create_checkpoint
+
     tokenizer = make_tokenizer()
     vocab = tokenizer.get_vocab()
     width = -(-len(vocab) // 32) * 32

@@ -17,6 +17,7 @@ COMMANDS = [
     ["rl", "configs/rl/stage1.yaml", "model.path=runs/none", "data.train=none.jsonl"],
     ["sft", "configs/sft.yaml", "model.path=runs/none", "data.train=none.jsonl"],
     ["pipeline", "configs/paper.yaml", "model=runs/none", "train=x", "--check"],
+    ["pipeline", "configs/mini/demo.yaml", "--check"],
     ["eval", "runs/none", "--bench", "aime24"],
     ["solve", "runs/none", "What?"],
     ["export", "runs/none", "exported"],

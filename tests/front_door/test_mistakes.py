@@ -40,6 +40,7 @@ MISTAKES = {  # what is typed → what the answer says, and its exit code if tha
     "pipeline configs/paper.yaml model.path=MODEL": "model is one value, without model.path: write model=…",
     "pipeline configs/paper_published_sft.yaml --quick": "has no quick version: leave out --quick",
     "pipeline configs/paper.yaml model=MODEL --until stage5": "--until is 'stage5'; it must be one of",
+    "pipeline runs/mine": "model is not set; give model=… on the command line   (first)",
     # inputs
     f"{ON} model.path=runs/none": "'runs/none' is neither a Hugging Face folder",
     f"{ON} data.train=runs/data/deepscaler.jsonl": "`dccot data fetch deepscaler` downloads it",
@@ -94,6 +95,8 @@ def desk(tmp_path_factory) -> Path:
     own += "def typo_of_filter(group):\n    return len(grop) > 1\n"
     (desk / "my_rewards.py").write_text(own)
     done, other = Run(desk / "runs/done"), desk / "runs/other/rollouts"
+    (desk / "runs/mine").mkdir(parents=True)
+    (desk / "runs/mine/recipe.yaml").write_text("{train: good.jsonl, stages: {first: {run: rl}}}")
     hf = done.checkpoint_folder(4).hf
     hf.mkdir(parents=True)
     (hf / "config.json").write_text("{}")
