@@ -118,7 +118,7 @@ def test_until_checks_and_runs_the_first_stages_only(inputs, monkeypatch, capsys
     monkeypatch.setenv("WORLD_SIZE", "8")
     Path("runs/data/minerva.jsonl").unlink()
     assert main(["configs/paper.yaml", "model=MODEL", "--until", "sequential", "--check"]) == 0
-    assert "1 stages can run" in capsys.readouterr().out
+    assert "1 stage can run" in capsys.readouterr().out
     assert main(["configs/paper.yaml", "model=MODEL", "--until", "sequental", "--check"]) == 2
     assert "did you mean 'sequential'" in capsys.readouterr().err
 
