@@ -120,6 +120,17 @@ def task_of(config: Any) -> Task:
     return task
 
 
+def own_settings(model: str | Path) -> dict[str, Any]:
+    """What a model's run is asked with unless something else is given: its task, kind of prompt, budget and workers, as
+    dotted keys. Empty for a model without a run.
+    """
+    own = Run.parse(model)[0].settings()
+    prompt, rollout = own.get("prompt") or {}, own.get("rollout") or {}
+    found = {f"rollout.{key}": rollout[key] for key in ("budget", "workers", "depth") if key in rollout}
+    found |= {"prompt.kind": prompt["kind"]} if prompt.get("kind") in ("parallel", "sequential") else {}
+    return found | ({"task": own["task"]} if own.get("task") else {})
+
+
 def settings_of(model: str | Path) -> tuple[PromptConfig, RolloutConfig]:
     """How to prompt a model and sample from it: as its run did, whichever checkpoint it is; or the defaults."""
     run, _ = Run.parse(model)

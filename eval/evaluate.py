@@ -37,7 +37,7 @@ from dccot.data.judge import GradingConfig, Judge, classes_of, verdicts_of
 from dccot.data.problems import Columns
 from dccot.data.prompts import PromptConfig, Prompted
 from dccot.data.rollouts import Pair, missing_in, roll_out, sample_to_file, saved_rows
-from dccot.data.task import TaskName, settings_of, task_of
+from dccot.data.task import TaskName, own_settings, settings_of, task_of
 from dccot.eval import results
 from dccot.eval.results import BENCHMARKS, Benchmark, Evaluation, Sample
 from dccot.model.config import read_config
@@ -75,14 +75,8 @@ def eval_config(
     method: str | None = None, budget: int | None = None, overrides: Sequence[str] = (), model: str | Path = ""
 ) -> EvalConfig:
     """What is not given is as the run of `model` has it: its task, how it is prompted, its budget and workers."""
-    own = Run.parse(model)[0].settings() if model else {}
-    prompt, rollout = own.get("prompt") or {}, own.get("rollout") or {}
-    settings: dict[str, Any] = {
-        f"rollout.{key}": rollout[key] for key in ("budget", "workers", "depth") if key in rollout
-    }
-    settings |= {"prompt.kind": prompt["kind"]} if prompt.get("kind") in METHODS else {}
-    settings |= {"task": own["task"]} if own.get("task") else {}
     given = {"prompt.kind": method, "rollout.budget": budget}
+    settings = own_settings(model) if model else {}
     settings |= {key: value for key, value in given.items() if value is not None}
     return load_config(EvalConfig, None, overrides, settings.items())
 

@@ -19,7 +19,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,8 @@ def solve(
     `show` is called with the growing timeline. Raises FileNotFoundError for a missing model and ConfigError for invalid
     input.
     """
-    asked = _prepare(model, problem, budget, temperature, sequential)
+    with nullcontext() if engine else waiting(f"reading {model}"):
+        asked = _prepare(model, problem, budget, temperature, sequential)
     with _opened(asked, engine) as engine:
         return _answer(asked, seed, engine, Timeline(show))
 

@@ -87,13 +87,16 @@ def find_model(path: str | Path) -> Path:
         return path
     run, chosen = Run.parse(path)
     if not run.latest.is_file():
-        raise FileNotFoundError(
-            f"{str(run)!r} is neither a Hugging Face folder (no config.json), a run with a checkpoint (no latest), "
-            "nor a hub id (owner/name)"
-        )
+        kinds = "a Hugging Face folder (no config.json), a run with a checkpoint (no latest), nor a hub id (owner/name)"
+        raise FileNotFoundError(f"{str(run)!r} is neither {kinds}{_runs_inside(path)}")
     if chosen is None:
         return run.newest().hf
     return run.checkpoint(run.best().step if chosen == "best" else chosen).hf
+
+
+def _runs_inside(folder: Path) -> str:
+    found = sorted(map(str, (latest.parent for latest in folder.glob("*/latest"))))
+    return f"; runs in it: {', '.join(found)}" if found else ""
 
 
 def model_checksums(folder: Path, runtime: Runtime | None = None) -> dict[str, str]:

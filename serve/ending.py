@@ -5,6 +5,7 @@ the end of that time, cuts the rest off with a 503. Meanwhile new requests get a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
 import threading
@@ -58,4 +59,5 @@ def _responses(count: int) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"\ndccot serve: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a closed terminal or pipe must not keep the server from ending
+        print(f"\ndccot serve: {text}", file=sys.stderr, flush=True)

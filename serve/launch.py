@@ -29,7 +29,7 @@ from typing import Any, NoReturn, get_args
 
 from huggingface_hub import ModelCard
 
-from dccot.core.command import positive, run_cleanly
+from dccot.core.command import Parser, positive, run_cleanly
 from dccot.core.config import ConfigError, NonNegative, Positive, load_config, require
 from dccot.core.run import Run
 from dccot.core.runtime import KEEP_FREED_MEMORY, START_UP
@@ -78,12 +78,10 @@ def from_environment() -> ServeConfig:
     return load_config(ServeConfig, None, shlex.split(os.environ.get(VARIABLE, "")))
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        description="Serve a model, director and workers included, through the OpenAI API; web page at /.",
-        epilog="example: dccot serve runs/demo/stage4 --port 8000; any option of `vllm serve` may follow",
-        allow_abbrev=False,
-    )
+def parser() -> Parser:
+    what = "Serve a model, director and workers included, through the OpenAI API; web page at /. "
+    what += "Any option of `vllm serve` may follow."
+    made = Parser(what, "dccot serve runs/demo/stage4 --port 8000", allow_abbrev=False)
     add = made.add_argument
     add("model", help="a hub id, a Hugging Face folder, or a run (its newest checkpoint, prompted as it was trained)")
     add("--port", type=positive, default=8000, help="default 8000")

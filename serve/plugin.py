@@ -72,7 +72,7 @@ def banner(chat: Chat, args: Namespace) -> str:
     where = f"{scheme}://{args.host or '0.0.0.0'}:{args.port}" if not args.uds else f"unix:{args.uds}"
     thinks = in_words(rollout.workers, rollout.depth) if chat.config.prompt.parallel else "no workers"
     keys = args.api_key or [os.environ.get("VLLM_API_KEY")]
-    key = "asked for (Authorization: Bearer …)" if any(keys) else "none: whoever reaches the address may ask"
+    key = "asked for (Authorization: Bearer …)" if any(keys) else "none: anyone who reaches the address may ask"
     seconds = chat.engine.vllm_config.shutdown_timeout
     lines = {
         "thinks": f"{thinks}, at most {rollout.budget:,} tokens on the longest path, context {chat.context:,}",
@@ -80,7 +80,7 @@ def banner(chat: Chat, args: Namespace) -> str:
         "API": f"{where}/v1  (chat/completions, responses)",
         "page": f"{where}/",
         "key": key,
-        "stop": f"Ctrl-C or SIGTERM; what is being written has {seconds} s to finish",
+        "stop": f"Ctrl-C or SIGTERM; responses in progress have {seconds} s to finish",
     }
     return "\n".join([f"dccot serves {chat.models[0]}", *(f"  {name:<7} {text}" for name, text in lines.items())])
 

@@ -21,6 +21,7 @@ MISTAKES = {  # what is typed → what the answer says, and its exit code if tha
     "check": "did you mean `dccot pipeline RECIPE --check` or `dccot gpu-check` or `dccot model check`?",
     "rl": "arguments are required: config; for example: dccot rl configs/rl/stage1.yaml model.path=runs/sft",
     "solve MODEL": 'arguments are required: problem; for example: dccot solve runs/demo/stage4 "Add a to o',
+    "serve": "arguments are required: model; for example: dccot serve runs/demo/stage4",
     "plan": "arguments are required: model; for example: dccot plan 7B --gpus 8",
     # settings
     "rl model.path=MODEL": "'model.path=MODEL' comes after the YAML file, e.g. one of configs/",
@@ -43,6 +44,7 @@ MISTAKES = {  # what is typed → what the answer says, and its exit code if tha
     "pipeline runs/mine": "model is not set; give model=… on the command line   (first)",
     # inputs
     f"{ON} model.path=runs/none": "'runs/none' is neither a Hugging Face folder",
+    f"{ON} model.path=runs": "nor a hub id (owner/name); runs in it: runs/done",
     f"{ON} data.train=runs/data/deepscaler.jsonl": "`dccot data fetch deepscaler` downloads it",
     f"{ON} data.train=raw.jsonl": "no field 'question' (the row has 'problem', 'answer')); a row has question and "
     "gold, columns with other names: data.question=… data.gold=…",
@@ -151,12 +153,13 @@ def test_a_rejected_evaluation_leaves_nothing_that_refuses_the_next(answer):
     assert code == 2 and "lower the budget" in said and not Path("evaluated").exists()
 
 
-def test_an_evaluation_has_the_budget_of_its_run(answer, desk):
+def test_an_evaluation_and_rollouts_have_the_budget_of_their_run(answer, desk):
     """Up to the context, which the run's own budget does not exceed and 12,000 would not either: the line names it."""
     given = ["model.path=MODEL", "data.train=good.jsonl", "rollout.budget=640", "reward.cutoff=100"]
     Run(desk / "runs/done").config_file.write_text(to_yaml(load_config(RLConfig, None, given)))
-    _, said = answer("eval runs/done --problems good.jsonl")
-    assert "runs/done: parallel, at most 640 tokens on the longest path; good" in said
+    for typed in ("eval runs/done --problems good.jsonl", "rollout runs/done good.jsonl"):
+        _, said = answer(typed)
+        assert "runs/done: parallel, at most 640 tokens on the longest path; good" in said
 
 
 def test_columns_with_other_names_are_found(answer):

@@ -87,3 +87,13 @@ def test_a_server_that_is_told_to_end_finishes_what_is_written_and_answers_the_r
     assert "stopping: 3 responses may finish within 4 s" in said
     assert "stopped; 2 responses cut off" in said
     assert eventually(lambda: not any(process.is_running() and process.status() != "zombie" for process in running), 60)
+
+
+def test_a_closed_terminal_does_not_keep_a_server_from_ending(monkeypatch):
+    from dccot.serve import ending
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr("sys.stderr", os.fdopen(writer, "w", buffering=1, closefd=False))
+    ending._say("stopped")
+    os.close(writer)
