@@ -31,7 +31,7 @@ INTRODUCTION = """# Configuration
 Every key with its type, default and meaning, generated from the dataclasses by `python -m dccot.lab.reference`. A YAML
 file may name `base: other.yaml` or a list of such files; `key=value` on the command line overrides the file;
 `--print-config` shows the resolved configuration. Unknown keys are rejected, with the nearest valid one suggested.
-A key without a default is empty, and must be set unless its meaning says what empty means. Keys that several commands
+A key whose default is empty must be set, unless its meaning says what empty means. Keys that several commands
 share are listed once, at the end.
 """
 Row = tuple[str, str, str, str]  # key, type, default, meaning
@@ -77,7 +77,7 @@ def rows(kind: type, prefix: str = "", instance: object | None = None) -> typing
         elif dataclasses.is_dataclass(inner):
             yield from rows(typing.cast(type, inner), f"{prefix}{name}.", value)
         else:
-            yield f"{prefix}{name}", _type_name(inner), _shown(value), meaning
+            yield f"{prefix}{name}", _type_name(inner), _shown(value), meaning.replace("None", "null")
 
 
 def keys(kind: type, instance: object | None = None, prefix: str = "") -> typing.Iterator[tuple[str, object]]:
