@@ -80,7 +80,8 @@ class Checked:
         if self.outdated:
             lines.append(" ".join([f"  {HINT}", *(f"--redo {name}" for name in self.outdated)]))
         if lines:
-            count = f"the recipe cannot run, {len(places)} things are missing or wrong (stage.key):"
+            things = "1 thing is" if len(places) == 1 else f"{len(places)} things are"
+            count = f"the recipe cannot run, {things} missing or wrong (stage.key):"
             raise Unmet("\n".join([count, *lines]))
 
     def __str__(self) -> str:

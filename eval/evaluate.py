@@ -28,7 +28,7 @@ from typing import Any
 from dccot.core.command import Parser, conclude, positive, run_cleanly
 from dccot.core.config import RENAMED, ConfigError, load_config, require, to_plain
 from dccot.core.files import BadData, JsonlWriter, checksum, read_jsonl, write_atomic, write_jsonl_atomic
-from dccot.core.progress import Progress, first_rank
+from dccot.core.progress import Progress, first_rank, waiting
 from dccot.core.provenance import record
 from dccot.core.run import Checkpoint, Run, steps_until
 from dccot.core.runtime import Runtime, require_shared
@@ -105,7 +105,11 @@ def evaluate(
         if differs := _other_limits(path, config):
             care["report"](differs)
         out = Path(out or RESULTS / default_name(path, config))
-        tokenizer = engine.tokenizer if engine else open_tokenizer(path)
+        if engine:
+            tokenizer = engine.tokenizer
+        else:
+            with waiting(f"reading {path}"):
+                tokenizer = open_tokenizer(path)
         prompted = {name: task.prompts(asked, tokenizer, **care) for name, asked in problems.items()}
         _check_context(path, config, max(len(ids) for problems in prompted.values() for _, ids in problems))
         weights = model_checksums(path, runtime)

@@ -6,7 +6,6 @@ dccot model import FILE.gguf FOLDER   a Hugging Face folder from a llama.cpp fil
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -14,8 +13,9 @@ from pathlib import Path
 
 import torch
 
-from dccot.core.command import run_cleanly
+from dccot.core.command import Parser, run_cleanly
 from dccot.core.config import ConfigError
+from dccot.core.progress import waiting
 from dccot.data.prompts import PromptConfig
 from dccot.kernels.mask import TreeMask
 from dccot.model.config import ModelConfig, read_config
@@ -72,9 +72,12 @@ def text_rows(config: ModelConfig, folder: Path, workers: Width) -> Iterator[Row
         yield tag, " ".join(map(str, encode(tag))) + "   (its > merges with a newline after it)" * merges
 
 
-def numbers_rows(folder: Path, engine: bool) -> Iterator[Row]:
-    """Our decoder in float32 vs. transformers' logits of the probe and vLLM's log-probs; one model at a time."""
+def numbers_rows(folder: Path) -> Iterator[Row]:
+    """Our decoder in float32 vs. transformers' logits of the probe."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
 
     ids = torch.tensor(open_tokenizer(folder).encode(PROBE, add_special_tokens=False))
     with torch.no_grad():
@@ -83,9 +86,12 @@ def numbers_rows(folder: Path, engine: bool) -> Iterator[Row]:
         gap = float((found - theirs(input_ids=ids[None]).logits[0]).abs().max())
         del theirs
     yield "vs. transformers", verdict(gap, "transformers", f"logits of {len(ids)} tokens")
-    if engine:
-        gap, tokens, rate = sampled_gap(folder)
-        yield "vs. vLLM", verdict(gap, "vLLM", f"log-probs of {tokens} sampled tokens") + f", {rate:.1f} tokens/s alone"
+
+
+def engine_rows(folder: Path) -> Iterator[Row]:
+    """Our decoder in float32 vs. vLLM's log-probs of what it sampled."""
+    gap, tokens, rate = sampled_gap(folder)
+    yield "vs. vLLM", verdict(gap, "vLLM", f"log-probs of {tokens} sampled tokens") + f", {rate:.1f} tokens/s alone"
 
 
 def decoder(folder: Path) -> Transformer:
@@ -134,8 +140,11 @@ def check(model: str, workers: Width, engine: bool, weights: bool) -> None:
     try:
         config = read_config(folder)
         rows.extend(shape_rows(config, folder))
-        rows.extend(text_rows(config, folder, workers))
-        rows.extend(numbers_rows(folder, engine) if weights else ())
+        with waiting(f"checking {model}"):
+            rows.extend(text_rows(config, folder, workers))
+        with waiting("comparing with transformers"):
+            rows.extend(numbers_rows(folder) if weights else ())
+        rows.extend(engine_rows(folder) if weights and engine else ())
     except (ValueError, OSError) as error:
         raise ConfigError(f"model {folder} cannot be used: {error}") from None
     finally:
@@ -153,17 +162,17 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    top = argparse.ArgumentParser(description="Model folders.", epilog="example: dccot model check MODEL")
+    top = Parser("Model folders.", "dccot model check MODEL")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    what, example = "describe a model folder; compare with transformers and vLLM", "example: dccot model check MODEL"
-    one = commands.add_parser("check", help=what, epilog=example)
+    what, example = "describe a model folder; compare with transformers and vLLM", "dccot model check MODEL"
+    one = commands.add_parser("check", help=what, description=what, example=example)
     one.add_argument("model", help="a hub id, a Hugging Face folder, or a run (its newest checkpoint)")
     one.add_argument("--workers", type=width, default=3, help="workers whose tags are shown (default: %(default)s)")
     one.add_argument("--no-engine", action="store_true", help="do not compare with vLLM, which takes a while to start")
     one.add_argument("--no-weights", action="store_true", help="compute nothing: configuration and tokenizer only")
     one.set_defaults(run=lambda a: check(a.model, a.workers, not a.no_engine, not a.no_weights))
-    example = "example: dccot model import MODEL.gguf FOLDER"
-    one = commands.add_parser("import", help="a folder from a GGUF file", epilog=example)
+    what, example = "a folder from a GGUF file", "dccot model import MODEL.gguf FOLDER"
+    one = commands.add_parser("import", help=what, description=what, example=example)
     one.add_argument("file", type=Path, help="qwen2, qwen3 or llama, quantised or not")
     one.add_argument("folder", type=Path, help="a new one")
     one.add_argument("--dtype", choices=DTYPES, default="float32", help="of the written weights (default: %(default)s)")

@@ -32,7 +32,7 @@ T = TypeVar("T")
 MAX_LINE_BYTES = 8 << 20  # a rollout of 100,000 tokens with log-probs takes about 3 MB
 LEASE_SECONDS = 120.0  # after which a file server releases the locks of a dead machine; NFSv4 does after 90
 GZIP_LEVEL = 1  # a training step waits for it; higher ones gain little on digits
-REPORTED_LINES = 20  # a file that is bad throughout does not flood the terminal
+REPORTED_LINES = 3  # a file that is bad throughout does not flood the terminal
 
 
 class BadData(ValueError):

@@ -7,7 +7,6 @@ A benchmark is a module with `run(quick) -> rows` (harness.py); runs/bench/<benc
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import subprocess
@@ -15,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from dccot.core.command import Parser
 from dccot.lab.bench.harness import FOLDER, judged_quick, table, write
 
 BENCHMARKS = {
@@ -48,8 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in KERNEL_BENCHMARKS:
         return importlib.import_module("dccot.lab.bench.kernels").main(argv)
-    about, example = "Run benchmarks; results also in runs/bench/*.json.", "example: dccot bench forest rollout"
-    parser = argparse.ArgumentParser(prog="dccot bench", description=about, epilog=example)
+    parser = Parser(
+        "Run benchmarks; results also in runs/bench/*.json.", "dccot bench forest rollout", prog="dccot bench"
+    )
     known = f"all, or some of {', '.join(BENCHMARKS)}; {' and '.join(KERNEL_BENCHMARKS)} take options"
     parser.add_argument("names", nargs="+", help=known)
     parser.add_argument(

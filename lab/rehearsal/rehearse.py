@@ -24,9 +24,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from dccot.core.command import positive, print_table, run_cleanly
+from dccot.core.command import Parser, positive, print_table, run_cleanly
 from dccot.core.config import ConfigError
 from dccot.core.files import write_atomic
+from dccot.core.progress import waiting
 from dccot.lab.rehearsal.inputs import load_training
 from dccot.memory import TrainingMemory, largest_batch
 from dccot.model.config import ModelConfig
@@ -163,7 +164,8 @@ def rehearse(arguments: argparse.Namespace) -> int:
     model, memory, began = read_shape(arguments.model), GPUS[arguments.gpu].memory, time.perf_counter()
     prepared = prepare(paths, overrides, model, arguments.gpus, arguments.gpu)
     where = f"{arguments.model} on {arguments.gpus:,} × {arguments.gpu} ({memory} GB)"
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    what = f"rehearsing {', '.join(each.name for each in prepared)}"
+    with waiting(what), ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         tried = list(pool.map(lambda one: run(one, dict(model.raw), arguments.gpus, arguments.gpu), prepared))
     for rehearsal in tried if arguments.details or len(tried) == 1 else []:
         if not rehearsal.failed:
@@ -182,9 +184,9 @@ def rehearse(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Try a run's training step at its real size on fake GPUs: devices, shapes, dtypes, memory, waits.",
-        epilog="example: dccot rehearse configs/rl/stage4.yaml --model 7B --gpus 8 sharding.reduce_once=false",
+    parser = Parser(
+        "Try a run's training step at its real size on fake GPUs: devices, shapes, dtypes, memory, waits.",
+        "dccot rehearse configs/rl/stage4.yaml --model 7B --gpus 8 sharding.reduce_once=false",
     )
     add, cards = parser.add_argument, [name for name, gpu in GPUS.items() if gpu.arch.startswith("sm_")]
     add("configs", nargs="+", metavar="CONFIG", help="configurations of RL or SFT; key=value settings for all of them")
