@@ -28,7 +28,7 @@ from dccot.core.files import write_atomic
 from dccot.core.progress import waiting
 from dccot.core.provenance import record
 from dccot.core.runtime import PATIENCE, Runtime, free_memory, gpus, on_rank_zero, set_timeout
-from dccot.preflight import changes, checked_recipe, made_from
+from dccot.preflight import Checked, changes, checked_recipe, made_from
 from dccot.recipe import Recipe, StagePlan
 from dccot.stages import Context, SharedEngine, load_recipe
 
@@ -67,8 +67,7 @@ def run_recipe(
 
 def _open(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: Sequence[str]) -> None:
     """Reject what cannot run, changing nothing; then lock the folder, write the recipe, move away what is redone."""
-    with waiting(f"{recipe.folder}: checking {len(plans)} stages"):
-        checked = checked_recipe(recipe, plans, ranks, redo)
+    checked = _checked(recipe, plans, ranks, redo)
     recipe.home.claim()
     write_atomic(recipe.home.recipe_file, to_yaml(recipe))
     for remark in checked.remarks():
@@ -77,6 +76,11 @@ def _open(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: Sequence
         # an unfinished one continues: it may be this very redo
         if plan.name in redo and plan.home.finished() and (moved := plan.home.move_aside()):
             print(f"{plan.name}: done again; what was there is in {moved}", flush=True)
+
+
+def _checked(recipe: Recipe, plans: Sequence[StagePlan], ranks: int, redo: Sequence[str]) -> Checked:
+    with waiting(f"{recipe.folder}: checking {len(plans)} stages"):
+        return checked_recipe(recipe, plans, ranks, redo)
 
 
 def _run_stage(plan: StagePlan, heading: str, context: Context) -> None:
@@ -126,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ranks = int(os.environ.get("WORLD_SIZE", "0")) or gpus() or 8
             if not gpus():
                 print(f"no GPU here: checked for {ranks} ranks, without their memory (`dccot plan`)", flush=True)
-            print(checked_recipe(recipe, first_stages(plans, arguments.until), ranks, arguments.redo))
+            print(_checked(recipe, first_stages(plans, arguments.until), ranks, arguments.redo))
         else:
             run_recipe(arguments.config, arguments.overrides, arguments.redo, arguments.quick, arguments.until)
             done, until = first_stages(plans, arguments.until), f" up to {arguments.until}" if arguments.until else ""

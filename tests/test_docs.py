@@ -392,7 +392,7 @@ def test_the_example_of_solve_runs(folder):
 @thorough
 def test_the_python_of_the_readme_runs(folder):
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    code = code.replace("seed=1", "seed=1, budget=60")
+    code = code.replace('")', '", budget=60)', 1)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, env=environment(), capture_output=True, text=True, timeout=600
     )
