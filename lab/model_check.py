@@ -10,20 +10,26 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from dccot.core.command import Parser, run_cleanly
 from dccot.core.config import ConfigError
+from dccot.core.lazy import Lazy
 from dccot.core.progress import waiting
 from dccot.data.prompts import PromptConfig
-from dccot.kernels.mask import TreeMask
 from dccot.model.config import ModelConfig, read_config
 from dccot.model.folder import resolve_model
 from dccot.model.tokenizer import open_tokenizer
-from dccot.model.transformer import Transformer
-from dccot.model.weights import load_weights, open_tensors
 from dccot.rollout.tags import PROBE, TagIds, Width, all_tags, width
+
+if TYPE_CHECKING:
+    import torch
+
+    from dccot.kernels import mask
+    from dccot.model import transformer, weights
+else:
+    torch, mask = Lazy("torch"), Lazy("dccot.kernels.mask")
+    transformer, weights = Lazy("dccot.model.transformer"), Lazy("dccot.model.weights")
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUESTION = "Which is larger, 17 or 41?"
@@ -32,7 +38,7 @@ Row = tuple[str, str]
 
 
 def shape_rows(config: ModelConfig, folder: Path) -> list[Row]:
-    with open_tensors(folder) as tensors:
+    with weights.open_tensors(folder) as tensors:
         stored = ", ".join(sorted({tensor.get_dtype() for tensor in tensors.values()}))
     heads = f"{config.heads} heads, {config.kv_heads} of keys and values, of {config.head_dim}"
     rope = config.rope.type + (f" ×{config.rope.factor:g}" if config.rope.type != "default" else "")
@@ -47,7 +53,7 @@ def shape_rows(config: ModelConfig, folder: Path) -> list[Row]:
 
 def count_parameters(config: ModelConfig) -> int:
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in Transformer(config).parameters())
+        return sum(parameter.numel() for parameter in transformer.Transformer(config).parameters())
 
 
 def text_rows(config: ModelConfig, folder: Path, workers: Width) -> Iterator[Row]:
@@ -81,7 +87,7 @@ def numbers_rows(folder: Path) -> Iterator[Row]:
 
     ids = torch.tensor(open_tokenizer(folder).encode(PROBE, add_special_tokens=False))
     with torch.no_grad():
-        found = decoder(folder)(ids, torch.arange(len(ids)), TreeMask.causal([len(ids)]))
+        found = decoder(folder)(ids, torch.arange(len(ids)), mask.TreeMask.causal([len(ids)]))
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         gap = float((found - theirs(input_ids=ids[None]).logits[0]).abs().max())
         del theirs
@@ -94,11 +100,11 @@ def engine_rows(folder: Path) -> Iterator[Row]:
     yield "vs. vLLM", verdict(gap, "vLLM", f"log-probs of {tokens} sampled tokens") + f", {rate:.1f} tokens/s alone"
 
 
-def decoder(folder: Path) -> Transformer:
+def decoder(folder: Path) -> transformer.Transformer:
     with torch.device("meta"):
-        model = Transformer(read_config(folder))
+        model = transformer.Transformer(read_config(folder))
     model.to_empty(device="cpu")
-    load_weights(model, folder, torch.float32)
+    weights.load_weights(model, folder, torch.float32)
     return model
 
 
@@ -133,18 +139,18 @@ def verdict(gap: float, judge: str, what: str) -> str:
     return f"{what} in float32 differ by at most {gap:.1e}"
 
 
-def check(model: str, workers: Width, engine: bool, weights: bool) -> None:
+def check(model: str, workers: Width, engine: bool, compute: bool) -> None:
     """Print the findings; the first unusable part is an error, after everything usable was printed."""
     folder = resolve_model(model)
     rows: list[Row] = []
     try:
         config = read_config(folder)
-        rows.extend(shape_rows(config, folder))
         with waiting(f"checking {model}"):
+            rows.extend(shape_rows(config, folder))
             rows.extend(text_rows(config, folder, workers))
         with waiting("comparing with transformers"):
-            rows.extend(numbers_rows(folder) if weights else ())
-        rows.extend(engine_rows(folder) if weights and engine else ())
+            rows.extend(numbers_rows(folder) if compute else ())
+        rows.extend(engine_rows(folder) if compute and engine else ())
     except (ValueError, OSError) as error:
         raise ConfigError(f"model {folder} cannot be used: {error}") from None
     finally:

@@ -20,6 +20,8 @@ COMMANDS = [
     ["pipeline", "configs/mini/demo.yaml", "--check"],
     ["eval", "runs/none", "--bench", "aime24"],
     ["solve", "runs/none", "What?"],
+    ["model", "check", "runs/none"],
+    ["rehearse", "--help"],
     ["export", "runs/none", "exported"],
     ["view", "rollouts.jsonl"],
     ["view", "rollouts.jsonl", "--model", "model", "--out", "tokens.html"],
