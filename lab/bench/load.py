@@ -143,10 +143,15 @@ def questions(count: int, plain: float) -> list[Asked]:
     return [Asked(number, rng.random() < plain) for number in range(count)]
 
 
+def session_with(address: str, seconds: float | None) -> aiohttp.ClientSession:
+    """A connection for each request: a slow client may find that the server has just closed an idle one."""
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    return aiohttp.ClientSession(address, connector=connector, timeout=aiohttp.ClientTimeout(total=seconds))
+
+
 async def under_load(address: str, setting: Setting, quick: bool) -> list[dict]:
     rates, seconds = (RATES[1:2], 2.0) if quick else (RATES, setting.seconds)
-    limits = aiohttp.ClientTimeout(total=600)
-    async with aiohttp.ClientSession(address, connector=aiohttp.TCPConnector(limit=0), timeout=limits) as session:
+    async with session_with(address, seconds=600) as session:
         client, name, pool = Client(session), setting.name, questions(12 if quick else 60, setting.plain)
         await client.capacity(pool, seconds)  # warm
         capacity = await client.capacity(pool, 2 * seconds)
@@ -310,8 +315,7 @@ async def soak(address: str, process: psutil.Process, minutes: float) -> None:
             now = running(address)
             say(f"{done} answers, {failed} failed, {memory:,.0f} MB, {files} descriptors, {now:.0f} running")
 
-    limits = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(address, connector=aiohttp.TCPConnector(limit=0), timeout=limits) as session:
+    async with session_with(address, seconds=None) as session:
         await asyncio.gather(watch(), *(client(session, first) for first in range(CLIENTS)))
     idle = until(lambda: running(address) == 0, 60)
     say(f"idle after {idle:.1f} s; {metric(address, 'dccot_workers_waiting'):.0f} workers wait")
