@@ -141,9 +141,17 @@ def show(reports: Sequence[Report]) -> None:
         used.append([_name(config), *size, *memory, fits, ahead])
         full, *edge = (sum(loop.mix.values()) for loop in code.loops)
         mix = [f"{code.loops[0].mix.get(name, 0) / full:.0%}" for name in MIX]
-        loops.append([_name(config), str(full), "".join(map(str, edge)), code.matrix_instruction or "", *mix])
-    columns = ["kernel", "tile", "warps", "stages", "registers", "spills", "shared", "resident", "ahead"]
-    print_table("What a program uses", columns, used)
+        loops.append(
+            [
+                _name(config),
+                str(full),
+                "".join(map(str, edge)),
+                (code.matrix_instruction or "").partition("_f32")[0],
+                *mix,
+            ]
+        )
+    columns = ["kernel", "tile", "warps", "stages", "regs", "spills", "shared", "resident", "ahead"]
+    print_table("What a program uses: registers, their spills, shared memory", columns, used)
     title = "Instructions of the loops over full and over edge tiles; the mix is that of full ones"
     print_table(title, ["kernel", "full", "edge", "product", *(name.replace("integer", "int") for name in MIX)], loops)
     found = [f"{each.configuration}: {finding}" for each in reports for finding in each.findings]
