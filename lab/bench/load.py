@@ -40,6 +40,7 @@ import httpx
 import psutil
 import torch
 
+from dccot.core.command import run_cleanly
 from dccot.lab.bench.harness import FOLDER, row, table, write
 from dccot.lab.bench.serve import CHANCES as STORMY
 from dccot.lab.bench.serve import family, is_right, jobs, metric, offline, running, say, server, storm, until
@@ -335,4 +336,4 @@ def main(asked: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(run_cleanly(lambda: main(sys.argv[1:])))  # so that a signal ends the servers as well
