@@ -17,15 +17,15 @@ RESTART, RANK = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), os.envir
 
 
 class Hanging(rl.RL):
-    def roll_out(self, *more, **named) -> list:
+    def roll_out(self):
         if (RESTART, RANK, self.phases.step) == (0, "1", 2):
             self.engine._engine.step = never_return
-        return super().roll_out(*more, **named)
+        return super().roll_out()
 
-    def grade(self, rollouts: list) -> list:
+    def grade(self):
         if (RESTART, RANK, self.phases.step) == (1, "1", 4):
             os.kill(os.getpid(), signal.SIGSTOP)
-        return super().grade(rollouts)
+        return super().grade()
 
 
 def never_return() -> None:
