@@ -189,7 +189,13 @@ def hangs(out: Path, under: Sequence[str], steps: int = 8) -> list[Trial]:
     problems = [] if code == 0 else [f"exit code {code}; see {job.log}"]
     problems += differences(job.run, whole, steps)
     expected = {
-        "hang in engine.step()": (f"exitcode: {STALLED}", "rollout has been running", " pending: ", "/p", "in never_return"),
+        "hang in engine.step()": (
+            f"exitcode: {STALLED}",
+            "rollout has been running",
+            " pending: ",
+            "/p",
+            "in never_return",
+        ),
         "hang in a collective": ("grade has been running", "in gather", "without progress"),
     }
     trials = []
