@@ -1,4 +1,5 @@
-"""What every rank does in the tests of RL: one engine, several runs on it. The tests read what the runs left in `out`.
+"""What every rank does in the tests of RL: several runs on one engine and one judge. The tests read what they left in
+`out`.
 
     torchrun --nproc_per_node 2 tests/system/rl_program.py OUT STEPS
 
@@ -6,6 +7,7 @@ The task is that of lab/worlds/exact_task.py: a reward of mean 0.1875 at the sta
 1/4) − 0.1875².
 """
 
+import contextlib
 import gc
 import os
 import signal
@@ -17,6 +19,7 @@ import torch
 from dccot.core.command import Stopped, asked
 from dccot.core.config import load_config
 from dccot.core.runtime import Runtime, free_memory
+from dccot.data.task import Task, task_of
 from dccot.lab.worlds.exact_task import make_task, write_problems
 from dccot.model.transformer import Transformer
 from dccot.rollout.vllm_engine import VllmEngine
@@ -84,7 +87,15 @@ def main(out: Path, steps: int) -> None:
     runtime.barrier()
     config = settings(out, "whole", steps)
     engine = VllmEngine(out / "model", config.engine)
-    train(config, engine)
+    with task_of(config).open_judge() as judge:
+        Task.open_judge = lambda task: contextlib.nullcontext(judge)
+        all_runs(out, steps, engine, runtime)
+    engine.shutdown()
+    runtime.stop()
+
+
+def all_runs(out: Path, steps: int, engine: VllmEngine, runtime: Runtime) -> None:
+    train(settings(out, "whole", steps), engine)
     free_memory()
     left_over = [
         type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, (Transformer, torch.optim.Optimizer))
@@ -113,8 +124,6 @@ def main(out: Path, steps: int) -> None:
     replay = f"replay={out / 'whole' / 'rollouts' / 'step_000000.jsonl.gz'}"
     train(settings(out, "replayed", 1, replay))
     train(settings(out, "shared", 1, replay, "sharding.context_parallel=2"))
-    engine.shutdown()
-    runtime.stop()
 
 
 if __name__ == "__main__":
