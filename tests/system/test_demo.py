@@ -84,7 +84,7 @@ def test_it_is_stopped_and_goes_on_to_its_table(start, tmp_path):
     assert "[1/7] world: done before" in said and "[7/7] report: " in said
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert steps == list(range(80))  # none lost, none twice
-    assert said.count("test split, mean") == 1 and "longest path is" in said and "minutes" in said  # printed by one rank
+    assert said.count("test split, mean") == 1 and "longest path is" in said and "minutes" in said  # by one rank
     assert (tmp_path / "r" / "report" / "report.html").is_file()
     curves = {
         name for file in tmp_path.glob("r/*/metrics.jsonl") for row in map(json.loads, file.open()) for name in row
