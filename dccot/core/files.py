@@ -300,6 +300,8 @@ def checksum(path: str | Path) -> str:
 def atomic_file(path: str | Path) -> Iterator[BinaryIO | gzip.GzipFile]:
     """A temporary file that replaces `path` when the block ends: it is always the old file or the complete new one."""
     path = Path(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):  # root would replace a device by a file
+        raise BadData(f"{path} is a device or a pipe, which cannot be replaced; name a file")
     make_folder(path.parent)
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

@@ -197,6 +197,13 @@ def test_a_compressed_file_is_read_like_any_other_and_has_the_same_bytes_each_ti
         list(read_jsonl(tmp_path / "a.jsonl.gz"))
 
 
+def test_a_device_or_a_pipe_is_not_replaced_by_a_file(tmp_path):
+    os.mkfifo(pipe := tmp_path / "out.html")
+    with pytest.raises(BadData, match="is a device or a pipe"):
+        write_jsonl_atomic(pipe, [{"a": 1}])
+    assert pipe.is_fifo() and os.listdir(tmp_path) == ["out.html"]
+
+
 def test_atomic_write_replaces_all_or_nothing(tmp_path):
     path = tmp_path / "rows.jsonl"
     assert write_jsonl_atomic(path, [{"a": 1}, {"a": 2}]) == 2
