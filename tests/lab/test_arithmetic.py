@@ -20,7 +20,7 @@ from dccot.lab.worlds.arithmetic import (
     rewrite_unmarked,
     sequential_solution,
 )
-from dccot.rollout.tags import TagIds, all_tags, flaw_of, parse
+from dccot.rollout.tags import TagIds, all_tags, answer_block, flaw_of, parse
 from tests.support.rounds import rounds_of
 
 SIZES = {"base": 400, "train": 400, "validation": 100, "test": 100, LARGER: 200}
@@ -110,7 +110,7 @@ def test_a_rewritten_solution_is_well_formed_and_still_correct(problem, attempt)
     text = rewrite_parallel(Problem(problem.id, problem.question, problem.gold), sequential, attempt=attempt)
     if is_rewritten(problem, sequential):
         assert flaw_of(text) is None
-        assert parse(text).answer == f"\\boxed{{{problem.gold}}}"
+        assert answer_block(text) == f"\\boxed{{{problem.gold}}}"
     else:
         assert text == sequential
 
@@ -143,7 +143,7 @@ def test_an_unmarked_solution_has_no_parts_and_rewriting_finds_them(problem, att
     assert not re.search(r"\d\)| to |end: ", sequential)
     text = rewrite_unmarked(problem, sequential, attempt=attempt)
     check_equations(text)
-    assert flaw_of(text) is None and parse(text).answer == f"\\boxed{{{problem.gold}}}"
+    assert flaw_of(text) is None and answer_block(text) == f"\\boxed{{{problem.gold}}}"
     assert text.splitlines()[:2] == sequential.splitlines()[:2]
     [spawned] = rounds_of(parse(text))
     labels = [re.findall(r"^([a-zA-Z]): ", words, re.M) for words in (spawned.director, *spawned.workers)]

@@ -111,7 +111,7 @@ def test_a_server_says_what_it_serves_where_and_to_whom(server):
         f"3 workers, at most {BUDGET} tokens on the longest path, context {CONTEXT:,}",
         f"{server.address}/v1",
         "asked for (Authorization: Bearer …)",
-        "has 25 s to finish",
+        "have 25 s to finish",
     ):
         assert wanted in said
     assert "Triton" not in said
