@@ -177,7 +177,13 @@ async def under_load(address: str, setting: Setting, quick: bool) -> list[dict]:
             if (best := max(good["never"], good["eager"])) >= SOME:
                 gains.append(good["adaptive"] / best)
         rows.append(
-            row(f"{name}: adaptive's good answers over both others', best load", max(gains, default=None), "×", 1.2, "higher")
+            row(
+                f"{name}: adaptive's good answers over both others', best load",
+                max(gains, default=None),
+                "×",
+                1.2,
+                "higher",
+            )
         )
     steps = [1000 * metric(address, f"dccot_step_seconds_{part}") for part in ("base", "per_sequence")]
     rows += [row(f"{name}: learnt, a step without its sequences", steps[0], "ms")]

@@ -13,14 +13,14 @@ that fails says `none`.
     8-3=5, 4: +9 -1 *20 yes                     <worker_1>8+3=11, 4: +15 -7 *44
     </think><answer>(8-3)*4</answer>            none</worker_1>
                                                 <worker_2>8-3=5, 4: +9 -1 *20 yes
-                                                </worker_2> … <worker_8>none</worker_8> …
+                                                (8-3)*4</worker_2> … <worker_8>none</worker_8> …
                                                 </spawn_workers>
                                                 </think><answer>(8-3)*4</answer>
 
 `rewrite_parallel` deals the openings to the workers: with three numbers each has one, an operation on a pair, or none
-if it is not possible. Each worker stops at its own first success. A search that succeeded with its first opening, and
-one of two numbers, is left as it is. The solutions mark no parts: the rule searches again, in the order that the first
-line names.
+if it is not possible. Each worker stops at its own first success and reports it. A search that succeeded with its first
+opening, and one of two numbers, is left as it is. The solutions mark no parts: the rule searches again, in the order
+that the first line names.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def rewrite_parallel(problem: Problem, sequential_text: str, *, attempt: int = 0
     for place, share in enumerate(shares):
         share.explore(slots[place::WORKERS])
     found = next((share.found for share in shares if share.found), None)
-    workers = [f"{share.text}{'' if share.found else NONE}" for share in shares]
+    workers = [f"{share.text}{share.found or NONE}" for share in shares]
     return f"{sequential_text[: begin.end()]}{spawned(workers)}\n{_answered(found)}"
 
 
