@@ -75,7 +75,7 @@ def test_the_searches_of_the_docstring():
     )
     text = "<think>\nSums first.\n8+3=11, 4: +15 -7 *44\n8-3=5, 4: +9 -1 *20 yes\n"
     parallel = rewrite_parallel(problem, f"{text}</think><answer>(8-3)*4</answer>")
-    begin = "<worker_1>8+3=11, 4: +15 -7 *44\nnone</worker_1><worker_2>8-3=5, 4: +9 -1 *20 yes\n(8-3)*4</worker_2><worker_3>"
+    begin = "<worker_1>8+3=11, 4: +15 -7 *44\nnone</worker_1><worker_2>8-3=5, 4: +9 -1 *20 yes\n(8-3)*4</worker_2>"
     assert begin in parallel
     assert "<worker_8>none</worker_8>" in parallel, "8 is not divisible by 3"
     assert parallel.endswith("</spawn_workers>\n</think><answer>(8-3)*4</answer>")
