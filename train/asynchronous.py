@@ -39,7 +39,7 @@ from dccot.train.rl import RL, Question, turn
 
 log = logging.getLogger(__name__)
 PAUSE = 0.05  # seconds between two looks at the queue
-PATIENCE = 5.0  # seconds after which the ranks see whether they were told to stop
+PATIENCE = 5.0  # seconds that other ranks wait in one collective for what rank 0 waits for
 
 
 class AsynchronousRL(RL):
@@ -83,7 +83,8 @@ class AsynchronousRL(RL):
             request, config, seed = self._questions.popleft()
             self.sampler.start(request, config, seed=seed)
         began, working = time.perf_counter(), bool(self.sampler)
-        self._answers += self._sample()
+        found = self._sample()
+        self._answers += found  # to those of the validation that waits now, which may have begun meanwhile
         if not working:
             self._idle += time.perf_counter() - began
 
@@ -151,11 +152,19 @@ class AsynchronousRL(RL):
                 self._thread.start()
 
     def answers(self, questions: Sequence[Question]) -> list[tuple[Request, Response]]:
+        """The other ranks, which ask nothing, hear every PATIENCE seconds that rank 0 still waits."""
         self._answers = []
         self._questions.extend(questions)
-        while len(self._answers) < len(questions):
-            self._beat()
+        while not self.runtime.broadcast(self._answered(len(questions))):
+            self.phases.beat()
         return self._answers
+
+    def _answered(self, count: int) -> bool:
+        """Whether as many answers are there, after PATIENCE at most."""
+        deadline = time.monotonic() + PATIENCE
+        while len(self._answers) < count and time.monotonic() < deadline:
+            self._beat()
+        return len(self._answers) >= count
 
     def _waits(self) -> dict[str, float]:
         elapsed, idle = time.perf_counter() - self._start, self._idle

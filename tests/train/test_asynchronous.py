@@ -3,15 +3,22 @@
 tests/system/test_asynchronous.py does it with real ones.
 """
 
-from collections import Counter
+import threading
+import time
+from collections import Counter, deque
+from types import SimpleNamespace
 
 import pytest
 
 from dccot.core.config import ConfigError, load_config
+from dccot.core.runtime import Runtime
 from dccot.lab.worlds.exact_task import make_task, write_problems
 from dccot.model.tokenizer import open_tokenizer
+from dccot.rollout.director import RolloutConfig
+from dccot.rollout.generate import Request
+from dccot.train.asynchronous import AsynchronousRL
 from dccot.train.config import RLConfig
-from dccot.train.rl import train
+from dccot.train.rl import Question, train
 from tests.support.spans import metrics, responses_in, trained_in
 from tests.support.stub_servers import stub_servers
 
@@ -111,6 +118,55 @@ def test_a_trainer_that_starts_again_gives_every_server_its_weights_first_and_lo
     assert len({stub.weights for stub in stubs}) == 1
     drawn = [problem for step in groups_of(task / "again") for problem in step]
     assert drawn == [problem for step in groups_of(undisturbed) for problem in step]
+
+
+class Slow:
+    """A sampler that finishes in a step what has started before it."""
+
+    def __init__(self):
+        self.running: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self.running)
+
+    def start(self, request: Request, config, seed) -> None:
+        self.running.append(request)
+
+    def step(self) -> list:
+        finished, self.running = self.running, []
+        time.sleep(0.02)
+        return [(request, "response") for request in finished]
+
+
+@pytest.fixture
+def validating():
+    """A training loop that only validates, while its thread takes turns."""
+    rl, closed = object.__new__(AsynchronousRL), threading.Event()
+    rl._questions, rl._answers, rl._fault, rl._idle = deque(), [], None, 0.0
+    rl.sampler, rl.runtime, rl.phases = Slow(), Runtime.alone(), SimpleNamespace(beat=lambda: None)
+    thread = threading.Thread(target=lambda: [rl.roll_out() for _ in iter(closed.is_set, True)])
+    thread.start()
+    yield rl
+    closed.set()
+    thread.join()
+
+
+def questions(name: str) -> list[Question]:
+    return [(Request(f"{name}/{number}", 0, [1]), RolloutConfig(), ()) for number in range(3)]
+
+
+def test_a_validation_that_begins_in_the_middle_of_a_turn_gets_its_own_answers_and_no_earlier_ones(validating):
+    for name in "abcd":
+        asked = questions(name)
+        assert [request for request, _ in validating.answers(asked)] == [request for request, *_ in asked]
+
+
+def test_other_ranks_wait_for_a_long_validation_in_short_collectives(validating, monkeypatch):
+    told: list[bool] = []
+    monkeypatch.setattr("dccot.train.asynchronous.PATIENCE", 0.0)
+    validating.runtime = SimpleNamespace(broadcast=lambda found: (told.append(found), time.sleep(0.005), found)[-1])
+    assert len(validating.answers(questions("a"))) == 3
+    assert told[0] is False and told[-1] is True
 
 
 @pytest.mark.parametrize(
