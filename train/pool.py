@@ -68,7 +68,7 @@ def locked(method: F) -> F:
 class Pool:
     """Every rank holds the same one and is told the same, so all come to the same decisions.
 
-    `whole`: whole batches, nothing is kept for later. `drained`: a batch is taken when nothing is running.
+    `whole`: whole batches, nothing is kept for later. `drained`, as with `whole`: taken only when nothing is running.
     """
 
     def __init__(self, config: RLBatch, max_staleness: int = 0, *, whole: bool = False, drained: bool = False):
@@ -141,7 +141,7 @@ class Pool:
         """
         groups: list[Group] = []
         kept: list[Group] = []
-        if self.drained and self.unfinished:
+        if (self.whole or self.drained) and self.unfinished:
             return groups, kept
         while self.groups and self.groups[0].kept is not None:
             front = self.groups[0]
@@ -162,8 +162,9 @@ class Pool:
 
     @locked
     def begin(self, step: int) -> None:
-        """The batch of this step is taken next."""
-        self.step, self.taken, self.batches = step, 0, 0
+        """The batch of this step is taken next; it may have started already."""
+        if step != self.step:
+            self.step, self.taken, self.batches = step, 0, 0
 
     @locked
     def resumes_at(self, now: dict[str, Any]) -> dict[str, Any]:

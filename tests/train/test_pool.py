@@ -149,6 +149,26 @@ def test_whole_batches_start_and_their_surplus_is_dropped():
     assert made.pool.drawn == 10
 
 
+def test_whole_batches_leave_nothing_for_the_next_step_even_if_an_engine_works_on():
+    """Without staleness the asynchronous mode takes what the synchronous one does: all of a batch at once."""
+    made = world(0, [], 0, "asynchronous", rolled_out=5)
+    made.pool.whole = True
+    for step in range(6):
+        made.step(step)
+        assert (made.pool.drawn, len(made.pool.groups)) == (5 * (step + 1), 0)
+    assert [step[:3] for step in made.trained] == [[5 * step + number for number in range(3)] for step in range(6)]
+    assert made.pool.counts["too_old"] == 0
+
+
+def test_a_batch_that_has_started_when_its_step_begins_still_counts_as_its_first():
+    """The asynchronous mode starts it as soon as the weights are there; seeds of the next one depend on the number."""
+    made = world(0, [], 0, "asynchronous")
+    made.pool.begin(1)
+    made.pool.batches += 1
+    made.pool.begin(1)
+    assert made.pool.batches == 1
+
+
 def test_a_group_of_weights_that_an_engine_should_not_have_had_is_dropped_and_counted():
     made = world(0, [], 1, "partial")
     made.pool.begin(5)
