@@ -26,7 +26,8 @@ from dccot.data.problems import PRESETS, Fields, fetch, load_problems
 from dccot.rollout.tags import width
 
 
-def parser() -> Parser:
+def parsers() -> tuple[Parser, dict[str, Parser]]:
+    """That of `dccot data`, and its commands'."""
     top = Parser("Problem sets and the SFT set.", "dccot data fetch aime24 math500")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -69,7 +70,7 @@ def parser() -> Parser:
     add("--workers", type=width, default=3, help="of every block: 3, or [1,8] if tasks are listed (default: 3)")
     add("--depth", type=positive, default=1, help="levels of workers (default: 1)")
     add("--json", action="store_true", help="for programs")
-    return top
+    return top, commands.choices
 
 
 def _fetch(arguments: Namespace) -> None:
@@ -136,7 +137,10 @@ def _check(arguments: Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    top, commands = parsers()
+    # argparse itself allows no options between the words of a subcommand
+    arguments = commands[words[0]].read(words[1:]) if words and words[0] in commands else top.parse_args(words)
     return run_cleanly(lambda: arguments.run(arguments))
 
 

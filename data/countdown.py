@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dccot.core.config import Positive, require
+from dccot.core.files import BadData
 from dccot.data.judge import Gold, GradingConfig, Judge, Verdict
 from dccot.data.problems import Problem
 from dccot.data.task import Task
@@ -257,7 +258,7 @@ class CountdownJudge(Judge):
     def _verdict(self, text: str, gold: str) -> Verdict:
         known = re.fullmatch(r"(\d+) from (\d+(?:, \d+)*)", gold)
         if known is None:
-            raise ValueError(f"gold {gold!r} is no Countdown problem; write it as `20 from 3, 8, 4`")
+            raise BadData(f"gold {gold!r} is no Countdown problem; write it as `20 from 3, 8, 4`")
         target, numbers = int(known[1]), sorted(map(int, known[2].split(", ")))
         expression, equals, claimed = answer_of(text).partition("=")
         try:

@@ -132,7 +132,7 @@ def _example(row: dict, number: int, golds: dict[str, Any]) -> dict:
         values["gold"] = golds.get(_plain(question))
     if values["gold"] is not None:
         try:
-            found["gold"] = problem_in(values, Fields(), number).gold
+            found["gold"] = problem_in(values | {"id": None}, Fields(), number).gold
         except BadData:
             raise BadData("its gold is neither a number, a text nor a list of them") from None
     return found | {"completion": completion}

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from dccot.core.files import BadData, read_jsonl, write_jsonl_atomic
+from dccot.core.plugins import shown
 
 Report = Callable[[str], None]
 
@@ -176,12 +177,12 @@ def problem_in(row: dict, fields: Fields, index: int) -> Problem:
             raise BadData(f"no field {name!r} (the row has {', '.join(map(repr, row)) or 'none'})")
     question, gold, id_ = row[fields.question], row[fields.gold], row.get(fields.id)
     if not isinstance(question, str) or not question.strip():
-        raise BadData(f"field {fields.question!r} must be a text that is not empty, found {_short(question)}")
+        raise BadData(f"field {fields.question!r} must be a text that is not empty, found {shown(question, 60)}")
     golds = [_gold(value, fields) for value in (gold if isinstance(gold, list) else [gold])]
     if not golds or None in golds:
-        raise BadData(f"field {fields.gold!r} must be a number, a text or a list of them, found {_short(gold)}")
+        raise BadData(f"field {fields.gold!r} must be a number, a text or a list of them, found {shown(gold, 60)}")
     if id_ is not None and not isinstance(id_, str | int):
-        raise BadData(f"field {fields.id!r} must be a text or an integer, found {_short(id_)}")
+        raise BadData(f"field {fields.id!r} must be a text or an integer, found {shown(id_, 60)}")
     texts = [text for text in golds if text is not None]
     return Problem(str(index if id_ is None else id_), question, texts if isinstance(gold, list) else texts[0])
 
@@ -191,7 +192,7 @@ def _gold(value: Any, fields: Fields) -> str | None:
     if fields.gold_after is not None:  # a solution that ends with it, e.g. `… #### 1,234`
         _, found, after = value.rpartition(fields.gold_after) if isinstance(value, str) else ("", "", "")
         if not found:
-            raise BadData(f"field {fields.gold!r} has no {fields.gold_after!r}, found {_short(value)}")
+            raise BadData(f"field {fields.gold!r} has no {fields.gold_after!r}, found {shown(value, 60)}")
         value = after.replace(",", "")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
@@ -200,11 +201,6 @@ def _gold(value: Any, fields: Fields) -> str | None:
             return None
         value = int(value) if value.is_integer() else value
     return str(value).strip() or None
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:60] + "…"
 
 
 def hub_set(name: str) -> HubSet:

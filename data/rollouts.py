@@ -46,14 +46,18 @@ def saved_rows(files: Iterable[Path], prompted: Iterable[Prompted], samples: int
     known = {problem.id: [problem.question, problem.gold, ids] for problem, ids in prompted}
     seen: set[Pair] = set()
     for file in files:
-        for _, row in read_jsonl(file) if file.stat().st_size else ():
-            pair = row["problem"], row["sample"]
-            if row["problem"] not in known or row["sample"] >= samples or pair in seen:
-                continue
-            if [row["question"], row["gold"], row["response"]["prompt"]] != known[row["problem"]]:
-                changed = f"{file}: question, gold, prompt or tokenizer of problem {row['problem']!r} has changed since"
+        for line, row in read_jsonl(file) if file.stat().st_size else ():
+            try:
+                problem, sample, asked = row["problem"], row["sample"], row["response"]["prompt"]
+                if problem not in known or sample >= samples or (problem, sample) in seen:
+                    continue
+                same = [row["question"], row["gold"], asked] == known[problem]
+            except (KeyError, TypeError):
+                raise BadData(f"{file}:{line}: not a rollout; move the file away, or choose another --out") from None
+            if not same:
+                changed = f"{file}: question, gold, prompt or tokenizer of problem {problem!r} has changed since"
                 raise BadData(f"{changed}; continue with the old ones, or choose another --out")
-            seen.add(pair)
+            seen.add((problem, sample))
             yield row
 
 

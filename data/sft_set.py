@@ -25,6 +25,7 @@ what an uninterrupted run would have.
 from __future__ import annotations
 
 import asyncio
+import glob
 import json
 import re
 import statistics
@@ -40,12 +41,12 @@ import numpy as np
 
 from dccot.core.config import Positive, Seed, lookup, require, required
 from dccot.core.files import BadData, JsonlWriter, checksum, read_jsonl, write_atomic, write_jsonl_atomic
-from dccot.core.plugins import Plugin
+from dccot.core.plugins import Plugin, shown
 from dccot.core.provenance import record
 from dccot.core.runtime import Runtime, require_shared
 from dccot.data.endpoints import Endpoint, EndpointConfig, Refused, Reply
 from dccot.data.judge import GradingConfig, Judge, Verdict, verdict_of
-from dccot.data.problems import Columns, Problem
+from dccot.data.problems import Columns, Fields, Problem, problem_in
 from dccot.data.prompts import PromptConfig
 from dccot.data.rollouts import missing_pairs, roll_out, sample_to_file
 from dccot.data.task import TaskName, find_task, task_of
@@ -83,7 +84,7 @@ class SequentialConfig:
     output: str = "runs/data/sequential.jsonl"  # file of the correct solutions
     task: TaskName = "math"  # or your own: my_package.my_module:MyTask
     shuffle: Seed | None = None  # put the problems into a random order, drawn with this seed, before `first`; None: no
-    first: int | None = 15_000  # use only the first N problems; None: all
+    first: Positive | None = 15_000  # use only the first N problems; None: all
     attempts: Positive = 3  # per problem, until one is correct
     # of the output: as the problems come, or all solved at the first attempt, then at the second, …
     order: Literal["problems", "attempts"] = "problems"
@@ -145,7 +146,7 @@ def solution_attempts(output: str | Path, replica: int | str) -> Path:
 
 def _logged(output: str | Path) -> list[dict]:
     """Every attempt that any rank of any earlier run has finished; a last line cut by a kill does not count."""
-    paths = sorted(Path(output).parent.glob(solution_attempts(output, "*").name))
+    paths = sorted(Path(output).parent.glob(solution_attempts(glob.escape(Path(output).name), "*").name))
     return [row for path in paths if path.stat().st_size for _, row in read_jsonl(path, report=lambda _: None)]
 
 
@@ -202,7 +203,7 @@ class RewriteConfig:
     # sequential solutions, as `dccot data sequential` writes them
     source: Annotated[str, required("name the file that `dccot data sequential` wrote")] = ""
     output: str = "runs/data/sft.jsonl"  # file of the SFT set
-    first: int | None = 4000  # use only the first N solutions; None: all
+    first: Positive | None = 4000  # use only the first N solutions; None: all
     attempts: Positive = 3  # per solution, until a rewriting passes the checks
     workers: Width = 3  # of every block; [1, 8]: as many as tasks are listed before it
     depth: Positive = 1  # levels of workers
@@ -349,7 +350,10 @@ def load_solutions(path: str | Path, first: int | None = None) -> list[Solution]
     found: dict[str, Solution] = {}
     for line, row in read_jsonl(path, strict=True):
         _require_fields(row, ("id", "question", "gold", "solution"), f"{path}:{line}", "a solution")
-        problem = Problem(str(row["id"]), row["question"], row["gold"])
+        try:
+            problem = problem_in(row, Fields(), line - 1)
+        except BadData as fault:
+            raise BadData(f"{path}:{line}: {fault}") from None
         if problem.id in found:
             raise BadData(f"{path}:{line}: id {problem.id!r} occurs twice")
         found[problem.id] = Solution(problem, row["solution"])
@@ -360,6 +364,9 @@ def _require_fields(row: dict, names: Sequence[str], place: str, what: str) -> N
     missing = [name for name in names if name not in row]
     if missing:
         raise BadData(f"{place}: no field {missing[0]!r}; {what} has {', '.join(names[:-1])} and {names[-1]}")
+    for name in names:
+        if name not in ("id", "gold") and not isinstance(row[name], str):
+            raise BadData(f"{place}: field {name!r} must be a text, found {shown(row[name], 60)}")
 
 
 def rewrite_attempts(output: str | Path) -> Path:
@@ -495,9 +502,9 @@ class SetReport:
             "workers per block": _counted(self.widths),
             "levels of workers": _counted(self.depths),
         }
-        for name, shown in MEASURES.items():
+        for name, label in MEASURES.items():
             spread = "   ".join(f"{each} {value:,.4g}" for each, value in _spread(self.measures[name]).items())
-            lines[shown] = (spread or "none") + (f"   ({self.unit})" if name == "total" else "")
+            lines[label] = (spread or "none") + (f"   ({self.unit})" if name == "total" else "")
         lines["leaks"] = f"{len(self.leaks):,}"
         leaks = [f"  {leak}" for leak in self.leaks[:10]] + ["  …"] * (len(self.leaks) > 10)
         return "\n".join([f"{name:<20}{value}" for name, value in lines.items()] + leaks)

@@ -109,6 +109,9 @@ def test_unusable_files_are_one_line_for_people(tmp_path, capsys):
     path = sft_file(tmp_path, [{"id": "a", "question": "q"}])
     with pytest.raises(BadData, match=r"sft\.jsonl:1: no field 'completion'"):
         check_set(path)
+    sft_file(tmp_path, [{"id": "a", "question": "q", "completion": None}])
+    with pytest.raises(BadData, match=r"sft\.jsonl:1: field 'completion' must be a text, found None"):
+        check_set(path)
     assert main(["check", str(path)]) == 2 and main(["check", str(tmp_path / "missing.jsonl")]) == 2
     assert main(["problems", str(path)]) == 2
     said = capsys.readouterr().err

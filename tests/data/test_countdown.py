@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dccot.core.files import BadData
 from dccot.data.countdown import (
     CountdownConfig,
     CountdownJudge,
@@ -59,7 +60,7 @@ def test_an_answer_is_right_if_it_uses_each_number_once_and_gives_the_target(ans
 
 
 def test_a_gold_that_is_no_problem_is_named():
-    with pytest.raises(ValueError, match="gold '20' is no Countdown problem"):
+    with pytest.raises(BadData, match="gold '20' is no Countdown problem"):
         CountdownJudge().judge("<answer>20</answer>", "20")
 
 

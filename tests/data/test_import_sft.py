@@ -83,11 +83,10 @@ def test_a_row_without_a_gold_is_checked_against_the_problem_with_its_question(t
 
 
 def test_our_own_sets_are_read_as_they_are(tmp_path):
-    ours = [
-        {"id": "p7", "question": "What is 1 + 1?", "gold": ["2", "two"], "completion": parallel("2"), "source": "…"}
-    ]
-    _, rows = imported(save(ours, tmp_path / "ours.jsonl"), tmp_path)
-    assert rows == [{name: ours[0][name] for name in ("id", "question", "gold", "completion")}]
+    ours = {"question": "What is 1 + 1?", "gold": ["2", "two"], "completion": parallel("2")}
+    file = save([{**ours, "id": "p7", "source": "…"}, {**ours, "id": 8.0, "question": "And 1 + 1?"}], tmp_path / "ours")
+    _, rows = imported(file, tmp_path)
+    assert rows[0] == {"id": "p7", **ours} and rows[1]["id"] == "8.0"  # parquet stores whole numbers as floats, too
 
 
 def test_a_row_is_too_long_where_training_would_leave_it_out(tmp_path):

@@ -389,6 +389,16 @@ def test_source_rows_without_a_solution_are_named(tmp_path):
         load_solutions(tmp_path / "s.jsonl")
 
 
+@pytest.mark.parametrize(("field", "value"), [("question", ""), ("gold", {}), ("solution", None), ("id", [1])])
+def test_source_rows_with_a_value_of_another_kind_are_named(tmp_path, field, value):
+    row = {"id": 7, "question": "?", "gold": 2, "solution": "It is 2."}
+    write_jsonl_atomic(tmp_path / "s.jsonl", [row])
+    assert [solution.problem.gold for solution in load_solutions(tmp_path / "s.jsonl")] == ["2"]
+    write_jsonl_atomic(tmp_path / "s.jsonl", [row | {field: value}])
+    with pytest.raises(BadData, match=rf"s\.jsonl:1: field '{field}' must be"):
+        load_solutions(tmp_path / "s.jsonl")
+
+
 def test_the_instruction_and_acceptance_go_by_width_and_depth(grader):
     ours, asked = prompt_text("rewrite.txt"), instruction_for([1, 8], 2)
     assert instruction_for(3, 1) == ours and asked.startswith(ours)

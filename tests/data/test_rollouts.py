@@ -47,6 +47,12 @@ def test_a_response_to_what_has_changed_since_is_refused(tmp_path, change):
         missing_in([tmp_path / "r.jsonl"], PROMPTED, 1)
 
 
+def test_a_file_of_something_else_is_not_continued(tmp_path):
+    (tmp_path / "r.jsonl").write_text('{"id": "a", "question": "?", "gold": "1"}\n')
+    with pytest.raises(BadData, match=r"r\.jsonl:1: not a rollout; move the file away, or choose another --out"):
+        missing_in([tmp_path / "r.jsonl"], PROMPTED, 1)
+
+
 class Spelled(Judge):
     def grade(self, pairs):
         return [Verdict.CORRECT if text == gold else Verdict.WRONG for text, gold in pairs]
