@@ -140,9 +140,9 @@ def read_cache(name: str) -> dict[str, Any]:
     """What a JSON file of cache_folder() holds; nothing if it is damaged, since all of it can be found out again."""
     file = cache_folder() / name
     try:
-        return json.loads(file.read_text()) if file.is_file() else {}
-    except (OSError, ValueError) as error:
-        log.warning("%s is damaged (%s): what it held is found out again", file, error)
+        return read_json(file, "what it held is found out again") if file.is_file() else {}
+    except BadData as error:
+        log.warning("%s", error)
         return {}
 
 
@@ -218,7 +218,7 @@ class JsonlWriter:
 
     def write(self, row: dict) -> None:
         """Append one row; a failed write (disk full) leaves the file as it was."""
-        line = json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+        line = json_line(row)
         with self._lock:
             end = os.fstat(self._fd).st_size
             try:

@@ -225,8 +225,9 @@ def test_a_cache_that_is_damaged_or_cannot_be_written_costs_nothing_but_what_it_
     add = lambda found: found.setdefault("key", len(found))
     monkeypatch.setenv("DCCOT_CACHE", str(tmp_path / "cache"))
     assert change_cache("x.json", add) == 0 and read_cache("x.json") == {"key": 0}
-    (tmp_path / "cache" / "x.json").write_text("{")
-    assert read_cache("x.json") == {} and "is damaged" in caplog.text
+    for damaged in ("{", "[1]"):
+        (tmp_path / "cache" / "x.json").write_text(damaged)
+        assert read_cache("x.json") == {} and "is damaged" in caplog.text
     assert change_cache("x.json", add) == 0 and read_cache("x.json") == {"key": 0}
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DCCOT_CACHE", str(tmp_path / "file" / "cache"))
