@@ -26,7 +26,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator
 
 from dccot.core.config import lookup, require
-from dccot.core.run import Run
+from dccot.core.run import trained_by
 from dccot.data.judge import GradingConfig, Judge, open_judge
 from dccot.data.problems import Columns, Problem, load_problems
 from dccot.data.prompts import PromptConfig, Prompted, UnusablePrompt
@@ -124,7 +124,7 @@ def own_settings(model: str | Path) -> dict[str, Any]:
     """What a model's run is asked with unless something else is given: its task, kind of prompt, budget and workers, as
     dotted keys. Empty for a model without a run.
     """
-    own = Run.parse(model)[0].settings()
+    own = trained_by(model)[0].settings()
     prompt, rollout = own.get("prompt") or {}, own.get("rollout") or {}
     found = {f"rollout.{key}": rollout[key] for key in ("budget", "workers", "depth") if key in rollout}
     found |= {"prompt.kind": prompt["kind"]} if prompt.get("kind") in ("parallel", "sequential") else {}
@@ -133,7 +133,7 @@ def own_settings(model: str | Path) -> dict[str, Any]:
 
 def settings_of(model: str | Path) -> tuple[PromptConfig, RolloutConfig]:
     """How to prompt a model and sample from it: as its run did, whichever checkpoint it is; or the defaults."""
-    run, _ = Run.parse(model)
+    run, _ = trained_by(model)
     task = find_task(run.settings().get("task", "math"))(run.group(PromptConfig, "prompt"))
     rollout = run.group(RolloutConfig, "rollout")
     return task.prompting.allowing(rollout.workers, rollout.depth), rollout

@@ -15,6 +15,7 @@ batch.
 from __future__ import annotations
 
 import argparse
+import glob
 import hashlib
 import json
 import logging
@@ -27,7 +28,7 @@ from typing import Any
 
 from dccot.core.command import Parser, conclude, positive, run_cleanly
 from dccot.core.config import RENAMED, ConfigError, load_config, require, to_plain
-from dccot.core.files import BadData, JsonlWriter, checksum, read_jsonl, write_atomic, write_jsonl_atomic
+from dccot.core.files import BadData, JsonlWriter, checksum, read_json, read_jsonl, write_atomic, write_jsonl_atomic
 from dccot.core.progress import Progress, first_rank, waiting
 from dccot.core.provenance import record
 from dccot.core.run import Checkpoint, Run, steps_until
@@ -39,7 +40,7 @@ from dccot.data.prompts import PromptConfig, Prompted
 from dccot.data.rollouts import Pair, missing_in, roll_out, sample_to_file, saved_rows
 from dccot.data.task import TaskName, own_settings, settings_of, task_of
 from dccot.eval import results
-from dccot.eval.results import BENCHMARKS, Benchmark, Evaluation, Sample
+from dccot.eval.results import BENCHMARKS, SETTINGS, Benchmark, Evaluation, Sample
 from dccot.model.config import read_config
 from dccot.model.folder import explain_best, find_model, model_checksums, resolve_model
 from dccot.model.hub import hub_name
@@ -191,33 +192,29 @@ def _open_folder(out: Path, settings: dict, runtime: Runtime) -> None:
 
 
 def _fault_of(out: Path, settings: dict) -> str | None:
-    file = out / "settings.json"
-    older = {
-        name: settings[name] for name in ("model.sha256", "task")
-    }  # in folders of versions that did not write them
+    file, remedy = out / SETTINGS, "give another folder with --out"
+    # in folders of versions that did not write them
+    older = {name: settings[name] for name in ("model.sha256", "task")}
     older |= {"grading.kind": "math_verify", "grading.golds": "any", "prompt.instruction": None}
     older |= {"prompt.spawning": None, "rollout.depth": 1}
-    before = older | json.loads(file.read_text()) if file.exists() else settings
-    before = {RENAMED.get(name, name): value for name, value in before.items()}
-    changed = [name for name in settings if before.get(name) != settings[name]]
-    if changed:
-        was, now = before.get(changed[0]), settings[changed[0]]
-        return f"{out} was begun with {changed[0]}={was}, now it is {now}; give another folder with --out"
-    (out / "rollouts").mkdir(parents=True, exist_ok=True)
-    if not file.exists():
-        write_atomic(file, json.dumps(settings, indent=1, ensure_ascii=False))
     try:
+        before = older | read_json(file, remedy) if file.exists() else settings
+        before = {RENAMED.get(name, name): value for name, value in before.items()}
+        if changed := [name for name in settings if before.get(name) != settings[name]]:
+            was, now = before.get(changed[0]), settings[changed[0]]
+            return f"{out} was begun with {changed[0]}={was}, now it is {now}; {remedy}"
+        (out / "rollouts").mkdir(parents=True, exist_ok=True)
+        if not file.exists():
+            write_atomic(file, json.dumps(settings, indent=1, ensure_ascii=False))
         for unfinished in (out / "rollouts").glob("*.jsonl"):
-            JsonlWriter(
-                unfinished
-            ).close()  # cuts off half a line left by a crash, rejects a file that is being written
+            JsonlWriter(unfinished).close()  # cuts off half a line left by a crash, rejects a file being written
     except BadData as error:
         return str(error)
     return None
 
 
 def _files(out: Path, benchmark: Benchmark) -> list[Path]:
-    return sorted((out / "rollouts").glob(f"{benchmark.name}.rank*.jsonl"))
+    return sorted((out / "rollouts").glob(f"{glob.escape(benchmark.name)}.rank*.jsonl"))
 
 
 # ---- generate, grade, classes ----

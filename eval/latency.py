@@ -30,7 +30,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from dccot.core.command import Parser, positive, print_table, run_cleanly
+from dccot.core.command import Parser, conclude, positive, print_table, run_cleanly
 from dccot.core.config import require
 from dccot.core.files import write_atomic, write_jsonl_atomic
 from dccot.core.statistics import ByProblem, Estimate, fit_line, mean, over_problems, plain, relative_change
@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--problems", required=True, type=Path, metavar="FILE", help="JSONL with id, question, gold")
     add("--concurrency", type=levels_of, default="1,4,16", help="responses in progress at once (default: 1,4,16)")
     add("--n", type=positive, default=1, help="measured responses per problem and concurrency (default: 1)")
-    add("--budget", type=positive, default=12_000, help="tokens on the longest path (default: 12000)")
+    add("--budget", type=positive, help="tokens on the longest path; default: the run's own, or 12000")
     add("--baseline-budget", type=positive, help="default: the same")
     add("--out", type=Path, help="default: runs/latency/MODEL-METHOD-BUDGET")
     return run_cleanly(lambda: _run(parser.read(argv)))
@@ -211,8 +211,10 @@ def levels_of(text: str) -> list[int]:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    budgets = arguments.budget, arguments.baseline_budget or arguments.budget
-    configs = [eval_config(method, budget, arguments.settings) for method, budget in zip(METHODS, budgets)]
+    parallel = eval_config(METHODS[0], arguments.budget, arguments.settings, arguments.model)
+    budget, settings = parallel.rollout.budget, arguments.settings
+    configs = [parallel, eval_config(METHODS[1], arguments.baseline_budget or budget, settings, arguments.baseline)]
+    print(f"{arguments.model} against {arguments.baseline}: at most {budget:,} tokens on the longest path", flush=True)
     paths = [resolve_model(arguments.model), resolve_model(arguments.baseline)]
     task_of(configs[0]).problems(arguments.problems)
     out = arguments.out or Path("runs/latency") / default_name(paths[0], configs[0])
@@ -223,10 +225,10 @@ def _run(arguments: argparse.Namespace) -> None:
         load = arguments.problems, arguments.concurrency, arguments.n
         found = [processes.submit(measure_model, path, asked, *load) for path, asked in jobs]
         timings = [timing for job in found for timing in job.result()]
-    save(out, timings, model=str(paths[0]), baseline=str(paths[1]), budget=arguments.budget, device=device())
+    save(out, timings, model=str(paths[0]), baseline=str(paths[1]), budget=budget, device=device())
     rows = [cells(level) for level in compare(timings)]
     print_table("Wall-clock per response", rows[0], [row.values() for row in rows])
-    print(f"{out / REPORT}; every measured response in {out / 'timings.jsonl'}")
+    conclude(f"{out / REPORT}; every measured response in {out / 'timings.jsonl'}", f"dccot report {out}")
 
 
 if __name__ == "__main__":

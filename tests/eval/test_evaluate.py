@@ -16,8 +16,9 @@ import dccot.eval.evaluate as run_module
 from dccot.cli import main as dccot
 from dccot.core.config import ConfigError
 from dccot.core.files import BadData, read_jsonl
+from dccot.core.run import Run
 from dccot.data.problems import Problem
-from dccot.eval.evaluate import EvalConfig, _other_limits, eval_config, evaluate, main
+from dccot.eval.evaluate import EvalConfig, _files, _other_limits, eval_config, evaluate, main
 from dccot.eval.results import Benchmark, Evaluation, Sample, own_benchmark, summarise
 from dccot.rollout.response import Rollout
 from tests.support import programs
@@ -248,23 +249,10 @@ def test_a_complete_folder_needs_no_engine(uninterrupted, speaker, sums, capsys,
     assert f"{accuracy:.2f} ±" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["MODEL"], "name benchmarks with --bench"),
-        (["MODEL", "--bench", "aime25"], "did you mean 'aime24'"),
-        (["MODEL", "--bench", "aime24", "--data", "nowhere"], "dccot data fetch aime24"),
-        (["nowhere", "--problems", "FILE"], "neither a Hugging Face folder"),
-        (["MODEL", "--problems", "FILE", "--budget", "2000"], "the model's context is 1,024: lower the budget"),
-        (["MODEL", "--problems", "FILE", "rollout.temprature=1"], "did you mean 'temperature'"),
-        (["MODEL", "--problems", "FILE", "--problems", "FILE"], "two benchmarks are called 'sums'"),
-    ],
-)
-def test_what_cannot_run_costs_one_line(arguments, said, speaker, sums, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main([str({"MODEL": speaker, "FILE": sums}.get(argument, argument)) for argument in arguments]) == 2
-    printed = capsys.readouterr().err
-    assert said in printed and printed.count("\n") == 1
+def test_responses_to_a_file_whose_name_holds_brackets_are_found_again(tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts/sums[v2].rank0.jsonl").touch()
+    assert len(_files(tmp_path, own_benchmark("sums[v2].jsonl"))) == 1
 
 
 # ---- the summary by hand ----
@@ -306,8 +294,9 @@ def test_a_summary_survives_the_disk_and_a_damaged_one_is_named(tmp_path):
 
 def test_a_model_that_is_asked_for_other_workers_than_it_was_trained_with_says_so(tmp_path):
     (tmp_path / "config.yaml").write_text("prompt: {kind: parallel}\nrollout: {workers: [2, 12], depth: 2}\n")
+    weights = Run(tmp_path).checkpoint_folder(4).hf  # what a recipe evaluates
     said = "trained with 2 to 12 workers, 2 levels deep, asked for 3 workers; rollout.workers=[2,12] rollout.depth=2"
-    assert _other_limits(tmp_path, eval_config()) == f"{said} asks as it was trained"
-    assert _other_limits(tmp_path, eval_config(overrides=["rollout.workers=[2,12]", "rollout.depth=2"])) is None
-    assert _other_limits(tmp_path, eval_config("sequential")) is None
+    assert _other_limits(weights, eval_config()) == f"{said} asks as it was trained"
+    assert _other_limits(weights, eval_config(model=weights)) is None
+    assert _other_limits(weights, eval_config("sequential")) is None
     assert _other_limits(tmp_path / "elsewhere", eval_config(overrides=["rollout.depth=3"])) is None
