@@ -24,12 +24,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from dccot import plan as one_run
 from dccot.core.command import Parser, positive, print_table, run_cleanly
-from dccot.core.config import ConfigError, find_config, load_config, read_yaml, require
+from dccot.core.config import ConfigError, PositiveFloat, Share, find_config, load_config, read_yaml, require
 from dccot.core.progress import waiting
 from dccot.core.run import Run
 from dccot.data.sft_set import RewriteConfig, SequentialConfig
@@ -53,11 +55,11 @@ class Assumptions:
     sequential: float = 5500  # mean tokens of a sequential response
     spread: float = 0.4  # of the logarithm of lengths: once per problem, once per response
     prompt: float = 200
-    solved: float = 0.6  # mean share of right answers
-    alike: float = 1.2  # concentration of the beta distribution of solve rates: small means mostly always or never
-    bandwidth_share: float = 0.75
-    decode_utilisation: float = 0.6
-    utilisation: float = 0.35  # of training
+    solved: Annotated[float, Field(gt=0, lt=1)] = 0.6  # mean share of right answers
+    alike: PositiveFloat = 1.2  # concentration of the beta distribution of solve rates: small: mostly always or never
+    bandwidth_share: Share = 0.75
+    decode_utilisation: Share = 0.6
+    utilisation: Share = 0.35  # of training
     host_step: float = 1.5e-3  # seconds of every decoding step, and of each sequence in it
     host_sequence: float = 10e-6
     other: float = 20.0  # seconds of a step besides rollout and training: grading, weights, saving
@@ -345,6 +347,7 @@ def costs_of(
     # a recipe that only evaluates is planned as if its engine had a trainer next to it
     configs = [config for plan in plans if isinstance(config := plan.load(), RLConfig)] or [RLConfig()]
     if run is not None:
+        require(Run(run).config_file.is_file(), f"{run} has no config.yaml; --from names a finished RL stage's folder")
         own = load_config(RLConfig, None, settings=Run(run).settings().items())
         a = calibrated(run, own, hardware_of(model, own, gpus, gpu), a)
     hardware = hardware_of(model, configs[-1], gpus, gpu)
@@ -353,7 +356,7 @@ def costs_of(
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    if not any(word.endswith(".yaml") for word in words[:1]):
+    if not any(word.endswith(".yaml") or Run(word).recipe_file.is_file() for word in words[:1]):
         return one_run.main(words)
     parser = Parser("Hours, disk and API tokens of a recipe, by a model.", "dccot plan configs/paper.yaml --gpus 8")
     parser.add_argument("recipe")

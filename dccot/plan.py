@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dccot.core.command import Parser
+from dccot.core.command import Parser, positive
 from dccot.core.config import ConfigError, load_config, require
 from dccot.core.run import Run
 from dccot.core.runtime import gpus
@@ -244,7 +244,8 @@ def read_shape(name: str) -> ModelConfig:
     if known := {size.upper(): shape for size, shape in SHAPES.items()}.get(name.upper()):
         return parse_config(known, name)
     if not (Path(name) / "config.json").is_file() and not Run(name).latest.is_file():
-        raise ConfigError(f"{name!r} is neither one of {', '.join(SHAPES)} nor a folder with a config.json")
+        hint = f"; a recipe comes first: `dccot plan {name} …`" if name.endswith(".yaml") else ""
+        raise ConfigError(f"{name!r} is neither one of {', '.join(SHAPES)} nor a folder with a config.json{hint}")
     return read_config(find_model(name))
 
 
@@ -254,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("model", help=f"a checkpoint, a run, or one of {', '.join(SHAPES)}")
     parser.add_argument("config", nargs="?", default=default, help=f"RL configuration (default: {default})")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--gpus", type=positive, default=8)
     parser.add_argument("--gpu", choices=GPUS, default="H100")
     parser.add_argument("--tensor-parallel", type=int, help="GPUs of one engine (default: as configured)")
     copies = "copies of the model (HSDP), usually one per machine (default: as configured)"

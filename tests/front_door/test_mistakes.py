@@ -60,16 +60,25 @@ MISTAKES = {  # what is typed → what the answer says, and its exit code if tha
     "data rewrite configs/data/rewrite.yaml source=solved.jsonl": "(endpoint.key_variable) is not set; a server "
     "without keys: endpoint.key_variable=",
     "data problems raw.jsonl": "no field 'question' (the row has 'problem', 'answer'))",
+    "data rewrite configs/data/rewrite.yaml --first 5": "--first 5; settings have no dashes: first=5",
+    "data rewrite configs/data/rewrite.yaml source=x first=-5": "first is -5; it must be at least 1",
     "data fetch aime": "unknown problem set 'aime'; known are deepscaler, aime24, amc23",
     # results
     "eval MODEL": "nothing to evaluate on; name benchmarks with --bench or a file with --problems",
     "eval MODEL --bench aime": "did you mean 'aime24'?",
     "eval MODEL --bench aime24": "`dccot data fetch aime24` downloads it",
+    "eval MODEL --problems good.jsonl --problems good.jsonl": "two benchmarks are called 'good'; rename one of",
+    "eval MODEL --problems good.jsonl --out begun": "settings.json is damaged (Expecting value: line 1 column 11",
+    "eval latency MODEL --baseline MODEL --problems none.jsonl": "no problem file 'none.jsonl'",
     "eval MODEL --benchmark aime24": "did you mean --bench?",
     "view runs": "is a folder without rollouts; name one of runs/other",
     "view none.jsonl": "none.jsonl does not exist; name a file of rollouts (.jsonl or .jsonl.gz), or a run",
     "report MODEL": "MODEL holds neither summary.json",
     "plan configs/rl/stage1.yaml": "comes after its model: `dccot plan 1.5B configs/rl/stage1.yaml`",
+    "plan --gpus 8 configs/paper.yaml": "a recipe comes first: `dccot plan configs/paper.yaml …`",
+    "plan 7B --gpus 0": "argument --gpus: '0' is not a whole number of at least 1",
+    "plan configs/paper.yaml --assume utilisation=0": "utilisation is 0; it must be above 0",
+    "plan configs/paper.yaml --from runs/none": "runs/none has no config.yaml; --from names a finished RL stage's",
     "plan 8B": "'8B' is neither one of 1.5B, 7B, 32B nor a folder with a config.json",
     "export MODEL out": "MODEL has no config.yaml",
     "export MODEL MODEL": "already exists; export writes a new folder",
@@ -80,6 +89,7 @@ ANSWERS = {  # what is no mistake: what the answer says, and its exit code
     "plan 7B --gpus 1": ("training does not fit", 1),
     "data problems raw.jsonl --question problem --gold answer": ("1 problems", 0),
     "data rewrite configs/data/rewrite.yaml source=x endpoint.key_variable= --print-config": ("key_variable: null", 0),
+    "data rewrite configs/data/rewrite.yaml --print-config source=x first=5": ("first: 5", 0),
     "view runs/other": ("3 responses of step_000004.jsonl", 0),
 }
 
@@ -92,6 +102,8 @@ def desk(tmp_path_factory) -> Path:
     (desk / "good.jsonl").write_text('{"id": "a", "question": "What is 1 + 1?", "gold": "2"}\n')
     solved = '{"id": "a", "question": "What is 1 + 1?", "gold": "2", "solution": "It is 2."}\n'
     (desk / "solved.jsonl").write_text(solved)
+    (desk / "begun").mkdir()
+    (desk / "begun/settings.json").write_text('{"model": ')
     own = "def typo(rollout, config, budget):\n    return lenght(rollout.text)\n"
     own += "def attribute(rollout, config, budget):\n    return rollout.lenght\n"
     own += "def typo_of_filter(group):\n    return len(grop) > 1\n"
