@@ -46,9 +46,7 @@ class Forest:
     sampled: Tensor  # bool [N]: the policy wrote it, it carries loss
     response: Tensor  # int32 [N]: index of the response; a shared prompt counts for its first one
     logprob: Tensor  # float32 [N]: what the engine sampled with; 0 where not sampled
-    version: Tensor | None = (
-        None  # int32 [N]: of the weights that sampled it, −1 where unknown; None: unknown throughout
-    )
+    version: Tensor | None = None  # int32 [N]: of the weights that sampled it; −1, or None throughout: the step's own
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -62,12 +60,12 @@ class Forest:
         """int64 [M]: indices of the sampled tokens; target t is predicted from token `mask.parent[t]`."""
         return self.sampled.nonzero().squeeze(1)
 
-    def lag(self, version: int) -> Tensor | None:
-        """int32 [M]: how many versions before this one each target was sampled, −1 if unknown; None: all unknown."""
+    def lag(self, version: int) -> Tensor:
+        """int32 [M]: how many versions before this one, a step's own, each target was sampled."""
         if self.version is None:
-            return None
-        own = self.version[self.targets]
-        return torch.where(own < 0, own, version - own)
+            return torch.zeros_like(self.targets, dtype=torch.int32)
+        sampled_by = self.version[self.targets]
+        return torch.where(sampled_by < 0, 0, version - sampled_by)
 
     @cached_property
     def rows(self) -> Tensor:

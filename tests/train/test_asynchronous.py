@@ -81,6 +81,12 @@ def test_whatever_servers_do_nothing_is_lost_nothing_counts_twice_and_no_token_i
     assert [(row["step"], row["pool/too_old"]) for row in metrics(run)] == [(step, 0) for step in range(STEPS)]
 
 
+def test_every_trained_token_counts_at_its_own_age(undisturbed):
+    for row in metrics(undisturbed):
+        shares = {age: row.get(f"gap/lag_{age}_tokens", 0.0) for age in range(STALENESS + 1)}
+        assert shares == pytest.approx({age: row[f"staleness/tokens_{age}_old"] for age in shares})
+
+
 def test_without_staleness_nothing_is_sampled_while_the_model_trains(task):
     with stub_servers(0, 2, open_tokenizer(task / "model"), faults=0.0) as stubs:
         train(settings(task, "fresh", stubs, "rollout.max_staleness=0", "batch.surplus=keep"))
