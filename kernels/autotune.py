@@ -51,7 +51,7 @@ class Choice:
     seconds: dict[str, float]  # of every candidate that agreed
 
 
-_CHOICES: dict[tuple, Choice | None] = {}  # of this process; None: the table
+_CHOICES: dict[tuple, Choice | None] = {}  # of this process; None: not measured yet, so the table
 
 
 def backend_for(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> str:
@@ -61,16 +61,18 @@ def backend_for(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -
     if mask.share is not None:  # a part of the queries: other backends are compared on whole forests
         return "triton"
     shape = shape_of(q, k, mask)
-    if shape not in _CHOICES and (found := stored(shape, q.device)):
-        _use(shape, found)
-    if shape not in _CHOICES and len(q) >= MIN_TOKENS and q.dtype != torch.float32:
+    if shape not in _CHOICES:
+        _CHOICES[shape] = None
+        if found := stored(shape, q.device):
+            _use(shape, found)
+    if _CHOICES[shape] is None and len(q) >= MIN_TOKENS and q.dtype != torch.float32:
         given = q.detach(), k.detach(), v.detach(), mask, scale
         torch.cuda.synchronize(q.device)
         # in a thread of its own: nothing of autograd, checkpointing or dispatch modes here sees what it does
         with ThreadPoolExecutor(1) as alone:
             found = alone.submit(_tuned_on, q.device, *given).result()
         _use(shape, keep(shape, q.device, found))
-    choice = _CHOICES.get(shape)
+    choice = _CHOICES[shape]
     return choice.backend if choice else "triton"
 
 

@@ -115,6 +115,13 @@ def test_a_stored_choice_decides_tiles_and_backend(tensors, monkeypatch):
     assert autotune.backend_for(*tensors, MASK, 0.2) == "triton"
 
 
+def test_the_cache_is_read_once_for_a_shape_whose_forests_are_too_small_to_be_timed(tensors, monkeypatch):
+    asked = []
+    monkeypatch.setattr(autotune, "stored", lambda shape, device: asked.append(shape))
+    assert [autotune.backend_for(*tensors, MASK, 0.2) for _ in range(3)] == ["triton"] * 3
+    assert asked == [shape_of(*tensors[:2], MASK)]
+
+
 def test_plain_causal_attention_is_torchs_own_and_refused_for_trees(tensors):
     causal = TreeMask.causal([TOKENS])
     out = tree_attention(*tensors, causal, scale=0.2, backend="sdpa")
