@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from dccot.core.command import Stopped, asked
+from dccot.core.plugins import Plugin
 from dccot.core.runtime import Runtime, on_rank_zero
 from dccot.data.judge import Judge
 from dccot.data.problems import Problem, ProblemStream
@@ -352,7 +353,8 @@ class RL(Trainer[RLConfig]):
     def report(self, batch: Batch) -> None:
         """Let the judge look at a batch as a whole: no wrong answer, or nothing else, may be the judge's fault."""
         if self.runtime.is_main and self.replayed is None:
-            self.judge.report([Verdict(graded.verdict) for graded in batch.rolled_out if graded.verdict])
+            verdicts = [Verdict(graded.verdict) for graded in batch.rolled_out if graded.verdict]
+            Plugin("judge", self.judge.report)(verdicts, on=f"step {self.phases.step}")
 
     def release_engine(self) -> None:
         """Give the engine's memory to training, until the next sync."""

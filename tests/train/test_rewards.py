@@ -4,6 +4,7 @@ import math
 import statistics
 from dataclasses import replace
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from dccot.core.config import ConfigError, load_config, lookup
 from dccot.core.plugins import PluginError
 from dccot.core.runtime import Runtime
-from dccot.data.judge import Grader, GradingConfig
+from dccot.data.judge import Grader, GradingConfig, Judge
 from dccot.data.rollouts import grade
 from dccot.data.task import Task
 from dccot.rollout.response import Response, Rollout, Segment
@@ -216,6 +217,19 @@ def infinite(rewards):
 def test_an_advantage_must_be_one_finite_number_per_reward(name, said):
     with pytest.raises(PluginError, match=rf"{name} returned .* for the rewards \[1.0, 0.5\] of problem '7'; .*{said}"):
         advantages_of([1.0, None, 0.5], f"{__name__}:{name}", "7")
+
+
+class Complaining(Judge):
+    def report(self, verdicts) -> None:
+        raise SystemExit(f"{len(verdicts)} verdicts")
+
+
+def test_a_judge_of_ones_own_that_fails_on_a_whole_batch_is_named():
+    trainer = RL.__new__(RL)
+    trainer.runtime, trainer.replayed, trainer.judge = Runtime.alone(), None, Complaining()
+    trainer.phases = SimpleNamespace(step=4)
+    with pytest.raises(PluginError, match=f"judge {__name__}:Complaining.report failed on step 4: SystemExit: 2 verd"):
+        trainer.report(Batch(1, rolled_out=[GOOD, WRONG]))
 
 
 def test_ten_steps_in_a_row_whose_rewards_are_all_equal_are_warned_of(caplog):
