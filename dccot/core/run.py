@@ -234,8 +234,16 @@ class Run:
         write_atomic(self.mark, json.dumps(facts, indent=1, ensure_ascii=False))
 
     def finished(self) -> dict[str, Any] | None:
-        """The facts it was marked with."""
-        return read_json(self.mark, "delete it to run the stage again") if self.mark.exists() else None
+        """The facts it was marked with: its seconds and, unless an old version wrote them, what it was made from."""
+        if not self.mark.exists():
+            return None
+        remedy, groups = "delete it to run the stage again", ("configuration", "inputs", "code")
+        facts = read_json(self.mark, remedy)
+        source = facts.get("made_from", {name: {} for name in groups})
+        whole = isinstance(source, dict) and all(isinstance(source.get(name), dict) for name in groups)
+        if not whole or not isinstance(facts.get("seconds"), int | float):
+            raise BadData(f"{self.mark} is damaged (it lacks seconds, or what it was made from); {remedy}")
+        return facts
 
     def move_aside(self) -> Path | None:
         """Move the folder to replaced/ next to it; returns where it is now. Nothing is deleted."""

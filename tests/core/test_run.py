@@ -140,6 +140,8 @@ class Group:
         ("config.yaml", b"rollout: 3\n", lambda run: run.group(Group, "rollout"), "it must be a group of settings"),
         ("done.json", b'{"steps": ', Run.finished, "delete it to run the stage again"),
         ("done.json", b"[]", Run.finished, "delete it to run the stage again"),
+        ("done.json", b"{}", Run.finished, "delete it to run the stage again"),
+        ("done.json", b'{"seconds": 1, "made_from": {}}', Run.finished, "delete it to run the stage again"),
         ("provenance.json", b'{"starts": [{', recorded, "delete it: the next start writes a new one"),
         ("provenance.json", b'{"start": []}', recorded, "delete it: the next start writes a new one"),
         ("provenance.json", b"\xff", recorded, "delete it: the next start writes a new one"),
