@@ -194,7 +194,7 @@ def _keep_first_correct(problems: Sequence[Problem], config: SequentialConfig) -
 # ---- rewriting ----
 
 ACCEPTED, FAILED = "accepted", "failed"
-ENDPOINT = "endpoint"
+RULES: dict[str, Callable[..., str] | None] = {"endpoint": None}  # besides your own; None: a stronger model
 OPENED = re.compile(rf"{THINK_OPEN}(?:\s|\\n)*\Z")  # in a file, the paper's template ends with a backslash and an n
 
 
@@ -221,9 +221,7 @@ class RewriteConfig:
 
     def rule(self) -> Callable[..., str] | None:
         """The function that rewrites; None: the endpoint does."""
-        if self.by is None:
-            return task_of(self).rewrite
-        return None if self.by == ENDPOINT else lookup({}, self.by, "by")
+        return task_of(self).rewrite if self.by is None else lookup(RULES, self.by, "by")
 
 
 @dataclass(frozen=True)
@@ -348,6 +346,8 @@ def instruction_for(workers: Width, depth: int) -> str:
 def load_solutions(path: str | Path, first: int | None = None) -> list[Solution]:
     """Problems with their sequential solutions, in file order."""
     found: dict[str, Solution] = {}
+    if not Path(path).is_file():
+        raise BadData(f"no file {str(path)!r}; `dccot data sequential` writes one")
     for line, row in read_jsonl(path, strict=True):
         _require_fields(row, ("id", "question", "gold", "solution"), f"{path}:{line}", "a solution")
         try:

@@ -391,7 +391,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), quick: bool = F
     tree = read_yaml(file)
     one = "holds no stages, so it is no recipe: `dccot rl` and `dccot sft` run a single stage"
     require("stages" in tree, f"{file} {one}")
-    require(bool(tree.get("quick")) or not quick, f"{file} has no quick version: leave out --quick")
+    require(isinstance(tree.get("quick"), dict) or not quick, f"{file} has no quick version: leave out --quick")
     sections = [tree[section] for section in ("prepare", "stages") if isinstance(tree.get(section), dict)]
     names = [str(name) for section in sections for name in section]
     extra: dict[str, list[str]] = {name: [] for name in ("", *names)}
@@ -406,6 +406,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), quick: bool = F
     for name in filter(extra.get, names):
         override_settings(recipe.settings.setdefault(name, {}), extra[name])
     recipe.leave_out()
+    require(bool(recipe.all_stages()), "without names every stage: none is left")
     plans, trained = [], recipe.filled_in(recipe.model)
     for name, stage in recipe.all_stages().items():
         own = _config_file(file.parent, stage.config, name) if stage.config else None

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from dccot.core.command import Parser, conclude, positive, run_cleanly
-from dccot.core.config import RENAMED, ConfigError, load_config, require, to_plain
+from dccot.core.config import RENAMED, ConfigError, Seed, load_config, require, to_plain
 from dccot.core.files import BadData, JsonlWriter, checksum, read_json, read_jsonl, write_atomic, write_jsonl_atomic
 from dccot.core.progress import Progress, first_rank, waiting
 from dccot.core.provenance import record
@@ -59,7 +59,7 @@ RESULTS = Path("runs/eval")
 class EvalConfig:
     """The paper's sampling; `key=value` on the command line changes any of it."""
 
-    seed: int = 0
+    seed: Seed = 0
     task: TaskName = "math"  # or your own: my_package.my_module:MyTask
     data: Columns = field(default_factory=Columns)
     prompt: PromptConfig = field(default_factory=lambda: PromptConfig(max_prompt_tokens=4096))
@@ -316,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    bench = filter(None, arguments.bench.split(","))
+    bench = filter(None, map(str.strip, arguments.bench.split(",")))
     benchmarks = [results.named_benchmark(name, arguments.data, arguments.n) for name in bench]
     benchmarks += [results.own_benchmark(file, arguments.n) for file in arguments.problems]
     names = [benchmark.name for benchmark in benchmarks]

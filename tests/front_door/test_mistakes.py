@@ -59,6 +59,9 @@ MISTAKES = {  # what is typed → what the answer says, and its exit code if tha
     f"{ON} wandb=project": "nobody is logged in to api.wandb.ai: run `wandb login`, set WANDB_API_KEY, or",
     "data rewrite configs/data/rewrite.yaml source=solved.jsonl": "(endpoint.key_variable) is not set; a server "
     "without keys: endpoint.key_variable=",
+    "data rewrite configs/data/rewrite.yaml source=none.jsonl": "`dccot data sequential` writes one",
+    "data rewrite configs/data/rewrite.yaml source=solved.jsonl by=me": "by is 'me'; it must be one of endpoint or",
+    "data check none.jsonl": "dccot: none.jsonl: No such file or directory",
     "data problems raw.jsonl": "no field 'question' (the row has 'problem', 'answer'))",
     "data rewrite configs/data/rewrite.yaml --first 5": "--first 5; settings have no dashes: first=5",
     "data rewrite configs/data/rewrite.yaml source=x first=-5": "first is -5; it must be at least 1",

@@ -218,6 +218,9 @@ def test_a_recipe_leaves_out_what_it_is_told_to_and_its_rows(tmp_path):
     assert report.baselines == {"DC-CoT": "Base", "DC-CoT-Maj": "Base, maj@3", "SFT": "Base"}
     with pytest.raises(ConfigError, match="a name in without is 'stage9'"):
         load_recipe("configs/mini/demo.yaml", ["without=[stage9]"])
+    (tmp_path / "one.yaml").write_text("stages: {only: {run: rl}}")
+    with pytest.raises(ConfigError, match="without names every stage"):
+        load_recipe(tmp_path / "one.yaml", ["without=[only]"])
 
 
 @pytest.mark.parametrize("recipe, least", [("paper.yaml", 0.6), ("mini/mini.yaml", 0.6)])

@@ -205,7 +205,7 @@ def test_training_that_does_not_fit_the_memory_is_a_fault(inputs, monkeypatch):
 
 def test_a_finished_stage_needs_nothing(inputs):
     Path("runs/paper/sequential").mkdir(parents=True)
-    Path("runs/paper/sequential/done.json").write_text("{}")
+    Path("runs/paper/sequential/done.json").write_text('{"seconds": 1}')
     Path("runs/data/deepscaler.jsonl").unlink()
     [(_, places)] = faults().items()
     assert "sequential.problems" not in places and "stage1.data.train" in places
