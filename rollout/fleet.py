@@ -36,6 +36,7 @@ from dccot.rollout.tags import PROBE
 PULSE, RETRY = 10.0, 1.0  # seconds between checks of a healthy server, of a lost one
 PATIENCE = 30.0  # seconds that a check may take
 ATTEMPTS = 8
+HOMES = 50_000  # responses that are remembered with where they run
 SAME_WEIGHTS = 0.1  # mean difference of log-probs, at most; two implementations differ by 0.02 in bf16
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
 NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}  # ignore the model folder's defaults
@@ -211,7 +212,7 @@ class Fleet:
             fault = f"answers {error.response.status_code}{remedy}"
         except httpx.HTTPError as error:
             fault = f"does not answer ({type(error).__name__}); {start}"
-        except (LookupError, TypeError, ValueError) as error:
+        except Exception as error:  # whatever it answered
             fault = f"does not answer as vLLM does ({error!r}); {start}"
         if fault:
             raise ConfigError(f"engine.url: {server.url} {fault}")
@@ -274,7 +275,10 @@ class Fleet:
     def _start(self, server: _Server, job: _Job) -> None:
         if job.dropped:
             return
+        self._home.pop(job.response, None)
         self._home[job.response] = server
+        if len(self._home) > HOMES:
+            del self._home[next(iter(self._home))]  # the one that has begun no call for longest
         task = asyncio.create_task(self._run(server, job))
         server.tasks[job.order] = task
         task.add_done_callback(lambda done: self._ended(server, job, done))
@@ -291,8 +295,12 @@ class Fleet:
                 await asyncio.sleep(float(answer.headers.get("retry-after", RETRY)))
                 self._enqueue(job)
                 return
-            if answer.status_code in (200, 400):  # the others say something about the server, not about the call
-                self._results.put((job, self._completion(server, job, answer)))
+            if answer.status_code == 200:
+                self._results.put((job, self._completion(job.call, answer.json()["choices"][0])))
+                return
+            if answer.status_code == 400:  # the others say something about the server, not about the call
+                refused = f"{server.url} refused call {job.key!r}: {answer.text[:300]}"
+                self._results.put((job, RuntimeError(refused)))
                 return
             fault = f"answered {answer.status_code}: {answer.text[:200]}"
         except asyncio.CancelledError:  # dropped, or its server was lost
@@ -311,11 +319,8 @@ class Fleet:
         self._home.pop(job.response, None)
         self._enqueue(job)
 
-    def _completion(self, server: _Server, job: _Job, answer: httpx.Response) -> Completion | Exception:
-        if answer.status_code != 200:
-            return RuntimeError(f"{server.url} refused call {job.key!r}: {answer.text[:300]}")
-        choice = answer.json()["choices"][0]
-        stop = self._sampling.stop_of(job.call, choice["finish_reason"], choice["stop_reason"])
+    def _completion(self, call: Call, choice: dict) -> Completion:
+        stop = self._sampling.stop_of(call, choice["finish_reason"], choice["stop_reason"])
         return Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], stop)
 
     async def _guard(self, server: _Server) -> None:

@@ -27,7 +27,7 @@ from dccot.core.config import ConfigError
 from dccot.model.weights import open_tensors
 from dccot.rollout.director import Call, Completion
 from dccot.rollout.engine import EngineConfig, versions_of
-from dccot.rollout.fleet import PATIENCE, Fleet, _Job, _Server
+from dccot.rollout.fleet import PATIENCE, Fleet, _Server
 
 if TYPE_CHECKING:
     from dccot.rollout.engine import Parameters
@@ -145,7 +145,7 @@ class TrainingFleet(Fleet):
             try:
                 if given != version or await self._label(server) != str(version):  # it may have been started again
                     await self._push(server, self._given, version, compare=given != version - 1)
-            except (httpx.HTTPError, OSError, RuntimeError, ValueError, LookupError) as error:
+            except Exception as error:  # whatever it answered
                 self._links.pop(server.url, None)
                 self._labels.pop(server.url, None)
                 log.warning("%s did not take the weights of version %d: %s", server.url, version, _said(error))
@@ -159,6 +159,11 @@ class TrainingFleet(Fleet):
     def _update(self, server: _Server) -> asyncio.Lock:
         """Held while a server gets weights."""
         return self._updates.setdefault(server.url, asyncio.Lock())
+
+    def _leave(self, server: _Server) -> None:
+        """It gets the current weights when it comes back, and until then nobody is compared with it."""
+        self._labels.pop(server.url, None)
+        super()._leave(server)
 
     async def _healthy(self, server: _Server) -> bool:
         """Its engine is asked as well: that may hang while /health answers. Not while it takes weights."""
@@ -235,16 +240,13 @@ class TrainingFleet(Fleet):
         rule = {name: value for name, value in sampling.items() if value is not None}
         return {"token_ids": call.prompt, "priority": priority, "sampling_params": rule}
 
-    def _completion(self, server: _Server, job: _Job, answer: httpx.Response) -> Completion | Exception:
-        if answer.status_code != 200:
-            return RuntimeError(f"{server.url} refused call {job.key!r}: {answer.text[:300]}")
-        choice = answer.json()["choices"][0]
-        stop = self._sampling.stop_of(job.call, choice["finish_reason"], choice["stop_reason"])
+    def _completion(self, call: Call, choice: dict) -> Completion:
+        stop = self._sampling.stop_of(call, choice["finish_reason"], choice["stop_reason"])
         logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
         ids, versions = choice["token_ids"], versions_of(choice["weight_versions"])
-        if not 0 < len(ids) == len(logprobs) == len(versions) <= job.call.max_tokens:
+        if not 0 < len(ids) == len(logprobs) == len(versions) <= call.max_tokens:
             sizes = f"{len(ids)} ids, {len(logprobs)} log-probs and {len(versions)} versions"
-            raise ValueError(f"nonsense: {sizes} for a call of at most {job.call.max_tokens} tokens")
+            raise ValueError(f"nonsense: {sizes} for a call of at most {call.max_tokens} tokens")
         return Completion(ids, logprobs, stop, versions=versions)
 
 
