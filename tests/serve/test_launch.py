@@ -71,9 +71,13 @@ def test_a_server_on_another_machine_takes_the_settings_of_the_runs_file(tmp_pat
     monkeypatch.setenv("VLLM_API_KEY", "k")
     place = ["--host", "127.0.0.1", "--port", "1"]
     servers.main([str(tmp_path / "model"), "engine.context=512", "--config", "configs/rl/stage1.yaml", *place])
-    [(_, words, _)] = executed
+    monkeypatch.setenv("VLLM_ENGINE_READY_TIMEOUT_S", "7")
+    servers.main([str(tmp_path / "model"), *place])
+    [(_, words, given), (_, _, chosen)] = executed
     for option in ("--dtype bfloat16", "--max-num-seqs 512", "--max-model-len 512"):
         assert option in " ".join(words)
+    assert (given["VLLM_SERVER_DEV_MODE"], given["VLLM_API_KEY"]) == ("1", "k")
+    assert [each["VLLM_ENGINE_READY_TIMEOUT_S"] for each in (given, chosen)] == ["1800", "7"]
 
 
 def test_a_hub_id_is_downloaded_when_it_is_first_served_and_never_in_part(hub, server, client, monkeypatch, capsys):
