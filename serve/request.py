@@ -104,6 +104,7 @@ def _is_text(part: Any) -> bool:
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 class ChatRequest(Strict):

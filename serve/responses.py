@@ -37,6 +37,8 @@ from dccot.serve.request import ChatRequest, Refused, drop_neutral, read_json, r
 NEUTRAL: dict[str, tuple] = {  # fields that are not supported, with the values that ask for nothing
     **dict.fromkeys(("previous_response_id", "conversation", "prompt", "max_tool_calls"), ()),
     **dict.fromkeys(("background", "store", "stream_options.include_obfuscation"), (False,)),
+    "n": (1,),
+    "logprobs": (False,),  # asked for by `include`
     "truncation": ("disabled",),
     "text.format": ({"type": "text"},),
     "text.verbosity": ("medium",),

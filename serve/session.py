@@ -95,7 +95,7 @@ class Session:
         if call.inserted:
             hear(Piece(call.path, worker_open(call.path[-1]) if call.path[-1] else SPAWN_CLOSE, call.inserted))
         turns: list[Start] = []
-        for following in await self._complete(call, hear, calls):
+        for following in await self._complete(call, hear):
             turn = asyncio.Event()
             turns.append((following.path, turn.set))
             calls.create_task(self._call(following, hear, calls, turn))
@@ -123,7 +123,7 @@ class Session:
             async for _ in self.engine.generate(tokens_input(prompt), params, name, priority=last):
                 pass
 
-    async def _complete(self, call: Call, hear: Hear, calls: asyncio.TaskGroup) -> list[Call]:
+    async def _complete(self, call: Call, hear: Hear) -> list[Call]:
         """Run a call to its end; returns the calls that may run after it."""
         ids: list[int] = []
         logprobs: list[float] = []
@@ -170,7 +170,10 @@ class Session:
                     continue
                 following = self.director.finished(call, Completion(ids, logprobs, stop))
                 paths = tuple(each.path for each in following)
-                return [] if hear(Piece(call.path, text, list(result.token_ids), paths)) else following
+                stopped = hear(Piece(call.path, text, list(result.token_ids), paths))
+                if stopped and following:  # just before the tag that spawned: these workers never write
+                    self.director.response.forks.pop()
+                return [] if stopped else following
         raise RuntimeError(f"call {name} ended without a result")
 
     def _overdue(self, call: Call, written: int) -> bool:

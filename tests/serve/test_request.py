@@ -96,7 +96,8 @@ def test_what_is_supported_arrives():
     found = read(n=2, seed=-1, temperature=0, top_p=1, max_tokens=5, stop="a", stream=True)
     assert (found.n, found.seed, found.temperature, found.top_p, found.budget(9)) == (2, -1, 0.0, 1.0, (5, None))
     assert (found.stop, found.stream, found.stream_options.include_usage) == (["a"], True, False)
-    assert read(stream=True, stream_options={"include_usage": True}).stream_options.include_usage
+    told = read(stream=True, stream_options={"include_usage": True, "include_obfuscation": False})
+    assert told.stream_options.include_usage
     assert read(max_tokens=5, max_completion_tokens=5).budget(9) == (5, None)
     with pytest.raises(Refused, match="send one of them"):
         read(max_tokens=5, max_completion_tokens=6)
