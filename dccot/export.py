@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import dccot
 from dccot.core.command import Parser, conclude, run_cleanly
-from dccot.core.config import require
+from dccot.core.config import ConfigError, require
 from dccot.core.progress import waiting
 from dccot.core.run import Run
 from dccot.data.task import settings_of
@@ -232,8 +232,13 @@ def push(folder: Path, repository: str, public: bool) -> str:
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
-    address = api.create_repo(repository, private=not public, exist_ok=True)
-    api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Model exported by dccot")
+    try:
+        address = api.create_repo(repository, private=not public, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Model exported by dccot")
+    except Exception as error:  # of whatever HTTP client the hub library uses
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        again = f"log in (`hf auth login`, or HF_TOKEN) and run `hf upload {repository} {folder}`"
+        raise ConfigError(f"cannot push to {repository} ({why}); {again}") from None
     return str(address)
 
 

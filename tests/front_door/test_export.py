@@ -211,3 +211,11 @@ def test_push_sends_every_file_to_a_private_repository_with_the_token_of_the_env
     assert hub.files == {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
     said = capsys.readouterr()
     assert "hf_secret" not in said.out + said.err
+
+
+def test_a_push_that_fails_says_how_to_do_it_again(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    out = tmp_path / "out"
+    assert main(["export", str(runs / "stage4"), str(out), "--push", "me/model"]) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert "cannot push to me/model (" in line and f"hf upload me/model {out}`" in line and (out / "README.md").is_file()
