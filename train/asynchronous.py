@@ -166,6 +166,10 @@ class AsynchronousRL(RL):
             self._beat()
         return len(self._answers) >= count
 
+    def sampling_seconds(self) -> float:
+        """The servers sample all the time."""
+        return time.perf_counter() - self._start
+
     def _waits(self) -> dict[str, float]:
         elapsed, idle = time.perf_counter() - self._start, self._idle
         self._idle = 0.0

@@ -485,7 +485,6 @@ class RL(Trainer[RLConfig]):
 
     def data_metrics(self, batch: Batch) -> dict[str, float]:
         sampled = sum(rollout.response.sampled_tokens for rollout in batch.rolled_out)
-        seconds = self.phases.seconds.get("rollout")
         trained = [graded for group in batch.groups for graded in group]
         stale: dict[str, float] = {}
         if not self.pool.whole:
@@ -496,18 +495,19 @@ class RL(Trainer[RLConfig]):
             "data/surplus": float(batch.kept - len(batch.groups)),
             "data/epoch": float(self.stream.epoch if self.stream else 0),
             "data/trained_reward": sum(graded.reward or 0.0 for graded in trained) / len(trained),
-            "speed/rollout_tokens": sampled / seconds if seconds else 0.0,
+            "speed/rollout_tokens": sampled / seconds if (seconds := self.sampling_seconds()) else 0.0,
             **self._waits(),
         }
 
+    def sampling_seconds(self) -> float:
+        """Of the step, until now, in which the engine sampled."""
+        return self.phases.seconds.get("rollout", 0.0)
+
     def _waits(self) -> dict[str, float]:
         """The share of the step, until now, that the engine did not sample, and that the model waited for responses."""
-        seconds, elapsed = self.phases.seconds, time.perf_counter() - self._start
-        waited = seconds.get("rollout", 0.0) + seconds.get("grade", 0.0)
-        return {
-            "time/engines_wait": 1 - seconds.get("rollout", 0.0) / elapsed,
-            "time/trainer_waits": waited / elapsed,
-        }
+        sampled, elapsed = self.sampling_seconds(), time.perf_counter() - self._start
+        waited = sampled + self.phases.seconds.get("grade", 0.0)
+        return {"time/engines_wait": 1 - sampled / elapsed, "time/trainer_waits": waited / elapsed}
 
     def state(self) -> dict:
         """What a checkpoint keeps besides weights, optimizer and counters."""

@@ -87,6 +87,14 @@ def test_every_trained_token_counts_at_its_own_age(undisturbed):
         assert shares == pytest.approx({age: row[f"staleness/tokens_{age}_old"] for age in shares})
 
 
+def test_servers_sample_while_the_model_trains_and_no_faster_than_they_do(undisturbed):
+    """The rate goes by the whole step, not by the seconds in which the trainer waited."""
+    for row in metrics(undisturbed):
+        groups = row["data/rollout_batches"] * 9
+        tokens = row["length/total_tokens"] * groups * 4  # inserted ones included
+        assert row["speed/rollout_tokens"] * row["time/step"] < 1.5 * tokens
+
+
 def test_without_staleness_nothing_is_sampled_while_the_model_trains(task):
     with stub_servers(0, 2, open_tokenizer(task / "model"), faults=0.0) as stubs:
         train(settings(task, "fresh", stubs, "rollout.max_staleness=0", "batch.surplus=keep"))
