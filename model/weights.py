@@ -224,7 +224,7 @@ def written_whole(folder: str | Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    for path in partial.iterdir():
+    for path in (*partial.iterdir(), partial):
         flush_to_disk(path)
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)

@@ -97,6 +97,16 @@ def test_a_new_checkpoint_is_decided_by_its_seed(raw_config, tokenizer, tmp_path
     AutoModelForCausalLM.from_pretrained(tmp_path / "a")
 
 
+def test_a_checkpoint_has_its_name_when_all_its_files_and_their_names_are_on_the_disk(
+    first, ours, tmp_path, monkeypatch
+):
+    flushed: list[str] = []
+    monkeypatch.setattr("dccot.model.weights.flush_to_disk", lambda path: flushed.append(path.name))
+    save_checkpoint(ours(first), tmp_path / "saved")
+    files = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert set(flushed[:-2]) == files and flushed[-2:] == [".saved.partial", tmp_path.name]
+
+
 def test_a_tokenizer_that_transformers_would_replace_is_refused(raw_config, tokenizer, tmp_path):
     with pytest.raises(ValueError, match="Qwen2Tokenizer, which splits text differently"):
         create_checkpoint(raw_config("qwen2"), tmp_path / "new", tokenizer=tokenizer, seed=0)
