@@ -218,4 +218,5 @@ def test_a_push_that_fails_says_how_to_do_it_again(runs, tmp_path, monkeypatch, 
     out = tmp_path / "out"
     assert main(["export", str(runs / "stage4"), str(out), "--push", "me/model"]) == 2
     *_, line = capsys.readouterr().err.splitlines()
-    assert "cannot push to me/model (" in line and f"hf upload me/model {out}`" in line and (out / "README.md").is_file()
+    assert "cannot push to me/model (" in line and f"hf upload me/model {out}`" in line
+    assert (out / "README.md").is_file()
