@@ -332,10 +332,6 @@ class Job:
         return self.request.model or self.chat.models[0]
 
     @property
-    def budget(self) -> int:
-        return self.sessions[0].config.budget
-
-    @property
     def responses(self) -> list[Response]:
         return [session.director.response for session in self.sessions]
 

@@ -1,5 +1,8 @@
-"""What every request passes before it reaches a route, ours or one of vLLM's: the key, limits on its size, and whether
-the server is about to end.
+"""What every request passes before it reaches a route, ours or one of vLLM's: the key, limits on its size, whether the
+server is about to end, and whether a web page may send it.
+
+A browser sends text and forms of any page to any address, and asks first (CORS) before it sends JSON: from a page
+nothing else is taken.
 
 vLLM asks for the key below /v1, /v2, /inference and /cohere only: /invocations, /tokenize, /pause and others answer
 without. Where a key is set, this server asks for it everywhere but on the page and where a load balancer looks.
@@ -11,13 +14,12 @@ with it: a body of 1 MB that holds `{}` 350,000 times took 23 seconds and 8 GB, 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from fastapi import HTTPException
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from dccot.serve.request import Refused
@@ -28,13 +30,11 @@ MAX_VALUES = 2000  # in the JSON of a request; six hundred turns of a conversati
 IDS = ("prompt", "tokens", "token_ids")  # fields whose integers are not counted
 TOO_LARGE = f"the request has more than {MAX_BODY:,} bytes"
 TOO_MANY = f"the request holds more than {MAX_VALUES:,} values (keys, and items of lists): send less at once"
+OF_A_PAGE = Refused("a web page must send this as Content-Type: application/json", status=415)
 LEAVING = Refused("this server is shutting down: ask another one, or this one when it has been restarted", status=503)
 
 
 class Gate(AuthenticationMiddleware):
-    def __init__(self, app: ASGIApp, tokens: Sequence[str]):
-        super().__init__(app, list(tokens))
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             return await self.app(scope, receive, send)
@@ -45,6 +45,9 @@ class Gate(AuthenticationMiddleware):
         chat = getattr(scope["app"].state, "dccot", None)
         if chat and chat.leaving and (scope.get("method") == "POST" or path in OPEN[1:]):
             return await JSONResponse(LEAVING.body, 503)(scope, receive, send)
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if "origin" in headers and scope.get("method") == "POST" and kind != "application/json":
+            return await JSONResponse(OF_A_PAGE.body, OF_A_PAGE.status)(scope, receive, send)
         if (length := headers.get("content-length", "0")).isdecimal() and int(length) > MAX_BODY:
             await _drain(receive)
             refused = Refused(TOO_LARGE, status=413)

@@ -24,7 +24,7 @@ from dccot.serve.admission import Branching
 from dccot.serve.stream import Channels, Piece
 
 MAX_STOP = 1000  # characters of a stop string, which is looked for after every token
-KINDS = {400: "BadRequestError", 404: "NotFoundError", 413: "BadRequestError", 503: "ServiceUnavailableError"}
+KINDS = dict.fromkeys((400, 413, 415), "BadRequestError") | {404: "NotFoundError", 503: "ServiceUnavailableError"}
 NEUTRAL: dict[str, tuple] = {  # fields that are not supported, with the values that ask for nothing
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0, 0.0)),
     **dict.fromkeys(("store", "ignore_eos"), (False,)),

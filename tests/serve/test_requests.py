@@ -1,14 +1,17 @@
 """What a server makes of odd, hostile and unauthorised requests; and what it leaves to vLLM."""
 
+import asyncio
 import json
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 
 import pytest
+from starlette.responses import PlainTextResponse
 
-from dccot.serve.gate import MAX_BODY, holds_too_many
+from dccot.serve.gate import MAX_BODY, Gate, holds_too_many
 from tests.serve.conftest import BUDGET, CONTEXT, ELSEWHERE
 from tests.support.servers import KEY
 
@@ -164,7 +167,7 @@ def test_values_are_counted_but_for_token_ids_and_what_is_inside_texts(body, ref
 
 def test_a_page_elsewhere_may_ask_if_it_was_allowed_to_and_no_other(server):
     asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    asks |= {"Authorization": f"Bearer {KEY}"}
+    asks |= {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     for origin, allowed in ((ELSEWHERE, ELSEWHERE), ("https://other.example", None)):
         for method, status in (("OPTIONS", 200 if allowed else 400), ("POST", 400)):
             asked = urllib.request.Request(f"{server.address}/v1/responses", headers={"Origin": origin, **asks})
@@ -173,6 +176,32 @@ def test_a_page_elsewhere_may_ask_if_it_was_allowed_to_and_no_other(server):
                 answer = urllib.request.urlopen(asked, timeout=600)
             answer = error.value if error else answer
             assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (status, allowed)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"origin": ELSEWHERE, "content-type": "text/plain"}, 415),
+        ({"origin": ELSEWHERE}, 415),
+        ({"origin": ELSEWHERE, "content-type": "Application/JSON; charset=utf-8"}, 200),
+        ({"content-type": "application/x-www-form-urlencoded"}, 200),  # curl's
+        ({}, 200),
+    ],
+)
+def test_a_page_cannot_ask_in_a_way_for_which_no_browser_wants_permission(headers, status):
+    """Text and forms are sent to any address; JSON only where the server, asked first, allows it."""
+    sent: list[dict] = []
+
+    async def receive() -> dict:
+        return {"type": "http.request", "body": b"{}"}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/responses", "app": SimpleNamespace(state=SimpleNamespace())}
+    scope["headers"] = [(name.encode(), value.encode()) for name, value in headers.items()]
+    asyncio.run(Gate(PlainTextResponse("answered"), [])(scope, receive, send))
+    assert sent[0]["status"] == status
 
 
 def test_the_models_list_says_what_this_is_and_an_unknown_model_is_not_found(server):
