@@ -32,7 +32,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from dccot.data.prompts import PromptConfig, special_tokens
 from dccot.rollout.director import Director, RolloutConfig
 from dccot.rollout.response import Finish, Response, Rollout
-from dccot.rollout.tags import all_tags
+from dccot.rollout.tags import all_tags, flaw_of, sequential_flaw_of
 from dccot.serve.admission import Admission
 from dccot.serve.launch import ServeConfig
 from dccot.serve.load import WAITING, EngineLoad
@@ -365,10 +365,11 @@ class Job:
 
     def rollout(self, index: int) -> dict:
         """The response as a line of the file that `dccot view` opens. Nobody has judged it."""
-        response, prompt = self.responses[index], self.chat.prompt
-        text = prompt.whole_text(response.text(self.chat.vocabulary.tokenizer))
+        director, prompt, limits = self.sessions[index].director, self.chat.prompt, self.sessions[index].config
+        text = prompt.whole_text(director.response.text(self.chat.vocabulary.tokenizer))
+        flaw = flaw_of(text, limits.workers, depth=limits.depth) if director.parallel else sequential_flaw_of(text)
         question = self.request.messages[-1].content
-        return Rollout(self.name, index, question, "", text, response).to_json()
+        return Rollout(self.name, index, question, "", text, director.response, flaw).to_json()
 
 
 def _observe(response: Response) -> None:

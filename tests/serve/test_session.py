@@ -5,10 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from dccot.data.prompts import PromptConfig
 from dccot.lab.worlds import bigram as tiny
 from dccot.rollout.director import Director, RolloutConfig
-from dccot.rollout.response import Finish
+from dccot.rollout.response import Finish, Segment
 from dccot.serve.admission import Admission
+from dccot.serve.chat import Job
 from dccot.serve.session import Manner, Session, Vocabulary
 from dccot.serve.stream import Channels, Piece
 
@@ -48,3 +50,18 @@ def test_a_stop_text_in_the_piece_that_spawns_ends_the_response_without_workers(
     response = director.response
     assert channels.stopped == "STOP"
     assert (response.forks, response.finish) == ([], Finish.ANSWERED)
+
+
+@pytest.mark.parametrize(("parallel", "flaw"), [(True, "no_spawn"), (False, None)])
+def test_a_run_that_is_saved_says_whether_it_is_well_formed(vocabulary, parallel, flaw):
+    director = Director([1, 2], RolloutConfig(), vocabulary.tags, 200, parallel)
+    text = vocabulary.tokenizer.encode("so</think><answer>7</answer>", add_special_tokens=False)
+    director.response.trunk.append(Segment([], text))
+    job = SimpleNamespace(
+        name="name",
+        responses=[director.response],
+        sessions=[SimpleNamespace(director=director, config=director.config)],
+        request=SimpleNamespace(messages=[SimpleNamespace(content="how many")]),
+        chat=SimpleNamespace(prompt=PromptConfig(), vocabulary=vocabulary),
+    )
+    assert Job.rollout(job, 0)["flaw"] == flaw
