@@ -21,12 +21,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from dccot.core.command import Stopped, asked
 from dccot.core.runtime import Runtime
 from dccot.model.weights import full_parameters
+from dccot.rollout.director import Call, Completion
 from dccot.rollout.engine import TrainingEngine
 from dccot.rollout.generate import Request, Watch
 from dccot.rollout.response import Response, Rollout
@@ -40,6 +42,7 @@ from dccot.train.rl import RL, Question, turn
 log = logging.getLogger(__name__)
 PAUSE = 0.05  # seconds between two looks at the queue
 PATIENCE = 5.0  # seconds that other ranks wait in one collective for what rank 0 waits for
+T = TypeVar("T")
 
 
 class AsynchronousRL(RL):
@@ -49,10 +52,10 @@ class AsynchronousRL(RL):
         self._fault: BaseException | None = None
         self._closed = threading.Event()
         self._idle = 0.0  # seconds in which no server had a call, since the last step
+        self._finished_work = 0  # calls and verdicts
         super().__init__(config, runtime, stack, engine)
         if self.engine is not None:
-            # neither says anything about the training loop's progress
-            self.sampler.watch, self.judge.beat = Watch(), lambda: None
+            self.sampler.watch, self.judge.beat = Finishes(self._progressed), self._progressed
             self._thread = threading.Thread(target=self._take_turns, name="rollout", daemon=True)
             stack.callback(self._close)
 
@@ -107,30 +110,42 @@ class AsynchronousRL(RL):
         if self._thread.ident:
             self._thread.join()
 
+    def _progressed(self) -> None:
+        self._finished_work += 1
+
     # ---- the training loop ----
 
     def collect(self, batch: Batch) -> tuple[list[Group], list[Group]]:
         """What the thread has put at the front of the queue, the same on every rank."""
         self.limit(batch)
+        groups: list[Group] = []
         with self.phases("rollout"):
-            groups, chosen = self.runtime.broadcast(self._front() if self.engine else None)
-            if self.runtime.sum(torch.tensor([asked.stop], dtype=torch.int32)).item():
-                raise Stopped
+            while not groups:
+                groups, chosen = self._seen_by_all(self._front)
+                if self.runtime.sum(torch.tensor([asked.stop], dtype=torch.int32)).item():
+                    raise Stopped
         return self.settled(batch, groups, [group for group, kept in zip(groups, chosen) if kept])
+
+    def _seen_by_all(self, look: Callable[[], T]) -> T:
+        """What rank 0 sees, after PATIENCE at most. To wait is no progress, unless calls or verdicts are finished."""
+        before = self._finished_work
+        found, progress = self.runtime.broadcast((look(), self._finished_work > before) if self.engine else None)
+        if progress:
+            self.phases.beat()
+        return found
 
     def _front(self) -> tuple[list[Group], list[bool]]:
         """Groups, and whether the filter kept each."""
         deadline = time.monotonic() + PATIENCE
         groups, kept = self.pool.take()
         while not groups and not asked.stop and time.monotonic() < deadline:
-            self._beat()
+            self._pause()
             groups, kept = self.pool.take()
         return groups, [any(group is other for other in kept) for group in groups]
 
-    def _beat(self) -> None:
+    def _pause(self) -> None:
         if self._fault is not None:
             raise self._fault
-        self.phases.beat()
         time.sleep(PAUSE)
 
     def release_engine(self) -> None:
@@ -152,18 +167,17 @@ class AsynchronousRL(RL):
                 self._thread.start()
 
     def answers(self, questions: Sequence[Question]) -> list[tuple[Request, Response]]:
-        """The other ranks, which ask nothing, hear every PATIENCE seconds that rank 0 still waits."""
+        """Rank 0 asks the thread; all wait, however long it takes."""
         self._answers = []
         self._questions.extend(questions)
-        while not self.runtime.broadcast(self._answered(len(questions))):
-            self.phases.beat()
+        while not self._seen_by_all(lambda: self._answered(len(questions))):
+            pass
         return self._answers
 
     def _answered(self, count: int) -> bool:
-        """Whether as many answers are there, after PATIENCE at most."""
         deadline = time.monotonic() + PATIENCE
         while len(self._answers) < count and time.monotonic() < deadline:
-            self._beat()
+            self._pause()
         return len(self._answers) >= count
 
     def sampling_seconds(self) -> float:
@@ -181,3 +195,13 @@ class AsynchronousRL(RL):
             log.info("%s", self.engine.state())
             told |= self.engine.health()
         return told
+
+
+class Finishes(Watch):
+    """Tells that a call has finished."""
+
+    def __init__(self, tell: Callable[[], None]):
+        self.tell = tell
+
+    def finished(self, request: Request, call: Call, completion: Completion) -> None:
+        self.tell()

@@ -161,6 +161,7 @@ class Watchdog:
         if silent > self.stall_seconds:
             log.error("%s\nended after stall_seconds=%g without progress", story, self.stall_seconds)
             logging.shutdown()
+            faulthandler.dump_traceback(file=2)  # of every thread: a judge or the asynchronous mode's may be what hangs
             os._exit(STALLED)
         began, after = self._report if self._report[0] == phases.since else (phases.since, 0.0)
         if running >= after:

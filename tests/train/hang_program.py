@@ -1,4 +1,4 @@
-"""A rank that hangs in one of three ways under a watchdog with stall_seconds=2.
+"""A rank that hangs in one of four ways under a watchdog with stall_seconds=2.
 
 python tests/train/hang_program.py lock
 """
@@ -8,6 +8,7 @@ import logging
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from dccot.core.runtime import Runtime
 from dccot.train.phases import Phases, Watchdog
@@ -17,6 +18,11 @@ def hang_in_a_lock(runtime: Runtime, phases: Phases) -> None:
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
+
+
+def hang_in_another_thread(runtime: Runtime, phases: Phases) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(hang_in_a_lock, runtime, phases).result()
 
 
 def hang_without_python(runtime: Runtime, phases: Phases) -> None:
@@ -31,6 +37,7 @@ def hang_in_a_collective(runtime: Runtime, phases: Phases) -> None:
 
 
 HANGS = {"lock": hang_in_a_lock, "without Python": hang_without_python, "collective": hang_in_a_collective}
+HANGS["thread"] = hang_in_another_thread
 
 
 def main(how: str) -> None:

@@ -156,8 +156,9 @@ class Slow:
 def validating():
     """A training loop that only validates, while its thread takes turns."""
     rl, closed = object.__new__(AsynchronousRL), threading.Event()
-    rl._questions, rl._answers, rl._fault, rl._idle = deque(), [], None, 0.0
-    rl.sampler, rl.runtime, rl.phases = Slow(), Runtime.alone(), SimpleNamespace(beat=lambda: None)
+    rl._questions, rl._answers, rl._fault, rl._idle, rl._finished_work = deque(), [], None, 0.0, 0
+    rl.engine, rl.sampler, rl.runtime = "there is one", Slow(), Runtime.alone()
+    rl.phases = SimpleNamespace(beat=lambda: None)
     thread = threading.Thread(target=lambda: [rl.roll_out() for _ in iter(closed.is_set, True)])
     thread.start()
     yield rl
@@ -178,9 +179,27 @@ def test_a_validation_that_begins_in_the_middle_of_a_turn_gets_its_own_answers_a
 def test_other_ranks_wait_for_a_long_validation_in_short_collectives(validating, monkeypatch):
     told: list[bool] = []
     monkeypatch.setattr("dccot.train.asynchronous.PATIENCE", 0.0)
-    validating.runtime = SimpleNamespace(broadcast=lambda found: (told.append(found), time.sleep(0.005), found)[-1])
+    validating.runtime = SimpleNamespace(broadcast=lambda seen: (told.append(seen[0]), time.sleep(0.005), seen)[-1])
     assert len(validating.answers(questions("a"))) == 3
     assert told[0] is False and told[-1] is True
+
+
+awaited = threading.Event()
+
+
+def hanging(rollout, config, budget) -> float:
+    awaited.wait(30)
+    return 1.0
+
+
+def test_a_reward_that_hangs_ends_the_run_and_its_line_is_said(task, monkeypatch, capfd):
+    """It hangs in the thread, while the training loop waits for groups. Here it goes on when the process would end."""
+    monkeypatch.setattr("os._exit", lambda code: awaited.set())
+    monkeypatch.setattr("logging.shutdown", lambda: None)
+    with stub_servers(0, 1, open_tokenizer(task / "model"), faults=0.0) as stubs:
+        train(settings(task, "stuck", stubs, "steps=1", "stall_seconds=3", f"reward.kind={__name__}:hanging"))
+    assert awaited.is_set()
+    assert "in hanging" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

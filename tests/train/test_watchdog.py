@@ -89,10 +89,15 @@ def test_signs_of_life_keep_a_rank_alive_in_a_phase_that_takes_longer_than_stall
 
 
 @pytest.mark.parametrize(
-    "hang, place, code", [("lock", "lock.acquire()", STALLED), ("without Python", "in hang_without_python", 1)]
+    "hang, place, code",
+    [
+        ("lock", "lock.acquire()", STALLED),
+        ("thread", "in hang_in_a_lock", STALLED),
+        ("without Python", "in hang_without_python", 1),
+    ],
 )
 def test_a_rank_that_hangs_is_ended_after_stall_seconds_and_says_where(hang, place, code):
-    """The second never lets Python's other threads run: no report is possible, but it ends all the same."""
+    """The last never lets Python's other threads run: no report is possible, but it ends all the same."""
     done = programs.finish([sys.executable, PROGRAM, hang], code=code)
     assert place in done.stderr
     if code == STALLED:
