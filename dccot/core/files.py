@@ -205,8 +205,8 @@ class JsonlWriter:
     line that parses is complete and only lacks its newline: it is kept. Safe to call from several threads.
     """
 
-    def __init__(self, path: str | Path, *, fsync: bool = False):
-        self.path, self._fsync, self._lock = Path(path), fsync, threading.Lock()
+    def __init__(self, path: str | Path):
+        self.path, self._lock = Path(path), threading.Lock()
         make_folder(self.path.parent)
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -224,8 +224,6 @@ class JsonlWriter:
             try:
                 while line:  # once, unless the disk is full: then the second write says so
                     line = line[os.write(self._fd, line) :]
-                if self._fsync:
-                    os.fsync(self._fd)
             except OSError:
                 os.ftruncate(self._fd, end)
                 raise

@@ -11,11 +11,6 @@ from dccot.cli import COMMANDS, command, main
 ROOT = Path(__file__).parents[2]
 
 
-def test_an_unknown_command_suggests_the_nearest(capsys):
-    assert main(["evla"]) == 2
-    assert "did you mean `dccot eval`?" in capsys.readouterr().err
-
-
 def test_help_names_every_command(capsys):
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
