@@ -42,6 +42,7 @@ import numpy as np
 from dccot.core.config import Positive, Seed, lookup, require, required
 from dccot.core.files import BadData, JsonlWriter, checksum, read_jsonl, write_atomic, write_jsonl_atomic
 from dccot.core.plugins import Plugin, shown
+from dccot.core.progress import waiting
 from dccot.core.provenance import record
 from dccot.core.runtime import Runtime, require_shared
 from dccot.data.endpoints import Endpoint, EndpointConfig, Refused, Reply
@@ -121,9 +122,11 @@ def solve_sequentially(
     task, output = task_of(config), Path(config.output)
     problems = chosen_problems(task.problems(config.problems), config.shuffle, config.first)
     with Runtime.of_workers() as runtime:
-        model = resolve_model(config.model)
-        read = {Path(config.problems).name: checksum(config.problems)}
-        record(output, config, {"model": model_checksums(model, runtime), "problems": read}, runtime)
+        with waiting(f"reading {config.model}"):
+            model = resolve_model(config.model)
+            read = {Path(config.problems).name: checksum(config.problems)}
+            inputs = {"model": model_checksums(model, runtime), "problems": read}
+        record(output, config, inputs, runtime)
         require_shared(output.parent, runtime)  # rank 0 collects what all of them write there
         opened = open_engine(model, config.engine, engine, logs=output.parent)
         with task.open_judge() as judge, opened as engine:

@@ -51,8 +51,8 @@ def run(model: str, problems: Path, samples: int, out: Path, resume: bool, setti
     with waiting(f"reading {model}"):
         folder = resolve_model(model)
         prompted = task.prompts(asked, open_tokenizer(folder))
-    with JsonlWriter(out) as writer:
         inputs = {"model": model_checksums(folder), "problems": {problems.name: checksum(problems)}}
+    with JsonlWriter(out) as writer:
         record(out, to_plain(settings) | {"samples": samples}, inputs, Runtime.alone())
         pairs = missing_in([out], prompted, samples)
         if pairs:

@@ -21,7 +21,7 @@ import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,18 +102,15 @@ def evaluate(
         care: dict[str, Any] = {"strict": strict, "report": log.warning if runtime.is_main else lambda message: None}
         task = task_of(config)
         problems = {b.name: b.chosen(task.problems(b.file, **care)) for b in benchmarks}
-        path = resolve_model(model)
+        with nullcontext() if engine else waiting(f"reading {model}"):
+            path = resolve_model(model)
+            weights = model_checksums(path, runtime)
+            tokenizer = engine.tokenizer if engine else open_tokenizer(path)
         if differs := _other_limits(path, config):
             care["report"](differs)
         out = Path(out or RESULTS / default_name(path, config))
-        if engine:
-            tokenizer = engine.tokenizer
-        else:
-            with waiting(f"reading {path}"):
-                tokenizer = open_tokenizer(path)
         prompted = {name: task.prompts(asked, tokenizer, **care) for name, asked in problems.items()}
         _check_context(path, config, max(len(ids) for problems in prompted.values() for _, ids in problems))
-        weights = model_checksums(path, runtime)
         _open_folder(out, _settings(path, weights, config), runtime)
         require_shared(out, runtime)  # otherwise the table would silently be that of rank 0's responses
         files = {b.name: {b.file.name: checksum(b.file)} for b in benchmarks}
@@ -126,13 +123,14 @@ def evaluate(
                 _generate(engine, b, prompted[b.name], missing[b.name], config, out, runtime)
         runtime.gather([])  # everything is on disk
         judge = stack.enter_context(task.open_judge())
-        for file in sorted((out / "rollouts").glob("*.jsonl"))[runtime.rank :: runtime.ranks]:
-            grade_file(file, judge)
-        runtime.gather([])  # and graded
         evaluation = Evaluation(out.name, str(path), config.method, config.rollout.budget)
-        for b in benchmarks:
-            samples = [Sample.from_row(row) for row in saved_rows(_files(out, b), prompted[b.name], b.samples)]
-            evaluation.results[b.name] = results.summarise(b, samples, _classes(samples, judge, runtime))
+        with waiting("grading"):
+            for file in sorted((out / "rollouts").glob("*.jsonl"))[runtime.rank :: runtime.ranks]:
+                grade_file(file, judge)
+            runtime.gather([])  # everything is graded
+            for b in benchmarks:
+                samples = [Sample.from_row(row) for row in saved_rows(_files(out, b), prompted[b.name], b.samples)]
+                evaluation.results[b.name] = results.summarise(b, samples, _classes(samples, judge, runtime))
         if runtime.is_main:
             evaluation.save(out)
             _draw(evaluation, Run(out), steps_until(model, rl=True))
@@ -175,7 +173,7 @@ def _settings(path: Path, weights: Mapping[str, str], config: EvalConfig) -> dic
         "model.sha256": hashlib.sha256(json.dumps(sorted(weights.items())).encode()).hexdigest(),
         "task": config.task,
         "seed": config.seed,
-        "engine.dtype": config.engine.dtype,
+        **{f"engine.{name}": getattr(config.engine, name) for name in ("dtype", "kv_cache_dtype", "context")},
         "grading.kind": config.grading.kind,
         "grading.answer_block_only": config.grading.answer_block_only,
         "grading.golds": config.grading.golds,
@@ -194,7 +192,7 @@ def _open_folder(out: Path, settings: dict, runtime: Runtime) -> None:
 def _fault_of(out: Path, settings: dict) -> str | None:
     file, remedy = out / SETTINGS, "give another folder with --out"
     # in folders of versions that did not write them
-    older = {name: settings[name] for name in ("model.sha256", "task")}
+    older = {name: settings[name] for name in ("model.sha256", "task", "engine.kv_cache_dtype", "engine.context")}
     older |= {"grading.kind": "math_verify", "grading.golds": "any", "prompt.instruction": None}
     older |= {"prompt.spawning": None, "rollout.depth": 1}
     try:

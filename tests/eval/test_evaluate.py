@@ -192,6 +192,8 @@ def torchrun(speaker, sums, out) -> subprocess.Popen:
     [
         ("prompt.kind=sequential", r"prompt\.kind=parallel, now it is sequential; give another folder"),
         ("rollout.temperature=1", r"rollout\.temperature=0\.6, now it is 1\.0; give another folder"),
+        ("engine.kv_cache_dtype=fp8", r"engine\.kv_cache_dtype=auto, now it is fp8; give another folder"),
+        ("engine.context=512", r"engine\.context=1024, now it is 512; give another folder"),
     ],
 )
 def test_a_folder_made_with_other_settings_is_refused(uninterrupted, speaker, sums, setting, said):
