@@ -67,12 +67,8 @@ class EngineConfig:
     weight_transfer: Literal["file", "nccl"] = "file"
 
 
-def checked_runner(machine: str) -> str | None:
-    """The only runner with which all of gpu-check's engine checks passed on machines like this one, if it is one."""
-    return read_cache(RUNNERS).get(machine)
-
-
 def keep_checked_runner(machine: str, runner: str | None) -> None:
+    """The only runner with which all of gpu-check's engine checks passed on machines like this one, if it is one."""
     change_cache(RUNNERS, lambda known: known.update({machine: runner}))
 
 
@@ -250,7 +246,7 @@ def choose_switches(config: EngineConfig, ranks: int, *, on_gpu: bool) -> None:
     runner: str = config.runner
     if runner == "v2" and not on_gpu:
         raise ConfigError("engine.runner is v2, which runs on GPUs only; leave it at auto")
-    if runner == "auto" and on_gpu and RUNNER not in os.environ and (found := checked_runner(machine())):
+    if runner == "auto" and on_gpu and RUNNER not in os.environ and (found := read_cache(RUNNERS).get(machine())):
         runner = found
         log.warning("engine.runner: %s, the only one with which all checks of dccot gpu-check passed here", runner)
     if runner != "auto":

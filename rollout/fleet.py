@@ -69,6 +69,8 @@ class _Server:
             trust_env=False,
         )
         self.model, self.context, self.up = "", 0, False
+        self.version: int | None = None  # of the weights that a trainer gave it, if all went well
+        self.updating = asyncio.Lock()  # held while it gets weights
         self.tasks: dict[int, asyncio.Task] = {}  # by the order of their jobs
         self.waiting: list[_Job] = []  # of responses that have begun here
         self.doubted = asyncio.Event()
@@ -146,7 +148,7 @@ class Fleet:
             del self._jobs[job.key]
             finished.append((job.key, result))
             self.sampled_tokens += len(result.ids)
-        self.pending.after_step((key for key, _ in finished), self._state)
+        self.pending.after_step((key for key, _ in finished), self.state)
         return finished
 
     @property
@@ -179,7 +181,8 @@ class Fleet:
     def _wait(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def _state(self) -> str:
+    def state(self) -> str:
+        """Every server, in one line."""
         states = [("up" if server.up else "does not answer", len(server.tasks)) for server in self._servers]
         return ", ".join(f"{s.url} ({state}, {calls} calls)" for s, (state, calls) in zip(self._servers, states))
 

@@ -46,8 +46,6 @@ class TrainingFleet(Fleet):
         self._given: Path | dict[str, Tensor] | None = None  # the current weights
         self._links: dict[str, NcclLink] = {}
         self._nccl, self._pushing, self._comparing = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
-        self._labels: dict[str, int] = {}  # server → version that it was given, if all went well
-        self._updates: dict[str, asyncio.Lock] = {}  # by server
         with open_tensors(model) as tensors:
             self._names = set(tensors)
         self._tied = bool(json.loads((Path(model) / "config.json").read_text()).get("tie_word_embeddings"))
@@ -80,14 +78,13 @@ class TrainingFleet(Fleet):
         for number, server in enumerate(self._servers):
             told[f"server_{number}/up"] = float(server.up)
             told[f"server_{number}/calls"] = float(len(server.tasks))
-            told[f"server_{number}/version"] = float(self._labels.get(server.url, -1))
+            told[f"server_{number}/version"] = float(-1 if server.version is None else server.version)
         return told
 
     def state(self) -> str:
-        """One line about every server."""
-        told = [f"{server.url} version {self._labels.get(server.url, '?')}" for server in self._servers]
+        told = [(server, "?" if server.version is None else server.version) for server in self._servers]
         calls = [f"{len(server.tasks)} calls" if server.up else "not used" for server in self._servers]
-        return "; ".join(f"{one}, {other}" for one, other in zip(told, calls))
+        return "; ".join(f"{server.url} version {version}, {doing}" for (server, version), doing in zip(told, calls))
 
     def _checked(self, parameters: Parameters) -> dict[str, Tensor]:
         """All of the model's weights, in the engine's precision if it was chosen."""
@@ -119,7 +116,7 @@ class TrainingFleet(Fleet):
         for server in current:
             server.up = False
         async with self._pushing:
-            if current and self._labels.get(current[0].url) != version - 1:
+            if current and current[0].version != version - 1:
                 await self._push_or_leave(current.pop(0))  # the others are compared with this one
             await asyncio.gather(*(self._push_or_leave(server) for server in current))
         while not any(server.up for server in self._servers):  # the guards bring one up as soon as it answers
@@ -140,39 +137,32 @@ class TrainingFleet(Fleet):
 
     async def _takes(self, server: _Server) -> bool:
         assert self._given is not None
-        async with self._update(server):
-            given, version = self._labels.pop(server.url, None), self.version
+        async with server.updating:
+            before, server.version, version = server.version, None, self.version
             try:
-                if given != version or await self._label(server) != str(version):  # it may have been started again
-                    await self._push(server, self._given, version, compare=given != version - 1)
+                if before != version or await self._label(server) != str(version):  # it may have been started again
+                    await self._push(server, self._given, version, compare=before != version - 1)
             except Exception as error:  # whatever it answered
                 self._links.pop(server.url, None)
-                self._labels.pop(server.url, None)
+                server.version = None
                 log.warning("%s did not take the weights of version %d: %s", server.url, version, _said(error))
                 return False
-            if version != self.version:  # there are newer ones meanwhile
-                self._labels.pop(server.url, None)
-                return False
-            self._labels[server.url] = version
-            return True
-
-    def _update(self, server: _Server) -> asyncio.Lock:
-        """Held while a server gets weights."""
-        return self._updates.setdefault(server.url, asyncio.Lock())
+            server.version = version if version == self.version else None  # there may be newer ones meanwhile
+            return server.version is not None
 
     def _leave(self, server: _Server) -> None:
         """It gets the current weights when it comes back, and until then nobody is compared with it."""
-        self._labels.pop(server.url, None)
+        server.version = None
         super()._leave(server)
 
     async def _healthy(self, server: _Server) -> bool:
         """Its engine is asked as well: that may hang while /health answers. Not while it takes weights."""
-        async with self._update(server):
+        async with server.updating:
             return await server.answers("/weight_info")
 
     async def _fault(self, server: _Server) -> str | None:
         """It may be paused, where an earlier trainer died: then it would not answer."""
-        async with self._update(server):
+        async with server.updating:
             await self._ask(server, "/resume", seconds=PATIENCE)
             return await super()._fault(server)
 
@@ -213,14 +203,14 @@ class TrainingFleet(Fleet):
     async def _compare(self, server: _Server, version: int) -> None:
         """Raise if its weights differ from those of a server that has this version already."""
         async with self._comparing:
-            for other in [other for other in self._servers if self._labels.get(other.url) == version][:1]:
+            for other in [other for other in self._servers if other.version == version][:1]:
                 ask = {"action": "checksum"}
                 mine, theirs = [
                     (await self._ask(each, "/weight_checker", ask))["checksums"] for each in (server, other)
                 ]
                 if wrong := sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)):
                     raise ValueError(f"{len(wrong)} weights differ from those of {other.url}: {', '.join(wrong[:5])}")
-            self._labels[server.url] = version
+            server.version = version
 
     async def _label(self, server: _Server) -> str:
         answer = await server.client.get("/weight_info", timeout=PATIENCE)

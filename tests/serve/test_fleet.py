@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from dccot.core.config import ConfigError, load_config
+from dccot.core.config import ConfigError
 from dccot.eval.evaluate import eval_config, evaluate
 from dccot.eval.evaluate import main as eval_main
 from dccot.eval.results import own_benchmark
@@ -24,7 +24,6 @@ from dccot.rollout.engine import EngineConfig, EngineStalled, open_engine
 from dccot.rollout.generate import Request, Watch, generate
 from dccot.rollout.response import Rollout
 from dccot.rollouts import main as rollout_main
-from dccot.train.config import RLConfig
 from tests.serve.conftest import CONTEXT
 from tests.support.servers import KEY, eventually, vllm_serve
 
@@ -174,12 +173,6 @@ def test_eval_and_rollout_write_with_a_fleet_what_they_write_without(engine, ser
     (tmp_path / "rollouts").mkdir()
     assert rollout_main([str(model), str(problems), *given, "--out", str(tmp_path / "rollouts" / "all.jsonl")]) == 0
     assert len(lines(tmp_path / "rollouts")) == 6
-
-
-def test_training_with_a_fleet_is_refused():
-    with pytest.raises(ConfigError, match=r"engine\.url is set"):
-        given = ["model.path=m", "data.train=t.jsonl", "engine.url=[http://a:8000,http://b:8000]"]
-        load_config(RLConfig, "configs/rl/stage1.yaml", given)
 
 
 def killed_half_way(fleet, engine, victim) -> None:
