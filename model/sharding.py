@@ -46,10 +46,9 @@ def build_model(
     sharding: ShardingConfig,
     *,
     device: torch.device | str | None = None,
-    seed: int | None = None,
     lora: LoraConfig | None = None,
 ) -> Transformer:
-    """The checkpoint in `folder`, sharded over the process group if there is one; with `seed`, random weights.
+    """The checkpoint in `folder`, sharded over the process group if there is one.
 
     With `lora`, it is frozen and has new adapters, which follow from torch's seed.
     """
@@ -57,10 +56,7 @@ def build_model(
     model = empty_model(read_config(folder), sharding, device, lora)
     if model.lora:
         init_adapters(model, torch.initial_seed())
-    if seed is None:
-        load_weights(model, folder)
-    else:
-        model.init_weights(seed)
+    load_weights(model, folder)
     return model
 
 

@@ -192,18 +192,17 @@ def create_checkpoint(
     *,
     tokenizer,
     seed: int,
-    dtype: torch.dtype = torch.float32,
     prepare: Callable[[Transformer], None] = lambda model: None,
 ) -> None:
-    """A new checkpoint with random weights from the contents of a config.json and a tokenizer of transformers'.
+    """A new checkpoint with random fp32 weights from the contents of a config.json and a tokenizer of transformers'.
 
     `prepare` may change the random weights before they are written.
     """
-    model = Transformer(parse_config(config)).to(dtype)
+    model = Transformer(parse_config(config))
     model.init_weights(seed)
     prepare(model)
     with written_whole(folder) as partial:
-        _write(model, full_parameters(model), partial, dtype, MAX_SHARD_BYTES)
+        _write(model, full_parameters(model), partial, None, MAX_SHARD_BYTES)
         _write_tokenizer(tokenizer, partial)
         token_ids = {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
         _write_json(partial / "generation_config.json", token_ids)

@@ -87,7 +87,8 @@ def main(folder: Path, out: Path) -> None:
         half = {name: tensor.clone() for name, tensor in full_parameters(model, torch.bfloat16)}
     facts["gathered for an engine in bfloat16"] = sorted(gathered.dtypes)
     save_checkpoint(model, out / "saved", source=folder, max_shard_bytes=300_000)
-    random = {name: tensor.clone() for name, tensor in full_parameters(build_model(folder, ShardingConfig(), seed=4))}
+    model.init_weights(seed=4)
+    random = {name: tensor.clone() for name, tensor in full_parameters(model)}
     if dist.get_rank() == 0:
         save_file(random, out / "random.safetensors")
         save_file(half, out / "half.safetensors")
