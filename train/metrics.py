@@ -34,6 +34,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dccot.core.plugins import Plugin
 from dccot.core.runtime import Runtime
 from dccot.core.statistics import PERCENTILES, clustered_error, mean
 from dccot.rollout.response import Finish, Rollout
@@ -151,7 +152,8 @@ class TokenMetrics:
         old, log_gap = rollout if self.config.old == "engine" else proximal, (proximal - rollout).double()
         ratio, gap = ratio_of(logprob, old), log_gap.clamp(-MAX_LOG_GAP, MAX_LOG_GAP).exp()
         kl = kl_k3(logprob, reference.float()) if reference is not None else torch.zeros_like(logprob)
-        clipped = self.objective.clipped(self.config, logprob, old, advantage)
+        plugin, on = Plugin("objective", self.objective.clipped), f"{len(logprob):,} tokens"
+        clipped = plugin(self.config, logprob, old, advantage, on=on)
         far, gap_kl, reverse = (gap > 2) | (gap < 0.5), gap - 1 - log_gap, gap * log_gap
         cap, masked = self.config.rollout_ratio_cap or math.inf, torch.zeros_like(far) if trained is None else ~trained
         weight = torch.where(masked, 0.0, gap.clamp(max=cap))

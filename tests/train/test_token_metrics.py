@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from dccot.core.plugins import PluginError
 from dccot.core.runtime import Runtime
 from dccot.train.metrics import BINS, TokenMetrics, count_bins, percentile
-from dccot.train.objectives import ObjectiveConfig, RolloutCorrection
+from dccot.train.objectives import Objective, ObjectiveConfig, RolloutCorrection
 
 PERCENTS = (1, 25, 50, 60, 70, 80, 90, 99, 99.9, 100)
 
@@ -117,6 +118,15 @@ def test_weights_as_used_are_capped_and_zero_where_masked():
         found = tokens.reduce()
     assert found["gap/truncated"] == found["gap/masked"] == 1 / 4
     assert found["gap/effective_sample_size"] == pytest.approx((1 + 2 + 0 + 1) ** 2 / (4 * (1 + 4 + 0 + 1)), rel=1e-6)
+
+
+careless = Objective(lambda *tokens: tokens[1], clipped=lambda *tokens: 1 / 0)
+
+
+def test_an_objective_of_ones_own_that_cannot_say_what_it_clips_is_named():
+    tokens = TokenMetrics(ObjectiveConfig(f"{__name__}:careless"), Runtime.alone())
+    with pytest.raises(PluginError, match=f"objective {__name__}:<lambda> failed on 3 tokens: ZeroDivisionError"):
+        tokens.add(*batches()[0])
 
 
 def test_the_ratio_is_to_the_engine_if_it_is_the_denominator_and_the_gap_remains_that_of_the_trainer():
