@@ -69,7 +69,8 @@ class Plugin:
 
 def banner(chat: Chat, args: Namespace) -> str:
     rollout, scheme = chat.config.rollout, "https" if args.ssl_certfile else "http"
-    where = f"{scheme}://{args.host or '0.0.0.0'}:{args.port}" if not args.uds else f"unix:{args.uds}"
+    host = f"[{args.host}]" if ":" in (args.host or "") else args.host or "0.0.0.0"
+    where = f"{scheme}://{host}:{args.port}" if not args.uds else f"unix:{args.uds}"
     thinks = in_words(rollout.workers, rollout.depth) if chat.config.prompt.parallel else "no workers"
     keys = args.api_key or [os.environ.get("VLLM_API_KEY")]
     key = "asked for (Authorization: Bearer …)" if any(keys) else "none: anyone who reaches the address may ask"

@@ -175,13 +175,9 @@ class ChatRequest(Strict):
     @property
     def filters(self) -> dict[str, Any]:
         """What is asked of sampling beside temperature and top_p, by vLLM's names."""
-        given = {"top_k": self.top_k, "min_p": self.min_p, "logprobs": 0 if self.scored else None}
+        scored = self.logprobs or self.return_rollout
+        given = {"top_k": self.top_k, "min_p": self.min_p, "logprobs": 0 if scored else None}
         return {name: value for name, value in given.items() if value is not None}
-
-    @property
-    def scored(self) -> bool:
-        """Whether log-probs are needed."""
-        return self.logprobs or self.return_rollout
 
 
 def read_json(body: bytes) -> dict[str, Any]:

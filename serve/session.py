@@ -130,7 +130,7 @@ class Session:
         name = f"{self._key}-{'.'.join(map(str, call.path))}"
         seed = seed_of(self.seed, "problem", self.sample, *call.path)  # as in `dccot solve`
         sampling, config, manner = self.vocabulary.sampling, self.config, self.manner
-        joins, worker = call.number > 0, bool(call.thread)
+        joins, worker, factor = call.number > 0, bool(call.thread), manner.straggler_factor
         if joins and (read := self._read.get((*call.thread, call.number - 1))):
             read[1].cancel()  # nobody needs it any more
         priority = 0 if self.order is None else place(self.order, manner.branching, worker=worker, joins=joins)
@@ -159,7 +159,7 @@ class Session:
                 text = result.text.removesuffix(self.vocabulary.decode(ids[-1:])) if stop is Stop.EOS else result.text
                 if stop is Stop.LENGTH and len(ids) < call.max_tokens:
                     stop = self._cut(call)
-                elif stop is None and self._overdue(call, len(ids)):
+                elif stop is None and worker and factor and self.director.overdue(call, len(ids), factor):
                     stop, text = self._cut(call), self.vocabulary.decode(ids)[told:]
                 told += len(text)
                 if stop is None:
@@ -175,10 +175,6 @@ class Session:
                     self.director.response.forks.pop()
                 return [] if stopped else following
         raise RuntimeError(f"call {name} ended without a result")
-
-    def _overdue(self, call: Call, written: int) -> bool:
-        factor = self.manner.straggler_factor
-        return factor is not None and bool(call.thread) and self.director.overdue(call, written, factor)
 
     def _cut(self, call: Call) -> Stop:
         """A worker that is read as far as it got: as if it had ended itself."""

@@ -1,11 +1,14 @@
 """What `dccot serve` decides and says before it serves."""
 
+import argparse
 import json
 import os
 import shlex
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,7 +16,8 @@ from dccot.lab.worlds import bigram as tiny
 from dccot.model.folder import resolve_model
 from dccot.rollout import servers
 from dccot.rollout.engine import EngineConfig, as_flags, vllm_options
-from dccot.serve.launch import OWN, VARIABLE, examples_of, from_environment, main, overrides
+from dccot.serve.launch import OWN, VARIABLE, ServeConfig, examples_of, from_environment, main, overrides
+from dccot.serve.plugin import banner
 from tests.serve.conftest import BUDGET, CONTEXT, NAME
 from tests.support import programs
 from tests.support.hub import Hub, use_here
@@ -119,6 +123,13 @@ def test_a_server_says_what_it_serves_where_and_to_whom(server):
     ):
         assert wanted in said
     assert "Triton" not in said
+
+
+def test_an_ipv6_address_is_printed_as_browsers_and_clients_take_it():
+    engine = SimpleNamespace(vllm_config=SimpleNamespace(shutdown_timeout=25))
+    chat: Any = SimpleNamespace(config=ServeConfig(), context=100, models=["m"], engine=engine)
+    said = banner(chat, argparse.Namespace(ssl_certfile=None, host="::1", port=8000, uds=None, api_key=None))
+    assert "http://[::1]:8000/v1 " in said and "http://[::1]:8000/\n" in said
 
 
 def test_a_port_in_use_is_refused_in_one_line_at_once(model, capsys):
