@@ -157,8 +157,8 @@ class Servers:
 
     def _start(self, number: int) -> subprocess.Popen:
         given = environment(self.on_gpu)
-        ours = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-        ours += ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CONFIGURE_LOGGING")
+        ranks = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+        ours = (*ranks, "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CONFIGURE_LOGGING")
         given = {name: value for name, value in given.items() if not name.startswith(ours)}
         if self.on_gpu:
             mine = self._devices[number * self._split : (number + 1) * self._split]

@@ -13,7 +13,9 @@ with it: a body of 1 MB that holds `{}` 350,000 times took 23 seconds and 8 GB, 
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 from typing import Any
 
 from fastapi import HTTPException
@@ -27,8 +29,10 @@ from dccot.serve.request import Refused
 OPEN = ("/", "/health", "/ping")
 MAX_BODY = 2 * 2**20  # bytes; the text of 131,072 tokens has about 0.5 MB
 MAX_VALUES = 2000  # in the JSON of a request; six hundred turns of a conversation
+UPLOAD_SECONDS = 60  # from the request's first line to the end of its body
 IDS = ("prompt", "tokens", "token_ids")  # fields whose integers are not counted
 TOO_LARGE = f"the request has more than {MAX_BODY:,} bytes"
+TOO_SLOW = f"the request's body did not arrive within {UPLOAD_SECONDS} seconds"
 TOO_MANY = f"the request holds more than {MAX_VALUES:,} values (keys, and items of lists): send less at once"
 OF_A_PAGE = Refused("a web page must send this as Content-Type: application/json", status=415)
 LEAVING = Refused("this server is shutting down: ask another one, or this one when it has been restarted", status=503)
@@ -63,16 +67,23 @@ async def _drain(receive: Receive) -> None:
 
 
 def _limited(receive: Receive) -> Receive:
-    body = bytearray()
+    body, ends = bytearray(), asyncio.get_running_loop().time() + UPLOAD_SECONDS
 
     async def limited() -> Message:
-        message = await receive()
+        nonlocal ends
+        try:
+            async with asyncio.timeout_at(ends):
+                message = await receive()
+        except TimeoutError:
+            raise HTTPException(408, TOO_SLOW, {"Connection": "close"}) from None
         if message["type"] == "http.request":
             body.extend(message.get("body", b""))
             if len(body) > MAX_BODY:
                 raise HTTPException(413, TOO_LARGE)
-            if not message.get("more_body") and holds_too_many(body):
-                raise HTTPException(400, TOO_MANY)
+            if not message.get("more_body"):
+                ends = math.inf  # what comes next is the client's going away
+                if holds_too_many(body):
+                    raise HTTPException(400, TOO_MANY)
         return message
 
     return limited

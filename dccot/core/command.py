@@ -97,8 +97,9 @@ def run_cleanly(work: Callable[[], object]) -> int:
         with listening():
             work()
     except EXPECTED as error:
-        system = isinstance(error, OSError) and error.strerror and error.filename
-        said = f"{error.filename}: {error.strerror}" if system else error
+        said = str(error)
+        if isinstance(error, OSError) and error.strerror and error.filename:
+            said = f"{error.filename}: {error.strerror}"
         _say(as_typed(f"{getattr(error, 'trace', '')}dccot: {said}"))
         return 2
     except Exception as error:

@@ -9,8 +9,10 @@ from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import pytest
+from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse
 
+from dccot.serve import gate
 from dccot.serve.gate import MAX_BODY, Gate, holds_too_many
 from tests.serve.conftest import BUDGET, CONTEXT, ELSEWHERE
 from tests.support.servers import KEY
@@ -202,6 +204,28 @@ def test_a_page_cannot_ask_in_a_way_for_which_no_browser_wants_permission(header
     scope["headers"] = [(name.encode(), value.encode()) for name, value in headers.items()]
     asyncio.run(Gate(PlainTextResponse("answered"), [])(scope, receive, send))
     assert sent[0]["status"] == status
+
+
+@pytest.mark.parametrize("arrives", [b"", b'{"messages": '])
+def test_a_client_that_vanishes_while_it_sends_gives_its_place_free(arrives, monkeypatch):
+    """TCP alone notices it after hours."""
+    monkeypatch.setattr(gate, "UPLOAD_SECONDS", 0.05)
+    sent, app = list[dict](), FastAPI()
+    parts = iter([{"type": "http.request", "body": arrives, "more_body": True}] if arrives else [])
+
+    @app.post("/ask")
+    async def ask(request: Request) -> str:
+        return str(len(await request.body()))
+
+    async def receive() -> dict:
+        return next(parts, None) or await asyncio.get_running_loop().create_future()
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/ask", "query_string": b"", "headers": [], "app": app}
+    asyncio.run(asyncio.wait_for(Gate(app, [])(scope, receive, send), 30))
+    assert sent[0]["status"] == 408
 
 
 def test_the_models_list_says_what_this_is_and_an_unknown_model_is_not_found(server):
