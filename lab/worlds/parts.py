@@ -48,12 +48,12 @@ from dccot.rollout.tags import THINK_OPEN, IllFormed, parse
 from dccot.rollout.thread import Thread
 
 WIDTH = [2, 12]  # parts of a list, and workers to choose from
-GROUPS = 3  # of a sum of sums, and parts of each
+GROUPS = 3  # of a sum of sums, and parts of each; the base learns from groups of one and two parts as well
 SIZES = range(3, 6)  # digits of a part
 LETTERS, NAMES = "abcde", "ABC"  # of the digits of a part, of groups
 SPLITS = ("base", "train", "validation", "test")
 HOW, END = ", in each multiply and add in turn: ", "Add them up. Last digit?"
-SUMS = f"{GROUPS} sums of {GROUPS} parts"
+SUMS = {GROUPS * each: f"{GROUPS} sums of {each} parts" for each in range(1, GROUPS + 1)}  # by parts in all
 Part = tuple[int, list[int]]  # its number and its digits
 
 
@@ -73,15 +73,16 @@ def problem_stream(seed: int, family: str, split: str, taken: set[str]) -> Itera
     problem has; the base learns from small ones more often, as a curriculum.
     """
     rng = random.Random(f"{seed}/{family}/{split}")
-    sizes = range(WIDTH[0], WIDTH[1] + 1) if family == "lists" else range(GROUPS**2, GROUPS**2 + 1)
+    sizes = range(WIDTH[0], WIDTH[1] + 1) if family == "lists" else list(SUMS) if split == "base" else [GROUPS**2]
     while True:
         count = rng.choices(sizes, [1 / size if split == "base" else 1 for size in sizes])[0]
         parts = [(i, [rng.randint(2, 9) for _ in range(rng.choice(SIZES))]) for i in range(1, count + 1)]
-        groups = [parts[i : i + GROUPS] for i in range(0, count, GROUPS)] if family == "sums" else [parts]
+        each = count // GROUPS if family == "sums" else count
+        groups = [parts[i : i + each] for i in range(0, count, each)]
         asked = "| ".join("".join(map(_asked, group)) for group in groups)
         if asked not in taken:
             taken.add(asked)
-            what = SUMS if family == "sums" else f"{count} parts"
+            what = SUMS[count] if family == "sums" else f"{count} parts"
             gold = sum(result_of(part) for part in parts) % 10
             yield Problem(f"{split}-{count}-{len(taken):06d}", f"{what}{HOW}{asked}{END}", str(gold))
 
@@ -240,7 +241,8 @@ def make_parts(config: PartsConfig, folder: Path) -> None:
     numbers = range(1, WIDTH[1] + 1)
     phrases = [f"{i}{letter}: " for i in numbers for letter in LETTERS]
     phrases += [text for i in numbers for text in (f"{i}: ", f"{i}, ", f"{i}. ", f"{i} parts")]
-    phrases += [str(i) for i in numbers if i > 9] + [SUMS, HOW, END, "| ", "\\boxed{"]
+    known = SUMS.values() if config.family == "sums" else [SUMS[GROUPS**2]]  # the model of width.yaml stays the same
+    phrases += [str(i) for i in numbers if i > 9] + [*known, HOW, END, "| ", "\\boxed{"]
     tokenizer = make_tokenizer(workers=WIDTH, phrases=phrases, sentences=sentences)
     shape = checkpoint_config(config.model, tokenizer)
     create_checkpoint(shape, folder / "init", tokenizer=tokenizer, seed=config.seed, prepare=look_back)
