@@ -415,7 +415,7 @@ class RL(Trainer[RLConfig]):
             correction, responses = config.rollout_correction, len(mini_batch.advantages)
             trained = trained_on(correction, proximal - sampled, response, responses)
             given = proximal, advantage, sampled, reference, trained
-            tokens.add(logprob, entropy, *given, forest.lag(step) if self.pool.max_staleness else None)
+            tokens.add(logprob, entropy, *given, forest.lag(step) if self.config.rollout.staleness else None)
             return objective_loss(config, logprob, *given)
 
         return self.optimizer_step(mini_batch.forests, loss, self.config.rollout.temperature)

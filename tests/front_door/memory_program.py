@@ -19,7 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dccot.core.runtime import Runtime
-from dccot.model.sharding import ShardingConfig, build_model
+from dccot.model.config import read_config
+from dccot.model.sharding import ShardingConfig, empty_model
 from dccot.rollout.response import Segment
 from dccot.train.forest import build_forest
 from dccot.train.update import OptimizerConfig, accumulate, apply_gradients, compute_logprobs, make_optimizer
@@ -52,9 +53,11 @@ def allocator_peak(prof) -> int:
 
 def measure(folder: str, tokens: int, runtime: Runtime, **sharding) -> dict[str, int]:
     config = ShardingConfig(**sharding)
-    model = build_model(folder, config, seed=0)
-    frozen = build_model(
-        folder, ShardingConfig(compute_dtype=config.compute_dtype, master_dtype=config.compute_dtype), seed=0
+    shape, cpu = read_config(folder), torch.device("cpu")
+    model = empty_model(shape, config, cpu)
+    model.init_weights(0)
+    frozen = empty_model(
+        shape, ShardingConfig(compute_dtype=config.compute_dtype, master_dtype=config.compute_dtype), cpu
     )
     optimizer = make_optimizer(model, OptimizerConfig())
     prompt = tokens // 8

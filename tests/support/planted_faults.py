@@ -222,7 +222,7 @@ FAULTS = [
     *faults(
         "data/rollouts.py",
         "tests/data/test_rollouts.py tests/train/test_rewards.py",
-        ('row["sample"] >= samples', 'row["sample"] > samples'),
+        ("or sample >= samples", "or sample > samples"),
         ("[] if thinking_counts else [(after_think(rollout.text)", "[(after_think(rollout.text)"),
     ),
     *faults(
