@@ -27,7 +27,7 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 from dccot.serve.request import Refused
 
 OPEN = ("/", "/health", "/ping")
-MAX_BODY = 2 * 2**20  # bytes; the text of 131,072 tokens has about 0.5 MB
+MAX_BODY = 2**20  # bytes; the text of 131,072 tokens has about 0.5 MB
 MAX_VALUES = 2000  # in the JSON of a request; six hundred turns of a conversation
 UPLOAD_SECONDS = 60  # from the request's first line to the end of its body
 IDS = ("prompt", "tokens", "token_ids")  # fields whose integers are not counted
