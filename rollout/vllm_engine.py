@@ -3,7 +3,6 @@
     add(key, call, …) ─► step() ─► [(key, Completion), …]    no call waits for another: the caller drives the steps
     load(named parameters)                                   weights streamed in, prefix cache reset
     load(named parameters, version)                          the same under pending calls, which continue afterwards
-    verify(named parameters)                                 are they the engine's? compared through its own kernels
     sleep() / wake()                                         GPU only: memory is lent to training
 
 Under torchrun every rank builds its own engine at the same time (vLLM's external launcher). With tensor_parallel = 1
@@ -34,12 +33,12 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import tokens_input
@@ -93,7 +92,7 @@ class VllmEngine:
         self.tokenizer = self._engine.get_tokenizer()
         check_same_ids(open_tokenizer(self.model), self.tokenizer, self.model)
         self._sampling = Sampling(self.tokenizer)
-        self._network = self._engine.model_executor.driver_worker.worker.get_model()
+        self.network = self._engine.model_executor.driver_worker.worker.get_model()
         self.pending, self.sampled_tokens = Pending(config), 0
         self._tied = bool(json.loads((Path(self.model) / "config.json").read_text()).get("tie_word_embeddings"))
         self._whole, self._asleep = True, False  # weights consistent; memory released
@@ -156,7 +155,7 @@ class VllmEngine:
 
         def watched() -> Iterator[tuple[str, Tensor]]:
             try:
-                for name, tensor in self._with_head(parameters, wanted="lm_head.weight" in self._checkpoint_names):
+                for name, tensor in self.with_head(parameters, wanted="lm_head.weight" in self._checkpoint_names):
                     if not tensor.isfinite().all():
                         raise ValueError(f"{name} holds {int((~tensor.isfinite()).sum()):,} values that are not finite")
                     seen.add(name)
@@ -170,7 +169,7 @@ class VllmEngine:
         with torch.no_grad():
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": watched()})
             if self._tied and not ON_GPU:  # vLLM repacks weights for its CPU kernels, and a tied head is not loaded
-                self._network.lm_head.quant_method.process_weights_after_loading(self._network.lm_head)
+                self.network.lm_head.quant_method.process_weights_after_loading(self.network.lm_head)
         if faults:
             raise faults[0]
         if missing := self._checkpoint_names - seen:
@@ -189,15 +188,7 @@ class VllmEngine:
     def _core(self) -> Any:
         return self._engine.engine_core.engine_core
 
-    def verify(self, parameters: Parameters) -> None:
-        if (split := self.config.tensor_parallel) > 1:
-            raise ValueError(f"verify compares whole weights; engine.tensor_parallel is {split}, which splits them")
-        whole = self._with_head(parameters, wanted=True)
-        wrong = differing(self._network, whole, self._network.packed_modules_mapping, self.dtype)
-        if wrong:
-            raise ValueError(f"the engine's weights differ from the given ones: {_some(wrong)}; load them again")
-
-    def _with_head(self, parameters: Parameters, wanted: bool) -> Iterator[tuple[str, Tensor]]:
+    def with_head(self, parameters: Parameters, wanted: bool) -> Iterator[tuple[str, Tensor]]:
         """A tied head is not a parameter of the trainer; vLLM has one, and loads it if the checkpoint contains it."""
         for name, tensor in parameters:
             yield name, tensor
@@ -231,7 +222,7 @@ class VllmEngine:
         self.abort(list(self.pending))
         core = self._core
         # before vLLM releases the memory that sleeps: a tensor still in it would be freed too late
-        del self._network, self._engine
+        del self.network, self._engine
         if self._made_the_group:
             core.shutdown()
         else:  # the same without its last step, which destroys every process group
@@ -343,45 +334,3 @@ def restore_environment(before: dict[str, str]) -> None:
     for name, value in before.items():
         if os.environ.get(name) != value:
             os.environ[name] = value
-
-
-# ---- verify: fingerprint(W) = W · r for a fixed random vector r, one number per row; vectors are compared as they are.
-# The engine fuses some layers (q, k, v → qkv; gate, up → gate_up): its fingerprints are those of the parts in a row.
-
-
-def probe(width: int, like: Tensor) -> Tensor:
-    """The vector r for matrices of this width: always the same, with the dtype and device of `like`."""
-    return torch.randn(width, generator=torch.Generator().manual_seed(width)).to(like)
-
-
-@torch.no_grad()
-def differing(model: nn.Module, parameters: Parameters, fused: dict[str, list[str]], dtype: torch.dtype) -> list[str]:
-    """Names (Hugging Face) of the parameters that differ in vLLM's `model`. `fused`: its layer → ours, in order."""
-    tolerance = 1e-4 if dtype == torch.float32 else 0.03
-    home = {part: (whole, index) for whole, parts in fused.items() for index, part in enumerate(parts)}
-    collected: dict[tuple[str, str], dict[int, tuple[str, Tensor]]] = {}
-    wrong: list[str] = []
-    for name, tensor in parameters:
-        layer, _, kind = name.rpartition(".")
-        above, _, leaf = layer.rpartition(".")
-        whole, index = home.get(leaf, (leaf, 0))
-        tensor = tensor.to(dtype)
-        value = tensor.float() @ probe(tensor.shape[1], tensor).float() if tensor.ndim == 2 else tensor.float()
-        collected.setdefault((f"{above}.{whole}".lstrip("."), kind), {})[index] = name, value
-    for (layer, kind), parts in collected.items():
-        have = _fingerprint(model.get_submodule(layer), kind, dtype)
-        for _, (name, expected) in sorted(parts.items()):
-            mine, have = have[: len(expected)].to(expected), have[len(expected) :]
-            limit = tolerance * float(expected.abs().max())
-            if mine.shape != expected.shape or not torch.allclose(mine, expected, rtol=0, atol=limit):
-                wrong.append(name)
-    return wrong
-
-
-def _fingerprint(layer: nn.Module, kind: str, dtype: torch.dtype) -> Tensor:
-    kernel = getattr(layer, "quant_method", None)
-    if kernel is None or kind == "bias":
-        return getattr(layer, kind).float()
-    width, device = cast(int, layer.input_size_per_partition), cast(Tensor, layer.weight).device
-    vector = probe(width, torch.empty(0, dtype=dtype, device=device))
-    return kernel.apply(layer, vector.unsqueeze(0)).squeeze(0).float()

@@ -23,6 +23,7 @@ from unittest.mock import patch
 from transformers import Qwen3Config
 
 from dccot.lab.bench.harness import fastest, in_turns, row
+from dccot.lab.synced import verify
 from dccot.lab.worlds import bigram as tiny
 from dccot.model.config import read_config
 from dccot.model.transformer import Transformer
@@ -155,7 +156,7 @@ def sync_rows(folder: Path, quick: bool) -> list[dict]:
         sync = fastest({"sync": lambda: engine.load(full_parameters(model))}, 1 if quick else 3)["sync"]
         disk = fastest({"disk": through_disk}, 1 if quick else 2)["disk"]
         assert isinstance(engine, VllmEngine)
-        engine.verify(full_parameters(model))
+        verify(engine, full_parameters(model))
     parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     return [
         row(f"sync of {parameters:.0f}M parameters", sync, "s"),

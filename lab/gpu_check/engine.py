@@ -20,6 +20,7 @@ from dccot.core.run import Run
 from dccot.core.runtime import Runtime, on_rank_zero
 from dccot.lab.bench import gap
 from dccot.lab.gpu_check.worker import Context
+from dccot.lab.synced import verify
 from dccot.lab.worlds import bigram
 from dccot.lab.worlds.exact_task import make_task
 from dccot.model.config import read_config
@@ -138,7 +139,7 @@ def in_place_sync(context: Context) -> str:
             parameter.add_(0.3 * parameter.std() * torch.randn(parameter.shape, generator=noise).to(parameter))
     try:
         engine.load(model.named_parameters())
-        engine.verify(model.named_parameters())
+        verify(engine, model.named_parameters())
         after = greedy(engine)
         assert after != before, "other weights gave the same ids"
         expected = greedy_of_transformers(model, engine.tokenizer)
@@ -167,7 +168,7 @@ def sleep_and_wake(context: Context) -> str:
     assert report.applied and report.grad_norm > 0, report
     engine.wake()
     engine.load(full_parameters(model))
-    engine.verify(full_parameters(model))
+    verify(engine, full_parameters(model))
     released = f"{(asleep - awake) / 1e9:.2f} GB"
     assert asleep > awake + 5e8, f"asleep, the engine released {released}; its KV cache alone has 1 GiB"
     return f"{released} released; " + same_ids(greedy(engine), expected, "the same as before")

@@ -35,7 +35,7 @@ def main(folder: Path, out: Path) -> None:
     found["first"] = greedy(engine)
     runner = engine._engine.model_executor.driver_worker.worker.model_runner
     held = [
-        weakref.ref(tensor) for tensor in [*engine._network.parameters(), *engine._network.buffers(), *runner.kv_caches]
+        weakref.ref(tensor) for tensor in [*engine.network.parameters(), *engine.network.buffers(), *runner.kv_caches]
     ]
     del runner
     gc.disable()  # what the shutdown does not free by itself stays

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dccot.lab.synced import verify
 from dccot.rollout.director import RolloutConfig
 from dccot.rollout.engine import EngineConfig, open_engine
 from dccot.rollout.generate import Request, generate
@@ -40,7 +41,7 @@ def engine(checkpoints, build_engine):
 
 def reloads(engine, model) -> None:
     engine.load(model.named_parameters())
-    engine.verify(model.named_parameters())
+    verify(engine, model.named_parameters())
 
 
 def test_after_a_sync_greedy_output_equals_a_fresh_engines(engine, checkpoints, build_engine, tmp_path):
@@ -89,7 +90,7 @@ def test_verify_finds_the_one_value_that_differs(engine, checkpoints):
             old = parameter[place].item()
             parameter[place] += 1.0
             with pytest.raises(ValueError, match=f"weights differ from the given ones: {name};"):
-                engine.verify(model.named_parameters())
+                verify(engine, model.named_parameters())
             parameter[place] = old
 
 
@@ -97,7 +98,7 @@ def test_weights_are_cast_to_the_engines_precision(checkpoints):
     engine = VllmEngine(checkpoints["single"], EngineConfig(dtype="bfloat16", kv_cache_gb=0.125))
     model = perturbed(checkpoints["single"], seed=10)
     with pytest.raises(ValueError, match="weights differ from the given ones"):
-        engine.verify(model.named_parameters())
+        verify(engine, model.named_parameters())
     reloads(engine, model)
 
 
@@ -161,7 +162,7 @@ def test_a_tied_head_follows_the_embedding(checkpoints, build_engine, tmp_path, 
         model.model.embed_tokens.weight.mul_(0.5).add_(0.1)
     weights = [(name, tensor) for name, tensor in model.named_parameters() if name != "lm_head.weight"]
     engine.load(weights)
-    engine.verify(weights)
+    verify(engine, weights)
     for ids in greedy(engine):
         assert ids  # nothing was left on the meta device
 
@@ -211,4 +212,4 @@ def test_loading_a_model_makes_nothing_outside_its_parameters_and_buffers(engine
     host stays: copies of scales, and here the weights that vLLM repacks for its CPU kernels.
     """
     on_host = ("_scale_cpu", "_scale_cpu_cache", ".cpu_linear.handler_tensor")
-    assert [where for where in tensors_of(engine._network).values() if not where.endswith(on_host)] == []
+    assert [where for where in tensors_of(engine.network).values() if not where.endswith(on_host)] == []

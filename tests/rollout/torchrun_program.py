@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from vllm.distributed.parallel_state import destroy_model_parallel
 
+from dccot.lab.synced import verify
 from dccot.model.sharding import ShardingConfig, build_model
 from dccot.model.weights import full_parameters, save_checkpoint
 from dccot.rollout.director import Call, RolloutConfig
@@ -73,7 +74,7 @@ def main(folder: Path, out: Path) -> None:
             if ".layers." in name:
                 parameter.mul_(1.2)
     engine.load(full_parameters(model))
-    engine.verify(full_parameters(model))
+    verify(engine, full_parameters(model))
     save_checkpoint(model, out / "synced", source=folder)
     steps = Steps()
     sampled = rolled_out(engine, range(3, 11) if rank else range(3), steps, budget=90 if rank else 40)
