@@ -48,7 +48,7 @@ from dccot.rollout.tags import THINK_OPEN, IllFormed, parse
 from dccot.rollout.thread import Thread
 
 WIDTH = [2, 12]  # parts of a list, and workers to choose from
-GROUPS = 3  # of a sum of sums, and parts of each; the base learns from groups of one and two parts as well
+GROUPS = 3  # of a sum of sums, and parts of each
 SIZES = range(3, 6)  # digits of a part
 LETTERS, NAMES = "abcde", "ABC"  # of the digits of a part, of groups
 SPLITS = ("base", "train", "validation", "test")
@@ -70,19 +70,24 @@ class PartsConfig:
 
 def problem_stream(seed: int, family: str, split: str, taken: set[str]) -> Iterator[Problem]:
     """Endless problems of one split; `taken` are questions that no split may ask again. An id names how many parts the
-    problem has; the base learns from small ones more often, as a curriculum.
+    problem has. The base learns from short lists more often, as a curriculum; where it is to learn sums of sums, from
+    lists and from groups of one and two parts as well.
     """
-    rng = random.Random(f"{seed}/{family}/{split}")
-    sizes = range(WIDTH[0], WIDTH[1] + 1) if family == "lists" else list(SUMS) if split == "base" else [GROUPS**2]
+    rng, learning = random.Random(f"{seed}/{family}/{split}"), split == "base"
     while True:
-        count = rng.choices(sizes, [1 / size if split == "base" else 1 for size in sizes])[0]
+        shape = rng.choice(["lists", "sums"]) if learning and family == "sums" else family
+        if shape == "lists":
+            sizes = list(range(WIDTH[0], WIDTH[1] + 1))
+            [count] = rng.choices(sizes, [1 / size if learning else 1 for size in sizes])
+        else:
+            count = rng.choice(list(SUMS)) if learning else GROUPS**2
         parts = [(i, [rng.randint(2, 9) for _ in range(rng.choice(SIZES))]) for i in range(1, count + 1)]
-        each = count // GROUPS if family == "sums" else count
+        each = count // GROUPS if shape == "sums" else count
         groups = [parts[i : i + each] for i in range(0, count, each)]
         asked = "| ".join("".join(map(_asked, group)) for group in groups)
         if asked not in taken:
             taken.add(asked)
-            what = SUMS[count] if family == "sums" else f"{count} parts"
+            what = SUMS[count] if shape == "sums" else f"{count} parts"
             gold = sum(result_of(part) for part in parts) % 10
             yield Problem(f"{split}-{count}-{len(taken):06d}", f"{what}{HOW}{asked}{END}", str(gold))
 
