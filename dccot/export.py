@@ -252,6 +252,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--push", metavar="NAME/MODEL", help="also upload it to a hub")
     parser.add_argument("--public", action="store_true", help="with --push: make it public")
     arguments = parser.read(argv)
+    if arguments.public and not arguments.push:
+        parser.error("--public is for --push NAME/MODEL; add it, or leave --public out")
 
     def work() -> None:
         with waiting(f"exporting {arguments.run}"):

@@ -276,13 +276,13 @@ class Run:
         return kind(**{name: value for name, value in found.items() if name in known})
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of metrics.jsonl: one per step."""
+        """Of metrics.jsonl: one per step, without values that are null: a number that was none."""
         if not self.metrics_file.exists() or self._empty(self.metrics_file):
             return []
         found = []
         for line, row in read_jsonl(self.metrics_file, report=log.warning):
             if isinstance(row.get("step"), int):
-                found.append(row)
+                found.append({name: value for name, value in row.items() if value is not None})
             else:
                 log.warning("%s:%d: the row has no step; it is left out", self.metrics_file, line)
         return found

@@ -336,7 +336,7 @@ def test_checkpoints_are_listed_with_what_validation_found(tmp_path):
     for step in (20, 30, 35):
         (run / f"checkpoints/step_{step:06d}/hf").mkdir(parents=True)
         (run / f"checkpoints/step_{step:06d}/hf/config.json").write_text("{}")
-    rows = [{"step": i, "reward/correct": 0.5} for i in range(35)]
+    rows = [{"step": i, "reward/correct": 0.5 if i else None} for i in range(35)]  # null: there was no number
     for step, accuracy, longest in ((9, 0.5, 900.0), (19, 0.4, 800.0), (29, 0.4, 700.0)):
         rows[step] |= {"validation/accuracy": accuracy, "validation/longest_path": longest}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
