@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
+from dccot.core.command import Parser
 from dccot.kernels import lm_head, schedule
 from dccot.kernels.mask import TreeMask, positions
 from dccot.kernels.reference import dense_mask
@@ -254,11 +255,11 @@ SIZES = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="dccot bench", description="Time a kernel against its alternatives.")
+def parser() -> Parser:
+    top = Parser("Time a kernel against its alternatives.", "dccot bench attention --profile", prog="dccot bench")
     kinds = top.add_subparsers(dest="kernel", required=True)
     for name, sizes in SIZES.items():
-        kind = kinds.add_parser(name, epilog=f"example: dccot bench {name} --profile")
+        kind = kinds.add_parser(name, description=top.description, example=f"dccot bench {name} --profile")
         if name == "attention":
             kind.add_argument("--tree", default="paper", help=f"{', '.join(trees.KINDS)}, or a rollout JSONL")
         for option, default in sizes.items():

@@ -13,7 +13,6 @@ unmasked and over masked tiles, and how many iterations loads run ahead. Facts o
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -29,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dccot.core.command import print_table
+from dccot.core.command import Parser, print_table
 from dccot.core.files import cache_folder, write_atomic
 from dccot.kernels import autotune
 from dccot.kernels.mask import TreeMask
@@ -242,10 +241,10 @@ def tune() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
+        "Compile every kernel without a GPU, and say what is wrong with its machine code.",
+        "dccot inspect --arch sm_90,gfx942 --json inspect.json",
         prog="dccot inspect",
-        description="Compile every kernel without a GPU, and say what is wrong with its machine code.",
-        epilog="example: dccot inspect --arch sm_90,gfx942 --json inspect.json",
     )
     archs = ",".join(DEFAULT_ARCHITECTURES)
     parser.add_argument("--arch", default=archs, help=f"comma-separated, of {', '.join(TABLE)}")

@@ -16,7 +16,6 @@ and ends with one line to paste. Exits with 1 if a check failed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -29,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dccot import __version__
-from dccot.core.command import run_cleanly
+from dccot.core.command import Parser, run_cleanly
 from dccot.core.config import one_of
 from dccot.core.files import write_atomic
 
@@ -282,9 +281,9 @@ def remember_runner(runner: str | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     known = {check.name: check for check in CHECKS}
-    parser = argparse.ArgumentParser(
-        description="Check a machine with GPUs: kernels, engine, training, each on its own; ends in one page.",
-        epilog="example: dccot gpu-check --model runs/sft/latest/hf",
+    parser = Parser(
+        "Check a machine with GPUs: kernels, engine, training, each on its own; ends in one page.",
+        "dccot gpu-check --model runs/sft/latest/hf",
     )
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"all, or some of {', '.join(known)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
