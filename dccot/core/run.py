@@ -377,7 +377,8 @@ def history(model: str | Path) -> Iterator[tuple[dict[str, Any], int]]:
     run, step = trained_by(model)
     while run.folder not in seen and "steps" in (settings := run.settings()):
         seen.add(run.folder)
-        yield settings, step or settings["steps"]
+        saved = step_of(Path(run.latest.read_text(errors="replace").strip())) if run.latest.is_file() else None
+        yield settings, step or saved or settings["steps"]
         run, step = trained_by(settings["model"]["path"], run.folder.parent)
 
 

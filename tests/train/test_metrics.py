@@ -168,7 +168,7 @@ def test_every_line_of_the_meanings_explains_something():
 
 
 def test_stages_continue_on_one_axis(tmp_path, monkeypatch):
-    """SFT of 80 steps, then RL of 8 and of 4 steps from its step 6: RL counts RL alone."""
+    """SFT of 80 steps, stopped after 30; then RL of 8 and of 4 steps from its step 6: RL counts RL alone."""
     monkeypatch.chdir(tmp_path)
     for name, settings in {
         "sft": {"steps": 80, "model": {"path": "somebody/model"}, "rollout": {"workers": 3}},
@@ -177,8 +177,9 @@ def test_stages_continue_on_one_axis(tmp_path, monkeypatch):
     }.items():
         Run(f"runs/{name}").folder.mkdir(parents=True)
         Run(f"runs/{name}").config_file.write_text(json.dumps(settings))  # JSON is YAML
+    Run("runs/sft").latest.write_text("step_000030\n")
     ends = {model: steps_until(model) for model in ("somebody/model", "runs/sft", "runs/one", "runs/two", "runs/two@3")}
-    assert ends == {"somebody/model": 0, "runs/sft": 80, "runs/one": 8, "runs/two": 10, "runs/two@3": 9}
+    assert ends == {"somebody/model": 0, "runs/sft": 30, "runs/one": 8, "runs/two": 10, "runs/two@3": 9}
     assert steps_until("runs/sft", rl=True) == 0
     recorder = Recorder(Run("runs/two"), 1, active=True, before=steps_until("runs/one@6", rl=True))
     recorder.write(1, {"reward/mean": 1.0})
