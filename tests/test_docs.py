@@ -225,7 +225,7 @@ QUICK = {
     r"dccot serve .*": (explained, "runs until it is stopped; tests/serve starts it"),
     r"dccot (eval|rollout) .* engine\.url=.*": (explained, "wants servers; tests/serve starts them"),
     r"dccot demo --recipe .*": (explained, "takes half an hour; tests/front_door loads its recipe"),
-    r"make [\w-]+( (SETTINGS|ROOM|MODEL)=.*)?": (dry, "takes minutes or hours, or is what runs this"),
+    r"make [\w-]+( (SETTINGS|ROOM|MODEL|RECIPE)=.*)?": (dry, "takes minutes or hours, or is what runs this"),
     r"(srun )?torchrun .* -m dccot\.pipeline .*": (checked, "weeks on 8 GPUs"),
     r"dccot pipeline .*": (checked, "the same"),
     r"(srun )?torchrun .* -m dccot\..*": (resolved, "wants 8 GPUs; docs-check trains with two processes"),
