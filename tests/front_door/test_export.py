@@ -87,6 +87,12 @@ def test_the_folder_opens_in_transformers_with_the_run_s_weights(runs, tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("Add a").input_ids
 
 
+def test_public_without_push_is_refused_before_anything_is_written(runs, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", str(runs / "stage4"), str(tmp_path / "out"), "--public"])
+    assert "--push NAME/MODEL" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_a_link_out_of_the_folder_is_not_exported(runs, tmp_path, capsys):
     """The manifest of a run from elsewhere need not list it; copied, it would go to the hub."""
     (tmp_path / "secret").write_text("secret")
